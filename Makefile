@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf test rehearse lab serve record gpu lesson pairs lint format clean distclean
+.PHONY: help setup book pdf slides test rehearse lab serve record gpu lesson pairs lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -66,6 +66,9 @@ book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every les
 
 pdf: export PDF := 1
 pdf: book ## build the site with the whole course as a PDF in it (needs Chromium or Chrome)
+
+slides: book ## write each lesson's slides anew, with lecturer's notes, into _build/html/slides
+	$(BIN)/python book/_ext/slides.py $(SITE)
 
 test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
 	$(BIN)/python tests/phases.py $(ARGS)

@@ -48,7 +48,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         """Collect ids, links and what is loaded."""
         values = {name: value or "" for name, value in attrs}
-        self._inside = tag
+        said = values.get("type") == "application/ld+json"  # for catalogues: loads nothing
+        self._inside = "" if said else tag
         if "id" in values:
             self.ids.append(values["id"])
         if tag == "a" and "href" in values:
@@ -138,7 +139,8 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
     table = (site / "book/execution.html").read_text("utf-8")
     for topic in record.lessons(root):
         text = (site / f"lessons/{topic}.html").read_text("utf-8")
-        note = re.search(r'</h1><p class="lesson-outputs".*?</p>', text, re.DOTALL)
+        head = r'</h1><p class="lesson-assumes">.*?</p><p class="lesson-outputs".*?</p>'
+        note = re.search(head, text, re.DOTALL)
         assert note, f"{topic}: nothing under the title"
         assert re.search(
             r"(Recorded|Executed by this build) on .*torch \d.*\d{4}-\d\d-\d\d, \d+ s", note[0]
@@ -224,6 +226,7 @@ def test_links_to_code_lead_to_its_page(small):
 
 def test_buttons_need_a_repository(small):
     words = ("mybinder.org", "colab.research.google.com", "Suggest edit", "/edit/main/")
+    words += ("Report a number",)
     assert not any(word in small.page() for word in words)
     with_address = Book.__new__(Book)
     with_address.root, with_address.log = small.root, ""
@@ -232,6 +235,7 @@ def test_buttons_need_a_repository(small):
     assert with_address.executed == []
     page = with_address.page()
     assert f"{address}/edit/trunk/lessons/small.md" in page
+    assert f"{address}/issues/new?title=A+number+of+lessons%2Fsmall&amp;body=Page" in page
     assert "mybinder.org/v2/gh/some-owner/some-name/trunk?urlpath=lab%2Ftree%2Flab" in page
     assert "github/some-owner/some-name/blob/notebooks/small.ipynb" in page
     assert f'href="{address}/blob/trunk/code/shardlab/first.py#L4"' in page

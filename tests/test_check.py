@@ -135,6 +135,14 @@ def test_every_exercise_has_wrong_answers():
     assert set(ROWS) == set(check_module.names())
 
 
+def test_who_teaches_is_told_the_mistakes_that_a_check_knows():
+    told = check_module.mistakes("zero_bytes")
+    assert "2.08e+11: That is stage 0: every rank holds everything." in told
+    assert any("Rounded down" in words for words in check_module.mistakes("my_shard_bounds"))
+    with pytest.raises(ValueError, match="exercise='gone': allowed are .*zero_bytes"):
+        check_module.mistakes("gone")
+
+
 def test_every_exercise_of_the_package_stands_in_a_lesson():
     shown = "\n".join(asked for _, _, asked, _ in ALL)
     for name in check_module.names():

@@ -227,6 +227,7 @@ def test_workflows_pin_their_actions_and_ask_for_little(path: Path) -> None:
     wanted = {
         "pages": {"pages", "id-token", "contents"},
         "gpu": {"contents", "pull-requests"},
+        "release": {"contents"},
     }
     assert granted == wanted.get(path.stem, set())
 

@@ -19,7 +19,7 @@ import pytest
 
 from shardlab import hub
 from shardlab.__main__ import main
-from shardlab.hub import core
+from shardlab.hub import core, cuts
 from shardlab.hub.ahead import with_modules
 from shardlab.hub.ask import Builder
 from shardlab.layout.structure import Structure
@@ -173,6 +173,28 @@ for name in sys.argv[3:] or NAMES:
         counts[name] = None
 print(json.dumps(counts))
 """
+# What a rank of four has of each weight of a layer, by transformers' own plan and its own code.
+SHARES = """
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh, shares = init_device_mesh("cpu", (4,)), {}
+for name in "axk2", "deepseek_v3", "gemma3_text", "llama4_text", "phi3", "qwen3_moe":
+    config = CONFIG_MAPPING[name](num_hidden_layers=2)
+    config.save_pretrained(pathlib.Path(sys.argv[1], "two", name))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    held, modules = set(dict(model.named_parameters())), dict(model.named_modules())
+    for one, style in model._expand_parallel_plan(model.tp_plan).items():
+        if one in held:
+            module, _, inner = one.rpartition(".")
+            ALL_PARALLEL_STYLES[style].shard_param(modules[module], inner, mesh)
+    local = [(n, getattr(p, "to_local", lambda p=p: p)()) for n, p in model.named_parameters()]
+    shares[name] = [[n, p.numel()] for n, p in local]
+print(json.dumps(shares))
+"""
 SMALL = {
     "model_type": "mixtral", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -208,22 +230,24 @@ print(json.dumps(rows))
 
 
 @pytest.fixture(scope="module")
-def apart(request, tmp_path_factory) -> tuple[Path, dict, dict]:
-    """Files of classes' defaults, their counts, and rows without plug-ins, by a process apart."""
+def apart(request, tmp_path_factory) -> tuple[Path, dict, dict, dict]:
+    """Files of classes' defaults, their counts, ranks' shares, and rows without plug-ins, by a
+    process apart.
+    """
     some = [] if request.config.getoption("--whole") else SOME
     folder = tmp_path_factory.mktemp("defaults")
     done = subprocess.run(
-        [sys.executable, "-c", TRUTH + WITHOUT, str(folder), json.dumps(SMALL), *some],
+        [sys.executable, "-c", TRUTH + SHARES + WITHOUT, str(folder), json.dumps(SMALL), *some],
         stdout=subprocess.PIPE, check=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )  # fmt: skip
-    counts, rows = (json.loads(line) for line in done.stdout.splitlines()[-2:])
-    return folder, counts, rows
+    counts, shares, rows = (json.loads(line) for line in done.stdout.splitlines()[-3:])
+    return folder, counts, shares, rows
 
 
 def test_every_class_is_counted_as_transformers_counts_it(request, builder, apart) -> None:
     whole = request.config.getoption("--whole")
-    folder, counts, _ = apart
+    folder, counts, *_ = apart
     assert len(counts) == (189 if whole else len(SOME))
     files = {name: folder / name / "config.json" for name in counts}
     files = {name: path for name, path in files.items() if path.exists()}
@@ -235,6 +259,40 @@ def test_every_class_is_counted_as_transformers_counts_it(request, builder, apar
         elif one.total != counts[name] or not 0 < one.active <= one.total:
             differ[name] = one.total, counts[name]
     assert differ == {}
+
+
+def test_shares_by_transformers_own_plan_are_its_own(monkeypatch, builder, apart) -> None:
+    """With no table, every weight of a layer is cut as transformers' code cuts it."""
+    folder, _, shares, _ = apart
+    files = [folder / "two" / name / "config.json" for name in shares]
+    with_table = list(hub.read_many(files, True, builder))
+    monkeypatch.setattr(cuts, "_row", lambda stem, mixes: None)
+    cut = 0
+    for rows, one in zip(shares.values(), hub.read_many(files, True, builder), strict=True):
+        assert any("as in transformers' own plan" in words for words in one.assumed)
+        place = [0] * one.layers
+        for name, many in rows:
+            number, _, inner = name.removeprefix("model.layers.").partition(".")
+            if not name.startswith("model.layers."):
+                continue
+            kind = one.kinds[one.order[int(number)]]
+            entry = kind.entries[place[int(number)]]
+            place[int(number)] += 1
+            experts = kind.routed.number if entry.expert is not None else 1
+            assert (entry.name, experts * entry.elements(4)) == (inner, many), (
+                one.model_type,
+                name,
+            )
+            cut += entry.tp is not None
+    assert cut > 50
+    # The table stands above: it cuts latent attention, which the plan leaves whole.
+    axk2, deepseek = with_table[:2]
+    assert not axk2.unplanned
+    (words,) = [words for words in axk2.assumed if "own plan" in words]
+    assert words == "cut by tensor ranks as in transformers' own plan: self_attn.q_gate_proj"
+    assert not any("own plan" in words for words in deepseek.assumed)
+    latent = {e.name: e.tp for e in deepseek.kinds[0].entries}
+    assert [latent[f"self_attn.{name}_proj.weight"] for name in ("q_b", "kv_b", "o")] == [0, 0, 1]
 
 
 # Today's quirks, in files made for the purpose: what is counted, by hand.
@@ -319,6 +377,40 @@ def test_layers_that_predict_further_tokens_are_an_option(found) -> None:
     assert round((more.total - one.total) / 1e9, 1) == 11.6
     with pytest.raises(ValueError, match="mtp=2: allowed are whole numbers, 0 to 1"):
         with_modules(one, given, 2)
+
+
+def test_they_are_counted_and_planned_by_the_commands(
+    capsys, monkeypatch, builder, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(core, "Builder", lambda: nullcontext(builder))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PLAIN | QUIRKS["latent attention"][0]))
+    asked = ["--gpu", "h100", "--gpus", "1", "--batch", "8", "--seq", "1024", "--json"]
+    counts, steps, sizes = [], [], []
+    for number in "0", "1":
+        more = ["--config", str(path), "--mtp", number]
+        assert main(["memory", *more, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == 2 * found["count"]["total"]
+        counts.append(found["count"]["total"])
+        assert main(["strategy", *more, *asked]) == 0
+        out, err = capsys.readouterr()
+        first = json.loads(out)["best"][0]
+        steps.append(first["seconds"])
+        sizes.append(first["bytes_by_part"]["weights"])
+        assert ("1 of num_nextn_predict_layers=1: each a layer as the last" in err) is (
+            number > "0"
+        )
+    module = LATENT + 2 * H + 10 * EXPERT + 8 * H + 2 * H * H + 3 * H
+    assert counts[1] - counts[0] == module and steps[1] > steps[0]
+    assert sizes[1] - sizes[0] == 2 * module
+    for wrong, words in (
+        (["--mtp", "2"], "mtp=2: allowed are whole numbers, 0 to 1"),
+        (["--mtp", "1", "--run"], "--mtp with --run"),
+    ):
+        assert main(["strategy", "--config", str(path), *asked[:-1], *wrong]) == 2
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1 and words in err
 
 
 def test_what_is_counted_and_not_understood_is_not_planned(builder, monkeypatch, tmp_path) -> None:
@@ -426,6 +518,9 @@ def test_what_goes_wrong_in_the_process_is_one_line_and_leaves_nothing(
     with Builder(seconds=2) as builder:
         first, *found = hub.read_many(files, False, builder)
     assert first.total == int(COUNTS["llama-3.2-1b"]["total"])
+    assert first.assumed[-1].startswith(
+        "quantization_config (fp8) is not read: weights are counted"
+    )
     for (path, words), one in zip(rows[1:], found, strict=True):
         assert isinstance(one, ValueError), (path, one)
         one_line(one, path, words)
@@ -440,7 +535,7 @@ def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
 
 
 def test_without_any_plug_in_a_number_is_wrong(apart) -> None:
-    rows = dict(apart[2])
+    rows = dict(apart[-1])
     h, a, d, experts, chosen, wide = 64, 4, 32, 8, 2, 48  # of SMALL
     products = 2 * (h * d * (a + 4) + a * d * h + experts * h + chosen * 3 * h * wide)
     kept = 4 * h + (2 * a + 4) * d + chosen * (h + 3 * wide)

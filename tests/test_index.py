@@ -9,14 +9,13 @@ import runpy
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from shardlab import __main__
-from shardlab.record import index, lesson, pairs
+from shardlab.record import index, lesson, pairs, paths
 from shardlab.record.index import Index, Part, Topic
 
 
@@ -168,29 +167,143 @@ def some(seed: int) -> Index:
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_arrows_cross_no_box_and_lie_on_no_other(root: Path, seed: int | None) -> None:
+def test_lines_of_the_map_cross_no_other_and_no_box(root: Path, seed: int | None) -> None:
     drawing = runpy.run_path(str(root / "figures/index.py"))
     course = index.read(root) if seed is None else some(seed)
-    _, boxes = drawing["layout"](course)
-    routes = drawing["routes"](course)
-    assert routes.keys() == set(drawing["arrows"](course))
-    inside = {
-        (x + i, y + j): name
-        for name, (x, y, wide, high) in boxes.items()
-        for i in range(wide + 1)
-        for j in range(high + 1)
+    boxes = drawing["layout"](course)
+    assert sorted(box.topic.topic for box in boxes) == sorted(course.topics)
+    place = {box.topic.topic: row for row, box in enumerate(boxes)}
+    needs = drawing["direct"](course)
+    words = drawing["alt"](course)
+    for box in boxes:
+        others = needs[box.topic.topic]
+        assert box.below == "" if not others else place[box.below] < place[box.topic.topic]
+        # What no line says is written.
+        said = " ".join([*box.notes, course.topics[box.below].title if box.below else ""])
+        assert all(course.topics[name].title in said for name in (*others, *box.topic.after))
+        assert box.topic.title in words
+    lines = list(drawing["lines"](boxes))
+    for (x, y), (u, v) in lines:
+        for box in boxes:  # a line may end at a box, and goes through none
+            assert not (
+                box.left < max(x, u) and y < box.top + box.high and v > box.top and x >= u
+            ), box
+    flat = [(y, x, u) for (x, y), (u, v) in lines if y == v]
+    upright = [(x, y, v) for (x, y), (u, v) in lines if x == u]
+    for y, left, right in flat:
+        assert not any(left < x < right and top < y < bottom for x, top, bottom in upright)
+    for i, (x, top, bottom) in enumerate(upright):
+        assert not any(x == u and top < v and t < bottom for u, t, v in upright[i + 1 :])
+
+
+WAY = """\
+- path: short
+  title: Short
+  whom: who hurries
+  able: do it
+  sittings:
+    - name: Morning
+      minutes: 5
+      parts:
+        - {page: first, sections: [reading], exercises: [1]}
+        - {page: second, sections: []}
+    - name: Evening
+      minutes: 5
+      parts:
+        - {page: first, sections: [below]}
+        - book/page
+"""
+LESSON = (
+    """\
+# One: a lesson
+
+Five words stand before it.
+
+## Reading
+
+"""
+    + "word " * 449
+    + """
+
+```{code-cell} ipython3
+a = 1
+
+b = 2
+```
+
+```{code-cell} ipython3
+:tags: [hide-input]
+
+# Not counted
+c = 3
+```
+
+### Below
+
+"""
+    + "word " * 149
+    + """
+
+## Exercises
+
+```{exercise-start} First (easy)
+:label: a
+```
+Not counted.
+```{exercise-end}
+```
+```{exercise-start} Second (hard)
+:label: b
+```
+```{exercise-end}
+```
+"""
+)
+
+
+def test_minutes_of_a_path_are_made_from_its_parts(small: Path) -> None:
+    (small / "lessons/first.md").write_text(LESSON)
+    (small / paths.PATHS).write_text(WAY)
+    data = good()
+    data["parts"][0]["topics"][0]["exercises"] = 20
+    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    course = index.read(small)
+    way = index.ways(course, small)["short"]
+    morning, evening = way.sittings
+    # 5 + 450 + 150 words and 2 lines; a quarter of 20 minutes
+    assert [(piece.read, piece.solve) for piece in morning.pieces] == [(4, 5), (0, 0)]
+    assert [piece.read for piece in evening.pieces] == [1, 0]
+    assert [piece.begins for piece in evening.pieces] == ["Below", ""]
+    table = "\n".join(paths.table(way, project=False))
+    assert "| **Morning** | [One](../lessons/first.md): [Reading](" in table
+    assert "**10 min**" in table
+    left = {
+        docname: [(sitting.name, piece and piece.docname) for _, sitting, piece in steps]
+        for docname in ("lessons/first", "lessons/second", "book/page")
+        if (steps := paths.onward({"short": way}, docname))
     }
-    owner: dict = {}  # of each step of the grid: the arrows' box, and whether they are needs
-    points: dict = {}
-    for (before, after, needed), path in routes.items():
-        net = (before, needed)
-        assert inside.get(path[-1]) == after
-        assert inside.get(path[0]) == before or path[0] in points[net]
-        assert not any(point in inside for point in path[1:-1])
-        for a, b in pairwise(path):
-            assert abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1
-            assert owner.setdefault(frozenset((a, b)), net) == net
-        points.setdefault(net, set()).update(path)
+    assert left == {
+        "lessons/first": [("Morning", "lessons/second"), ("Evening", "book/page")],
+        "lessons/second": [("Morning", "lessons/first")],
+        "book/page": [("Evening", None)],
+    }
+    for old, new, says in (
+        ("[reading]", "[nowhere]", "'first': no section 'nowhere': allowed are reading, below"),
+        ("page: second", "page: third", "page 'third': allowed are lessons"),
+        ("exercises: [1]", "exercises: [3]", r"exercises \[3\]: it has 2"),
+        ("exercises: [1]", "exercise: [1]", "known are page, sections, exercises"),
+        ("whom: who", "who: who", "unexpected keyword argument 'who'"),
+    ):
+        (small / paths.PATHS).write_text(WAY.replace(old, new))
+        with pytest.raises(ValueError, match=f"book/paths.yml: path 'short': .*{says}"):
+            index.ways(course, small)
+
+
+def test_every_path_keeps_to_what_it_promises(root: Path) -> None:
+    for way in index.ways(index.read(root), root).values():
+        for sitting in way.sittings:
+            spent = sitting.read + (0 if way.reading else sitting.solve)
+            assert abs(spent - sitting.minutes) <= 0.1 * sitting.minutes, (way.title, sitting.name)
 
 
 ENTRY = """\

@@ -22,6 +22,7 @@ PAGES = {  # page: the least number of questions
 EXAMPLES = [
     "book/gpt3_on_64_gpus",
     "book/your_job",
+    "book/your_cluster",
 ]  # worked out behind a lesson, before the questions
 CLAIMS = "book/claims"  # claims of others, run again; among the pages for reference
 LEVELS = ("recall", "understanding", "application", "design", "design review")

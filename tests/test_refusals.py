@@ -134,6 +134,7 @@ for part in {*PARTS.values()}:
     importlib.import_module(f"shardlab.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
+PLACED = *FOLDER, "steps"  # which asks for a file
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
 PRINT = {  # what prints something, and takes no time
     "list": [],
@@ -221,8 +222,9 @@ MEET = [*AT, "127.0.0.1:29400"]
 WATCH = ["cluster", "watch", "none"]
 MINE = [*WATCH, "--pid", "1"]  # one that there always is: a name of a test is the same everywhere
 MISTAKES = {  # arguments: a word of the line that they get
-    **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in FOLDER},
+    **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in PLACED},
     **{("cluster", part, "none", "--no-such"): "--no-such" for part in FOLDER},
+    ("steps", "none.py", "--no-such"): "--no-such",
     ("memory", "--modle", "gpt-2"): "did you mean --model?",
     ("memori",): "did you mean memory?",
     ("cluster", "wacth"): "did you mean watch?",
@@ -250,6 +252,13 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
     ("parity", "plain.py"): "scripts='plain.py': needed are",
+    ("grade", "none"): "folder='none': allowed are folders",
+    ("grade", ".", "--part", "zeros"): "part='zeros': allowed are data_parallel",
+    ("grade", ".", "--seed", "-1"): "seed=-1: allowed are whole numbers, 0",
+    ("grade", ".", "--seed", "much"): "seed='much': allowed are whole numbers, 0",
+    ("grade", ".", "--json", "/proc/a.json"): "json='/proc/a.json': allowed are files",
+    ("grade", ".", "--junit", ""): "junit='': allowed",
+    ("grade", "--start", ".", "--seed", "1"): "--seed with --start",
     ("steps", "none.py"): "file='none.py': allowed are scripts",
     ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
     ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
@@ -315,6 +324,7 @@ def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
 
 PUBLISHED = show.ROOT / "code/shardlab/strategy/published"
 RUN = ["cluster", "run", "--at", "127.0.0.1:29400"]
+SITE = show.ROOT / "code/shardlab/cluster/sites/cloud-pyxis.yml"
 FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv")]
 FILES = {
     "svg": [*SMALL, "--svg"],
@@ -325,6 +335,7 @@ FOLDERS = {
     "folder": ["cluster", "up", "--folder"],
     "logs": [*RUN, str(PUBLISHED.parent / "core.py"), "--logs"],  # never started
     "--out": ["gpu", "--out"],
+    "into": ["cluster", "files", "--site", str(SITE), "--into"],
 }
 NO_NAMES = ["", "line\nbreak", "tab\t", "\x1b[31mred", "~nobody_of_that_name/x", "nul\0"]
 

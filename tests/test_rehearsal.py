@@ -39,13 +39,13 @@ def _daily(name: str) -> tuple[int, ...]:
 
 
 @cache
-def _lines(module: str, gpus: int, whole: bool = False) -> dict[str, str]:
+def _lines(module: str, gpus: int, whole: bool = False, *named: str, **more: str) -> dict[str, str]:
     """The error of each line that `module` prints, by name, and what it said besides."""
-    settings = {"REHEARSE_FORK": "1"} | ({"REHEARSE_WHOLE": "1"} if whole else {})
+    settings = {"REHEARSE_FORK": "1"} | ({"REHEARSE_WHOLE": "1"} if whole else {}) | more
     environment = lessons.environment(gpus, **settings)
     environment["PYTHONPATH"] += f":{lessons.HERE.parent}"
     done = subprocess.run(
-        [sys.executable, "-m", module], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", module, *named], env=environment, capture_output=True, text=True
     )
     found = {"": done.stderr[-3000:]}
     for line in done.stdout.splitlines():
@@ -63,6 +63,19 @@ def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     found = _lines("rehearsal.drives", gpus, whole)
     assert name in found, found[""]
     assert not found[name], found[name]
+
+
+ANOTHER = "cluster", "data_parallel", "tensor_parallel", "train", "zero"  # topics
+
+
+def test_a_device_of_another_maker_goes_the_same_ways(request: pytest.FixtureRequest):
+    """AMD's: torch calls it "cuda", and has no version of CUDA."""
+    if not request.config.getoption("--whole"):
+        pytest.skip("the same drives once more: --whole")
+    found = _lines("rehearsal.drives", 2, False, *ANOTHER, REHEARSE_MAKER="amd")
+    said = {name: error for name, error in found.items() if name}
+    assert {name.partition(".")[0] for name in said} == {*ANOTHER}, found[""]
+    assert not any(said.values()), said
 
 
 @pytest.mark.parametrize("seed", seeds.SEEDS, ids=lambda seed: seed.name)

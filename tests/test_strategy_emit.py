@@ -52,7 +52,9 @@ def windows(micro, share, size, seq):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def one_process(layout, shape=NANO, dtype=torch.bfloat16, rate=3e-4, rounded=False, ahead=False):
+def one_process(
+    layout, shape=NANO, dtype=torch.bfloat16, rate=3e-4, rounded=False, ahead=False, steps=STEPS
+):
     """Losses of the same steps without an engine: float32 weights, products in `dtype`.
 
     rounded: the first weights are those of `dtype`. ahead: DeepSpeed's stage 0 begins with a step
@@ -70,7 +72,7 @@ def one_process(layout, shape=NANO, dtype=torch.bfloat16, rate=3e-4, rounded=Fal
             kept.grad = torch.zeros_like(kept)
         optimizer.step()
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         total = 0.0
         for share in range(layout.dp):

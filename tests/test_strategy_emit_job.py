@@ -27,7 +27,7 @@ MEGATRON, TORCHTITAN = (
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 LLAMA = PRESETS["llama-3-8b"]
 PAIR = replace(MACHINES["a100"], per_node=2)
-ENGINES = "torchtitan", "megatron", "course"
+ENGINES = "torchtitan", "megatron", "deepspeed", "fsdp2", "course"
 ASK = ["strategy", "--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
 ASK += ["--emit", "slurm", "--engine"]
 
@@ -117,31 +117,43 @@ def test_slurm_takes_the_batch_files_and_says_which_time_is_too_long(tmp_path, c
 
 
 @NEEDS
-def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path, request):
+@pytest.mark.parametrize(
+    ("engine", "steps", "options"),
+    [
+        ("course", 300, ["--limit", "4000", "--report", "1"]),
+        ("deepspeed", 30, []),
+        ("fsdp2", 30, []),
+    ],
+    ids=["course", "deepspeed", "fsdp2"],
+)
+def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(
+    engine, steps, options, tmp_path, request
+):
     if not request.config.getoption("--whole"):
         pytest.skip("trains twice; the cluster's own batch files are requeued each day")
     nano = replace(PRESETS["nano"], seq=16)
-    folder = put(files("course", Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
+    folder = put(files(engine, Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
     with slurm.up(tmp_path / "box", 1, cpus=8) as box:
         more = {
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_WAIT_POLICY": "PASSIVE",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(HERE.parent / "code"),
         }
         how = {"cwd": folder, "env": {**box.environment, **more}}
-        options = ["--limit", "4000", "--report", "1", "--steps", "300", "--every", "100"]
+        options = [*options, "--steps", str(steps), "--every", "100"]
         number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
         metrics = folder / "run/metrics.jsonl"
         until(lambda: metrics.exists() and losses(folder / "run"))
         box.run(["scancel", "--signal=USR1", "--batch", number])
         until(lambda: state(box, number) == "PENDING")
-        assert 0 < len(losses(folder / "run")) < 300
+        assert 0 < len(losses(folder / "run")) < steps
         until(lambda: not slurm.of_jobs(box.folder))
         box.run(["scontrol", "update", f"JobId={number}", "StartTime=now"])
         said = folder / f"train-{number}.err"
         assert ended(box, number) == "COMPLETED", said.read_text()
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["step"] for row in steps if "loss" in row] == list(range(1, 301))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, steps + 1))
 
 
 @pytest.mark.parametrize(

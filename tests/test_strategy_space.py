@@ -290,7 +290,7 @@ def test_products_in_fewer_bits(capsys) -> None:
         (("--layout", "p 5"), "pp=5: allowed are divisors of layers=32"),
         (("--gpus", 8, "--offload", "all"), "offload='all': allowed are 'none'"),
         (("--gpus", 8, "--recompute", "some"), "recompute='some': allowed are 'none'"),
-        (("--gpus", 8, "--mtp", 1), "mtp=1: allowed in a plan is 0; no stage has a place for"),
+        (("--gpus", 8, "--mtp", 1), "--mtp alone: allowed with --config, whose file has such"),
         (("--gpus", 8, "--dtype", "fp7"), "dtype='fp7': allowed are 'bf16'"),
     ],
 )

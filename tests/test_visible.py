@@ -1,4 +1,4 @@
-"""What a reader sees of a lesson is the technique, and it takes the time that the lesson says."""
+"""What a reader sees of a lesson is the technique, and how long it takes to read is counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import visible
+
+from shardlab.record import pace
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -35,19 +37,17 @@ def test_folded_cells_begin_with_what_they_do(path):
 
 
 @each
-def test_the_stated_time_is_that_of_its_words_and_code(path):
+def test_no_lesson_is_longer_than_two_hours(path):
     text = path.read_text("utf-8")
-    stated = visible.stated_minutes(text)
-    assert stated is not None, "It takes about … minutes to read"
-    # The nearest multiple of five, or the one beside it.
-    assert abs(stated - visible.minutes(text)) <= 5
+    assert visible.words(text) <= 5000
+    assert visible.minutes(text) <= 120
 
 
 @each
-def test_no_lesson_is_longer_than_an_hour(path):
+def test_what_a_page_shows_is_found_without_an_import(path):
     text = path.read_text("utf-8")
-    assert visible.words(text) <= 5000
-    assert visible.minutes(text) <= 60
+    shown = {(file, n) for file, numbers in visible.shown(text).items() for n in numbers}
+    assert pace.shown(text, ROOT) == shown
 
 
 @each

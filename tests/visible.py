@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-from shardlab.record import read
-from shardlab.record.reading import Part, parts
+from shardlab.record.pace import outside, sections
 from shardlab.show.changes import changed
 
-# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
-WORDS_A_MINUTE, LINES_A_MINUTE = 200, 20
-_TIME = re.compile(r"^It takes about (\d+) minutes to read", re.M)
+ROOT = Path(__file__).resolve().parents[1]
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
 _SHOWS = {"show.table", "show.figure"}
 _COMPARES = {"torch.testing.assert_close", "torch.allclose"}
@@ -43,30 +38,10 @@ class Cell:
         return bool(self.tags & {"hide-input", "hide-cell"})
 
 
-@lru_cache
-def outside(text: str) -> list[Part]:
-    """The parts of a lesson that are in no exercise and no solution."""
-    return [part for part in parts(read(text)) if part.place in ("lesson", "between")]
-
-
 def cells(text: str) -> list[Cell]:
     """The code cells of a lesson outside its exercises and solutions."""
     code = [part for part in outside(text) if part.kind == "code"]
     return [Cell(part.text, frozenset(part.cell.metadata.get("tags", []))) for part in code]
-
-
-def words(text: str) -> int:
-    """Words of prose outside of code and exercises; of a link its text, of a picture its words."""
-    prose = "\n\n".join(part.text for part in outside(text) if part.kind != "code")
-    prose = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", prose, flags=re.M)
-    prose = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose)
-    return len(re.sub(r"\]\([^)]*\)", "]", prose).split())
-
-
-def stated_minutes(text: str) -> int | None:
-    """The minutes that the lesson says it takes to read."""
-    found = _TIME.search(text)
-    return int(found[1]) if found else None
 
 
 def proof_lines(source: str) -> set[int]:
@@ -117,7 +92,8 @@ def share_of_proof(text: str) -> tuple[int, int]:
 def shown(text: str) -> dict[Path, set[int]]:
     """By file, the numbers of the lines that show.source puts on the page, blank ones apart.
 
-    So does `changes`, of what a function became: its lines without those that went.
+    So does `changes`, of what a function became: its lines without those that went. Here Python
+    finds them; `pace.shown` has to find the same without importing anything.
     """
     names: dict[str, object] = {}
     for cell in cells(text):
@@ -152,10 +128,14 @@ def share_of_core(text: str, core: Path) -> tuple[int, int]:
     return len(shown(text).get(core.resolve(), ())), full
 
 
+def words(text: str) -> int:
+    """Words of prose outside of code and exercises."""
+    return sum(section.words for section in sections(text, ROOT))
+
+
 def minutes(text: str) -> float:
     """How long the lesson takes to read, its exercises apart: prose, and code that is visible."""
-    code = share_of_proof(text)[1] + sum(map(len, shown(text).values()))
-    return words(text) / WORDS_A_MINUTE + code / LINES_A_MINUTE
+    return sum(section.minutes for section in sections(text, ROOT))
 
 
 def main(paths: list[str]) -> None:
@@ -165,7 +145,7 @@ def main(paths: list[str]) -> None:
         proof, total = share_of_proof(text)
         share = f"{proof} of {total} visible lines ({100 * proof / total:.1f} %)"
         print(f"{path}: {share} are proof")
-        print(f"  {words(text)} words: {minutes(text):.0f} minutes; stated: {stated_minutes(text)}")
+        print(f"  {words(text)} words: {minutes(text):.0f} minutes")
         package = path.resolve().parents[1] / "code/shardlab" / path.stem
         core = next((f for f in (package / "core.py", package.with_suffix(".py")) if f.exists()), 0)
         if core:

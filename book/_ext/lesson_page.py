@@ -1,12 +1,14 @@
-"""What stands around a lesson: where its outputs come from, its downloads, the table of all.
+"""What stands around a lesson: what it assumes, where its outputs come from, its downloads, where
+one goes from it, and the table of all.
 
-The line under the title is put into the finished page, not into the document: there it would show
-in the search index and in previews.
+The lines under the title and at the end are put into the finished page, not into the document:
+there they would show in the search index and in previews.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,12 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from shardlab import record
-from shardlab.record import pairs
+from shardlab.record import index, pairs, paths
 from shardlab.record.exercises import exercises
 from shardlab.record.reading import reading
 
 DOWNLOADS = "downloads"
+SLIDES = "slides"
 EXERCISES = "_exercises.ipynb"
 _SUFFIXES = (  # of a file's name; what the link says; what it leads to
     (".md", ".md", "the lesson's source, to read and edit in Jupyter"),
@@ -45,7 +48,7 @@ def where(about: dict[str, Any]) -> str:
     if device["kind"] == "cpu":
         return f"the CPU ({device['cores']} core{'s' if device['cores'] != 1 else ''})"
     details = [f"driver {device['driver']}"] if device.get("driver") else []
-    details += [f"CUDA {device['cuda']}"] if device.get("cuda") else []
+    details += [f"{k.upper()} {device[k]}" for k in ("cuda", "hip") if device.get(k)]
     return f"{device['count']} × {device['name']}" + (f" ({', '.join(details)})" if details else "")
 
 
@@ -100,17 +103,101 @@ def add_line(
         for suffix, says, what in _SUFFIXES
         if suffix != EXERCISES or "{exercise-start}" in source
     )
+    slides = (
+        f'<a href="{context["pathto"](f"{SLIDES}/{topic}.html", 1)}" title="for a hall; the key S '
+        "opens the lecturer's notes\">Slides</a>"
+    )
     how = context["pathto"](EXECUTIONS)
     text = f'{escape(line(state))} <a href="{how}">How each page was executed</a>.'
     note = (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
-        f'<span class="lesson-downloads">Download: {downloads}</span></p>'
+        f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
         f"{SWITCH if 'tag_hide-input' in context['body'] else ''}"
     )
     # sphinx-exercise gives the same id to the content of every exercise of a page.
     body = re.sub(r' id="(exercise|solution)-content"', "", context["body"])
     head, title_end, rest = body.partition("</h1>")
     context["body"] = head + title_end + note + rest if title_end else note + head
+
+
+def note_ways(app: Sphinx) -> None:
+    """Read the course's index and the paths through it, where there are some."""
+    root = Path(app.srcdir)
+    app.course = index.read(root) if (root / index.TOPICS).is_file() else None
+    app.ways = index.ways(app.course, root) if app.course else {}
+
+
+def assumes(app: Sphinx, docname: str) -> str:
+    """What a lesson assumes and how long it takes, to stand under its title; "" elsewhere."""
+    topics = app.course.topics if app.course else {}
+    topic = topics.get(docname.removeprefix("lessons/"))
+    if not topic:
+        return ""
+
+    def linked(names: Sequence[str]) -> str:
+        links = [
+            f'<a href="{app.builder.get_relative_uri(docname, f"lessons/{name}")}">'
+            f"{escape(topics[name].title)}</a>"
+            for name in names
+        ]
+        return " and ".join(filter(None, [", ".join(links[:-1]), *links[-1:]]))
+
+    said = f"Assumes {linked(topic.needs) or 'PyTorch, and nothing of parallelism'}"
+    said += f"; easier after {linked(topic.after)}" if topic.after else ""
+    read = 5 * max(1, round(paths.page(topic.topic, Path(app.srcdir)).read / 5))
+    time = f"{read} minutes to read"
+    if app.ways:
+        how = app.builder.get_relative_uri(docname, "book/paths")
+        time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
+    time += f", {topic.exercises} for the exercises" if topic.exercises else ""
+    return f'<p class="lesson-assumes">{said}. {time}.</p>'
+
+
+def leads_to(app: Sphinx, docname: str) -> str:
+    """Where one goes from a page on each path, and what needs it, to stand at its end; or ""."""
+
+    def link(to: str, words: str, section: str = "") -> str:
+        place = f"#{nodes.make_id(section)}" if section else ""
+        address = app.builder.get_relative_uri(docname, to)
+        return f'<a href="{address}{place}">{escape(words)}</a>'
+
+    items = []
+    for way, sitting, piece in paths.onward(app.ways, docname):
+        on = f"On {link(way.docname, way.title)}" + (f", {sitting.name}" if sitting.name else "")
+        end = link(piece.docname, piece.title, piece.begins) if piece else "this was the last"
+        items.append(f"<li>{on}: {end}</li>")
+    name = docname.removeprefix("lessons/")
+    needed = app.course.needed_by(name) if app.course else []
+    if needed:
+        links = ", ".join(link(f"lessons/{topic.topic}", topic.title) for topic in needed)
+        items.append(f"<li>Lessons that need this one: {links}</li>")
+    if not items:
+        return ""
+    return (
+        '<nav class="lesson-next" aria-label="Where to go next"><p>Where to go next</p>'
+        f"<ul>{''.join(items)}</ul></nav>"
+    )
+
+
+def find_moved(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """The pages around which something else stands than in the last build."""
+    docnames = env.found_docs
+    now = {docname: assumes(app, docname) + leads_to(app, docname) for docname in docnames}
+    before, env.around_pages = getattr(env, "around_pages", {}), now
+    return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
+
+
+def add_ways(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Put what a page assumes under its title, and where one goes from it at its end."""
+    if doctree is None or "body" not in context:
+        return
+    head, title_end, rest = context["body"].partition("</h1>")
+    rest += leads_to(app, pagename)
+    context["body"] = head + title_end + (assumes(app, pagename) if title_end else "") + rest
 
 
 def lead_on(
@@ -217,6 +304,7 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
                     topic,
                     root,
                     with_outputs(record.notebook(topic, root), app.lesson_books[docname]),
+                    needs=index.assumed(topic, root),
                 )
             ),
             f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),
@@ -234,7 +322,10 @@ def setup(app: Sphinx) -> None:
     app.add_node(ExecutionsTable)
     app.add_directive("executions", Executions)
     app.connect("doctree-resolved", fill_table)
+    app.connect("builder-inited", note_ways)
+    app.connect("env-get-outdated", find_moved)
     app.connect("html-page-context", add_line)
+    app.connect("html-page-context", add_ways)
     app.connect("html-page-context", lead_on)
     app.connect("env-before-read-docs", note_pages)
     app.connect("build-finished", write_downloads)

@@ -128,7 +128,9 @@ def taught(
     found = []
     for link, phrases in wanted.items():
         docname, slug = link.split(".md#")
-        if slug not in slugs.get(docname, {}):
+        if docname not in slugs:  # a test's book has few pages
+            continue
+        if slug not in slugs[docname]:
             raise ValueError(f"taught: {link!r} in {SYNONYMS.name} is no heading of that page")
         found.append((f"{uri(docname)}#{slugs[docname][slug][1]}", phrases))
     return found

@@ -200,7 +200,9 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
         return
     site = Path(app.outdir)
     paths = sorted(site.rglob("*.html"))
-    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith("_")]
+    # Decks, which are made of slimmed pages, have styles and scripts of their own.
+    apart = ("_", "slides")
+    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith(apart)]
     pages = {path: path.read_text("utf-8") for path in paths}
     if site / MODEL not in pages or finished(pages[site / MODEL]):
         return  # this build wrote no page

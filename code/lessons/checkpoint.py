@@ -18,20 +18,20 @@
 #
 # After this lesson you can
 #
-# - save a sharded run on four ranks and go on with two or one, and prove that nothing but rounding differs;
-# - say what belongs into a checkpoint beside the weights, and what each missing part costs;
-# - save so that a kill at any moment loses nothing, and damage is named before it does harm;
+# - save a sharded run on four ranks, resume it on two or on one, and show that only rounding differs;
+# - say what belongs into a checkpoint besides the weights, and what each missing part costs;
+# - save so that a kill at any moment loses nothing, and so that damaged files are refused;
 # - compute how often to save, how many bytes that writes, and what saving in the background gains;
-# - load a model of Hugging Face's hub into any layout and write it back bit for bit, and hand weights to another layout while a job runs.
+# - load a model of Hugging Face's hub into any layout, and write it back bit for bit.
 #
-# It takes about 45 minutes to read and 40 minutes for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md), and reads better after [ZeRO](zero.md): most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3.
+# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes a minute.
+# You need [Data parallelism](data_parallel.md), and should know [ZeRO](zero.md): most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3. That is, each rank holds some rows of every weight, its *shard*.
 #
-# One thing to wonder about before you start.
-# A job saves with PyTorch's own `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed meanwhile.
-# The folder then loads without a word of complaint.
+# What can go wrong?
+# A job saves with PyTorch's `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed while it writes.
+# The folder then loads without an error.
 # Half of the weights in it are of step 100, and half of step 200.
-# You will see it [below](#one-folder-for-all-saves), and how one rename prevents it.
+# You will see that [below](#one-folder-for-all-saves), and how one rename prevents it.
 
 # %% tags=["hide-input"]
 # Imports, and the small models that the cells train
@@ -87,18 +87,18 @@ from shardlab.model import GPT, PRESETS, loss, parameter_count
 
 show.style()
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # a page has no progress bars, and misses none
+    warnings.simplefilter("ignore")  # a page shows no progress bars
     import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-TEMPORARY = tempfile.TemporaryDirectory(prefix="checkpoints-")  # goes with this process
+TEMPORARY = tempfile.TemporaryDirectory(prefix="checkpoints-")  # deleted when this process ends
 FOLDER = Path(TEMPORARY.name)
 BATCH = 8  # windows in a step, over all ranks
 
 
 def run(fn, size, *args, **how):
-    """These ranks compute on the CPU: what this page measures is files, not GPUs."""
+    """What `fn` returns on each of `size` ranks, all on the CPU."""
     # CPU: files are measured, not GPUs
     return ranks.run(fn, size, *args, device="cpu", **how)
 
@@ -107,7 +107,7 @@ def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
     """A small GPT, spread over all ranks by `fully_shard`, with AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # else this machine's GPUs
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # by default it takes this machine's GPUs
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -136,7 +136,7 @@ def train(training, steps):
 
 
 def small(step=0):
-    """A sharded run whose weights all say which step they are of."""
+    """A sharded run, each of whose weights is the number of its step."""
     model = nn.Linear(64, 64)
     fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
@@ -152,7 +152,7 @@ def set_step(training, step):
 
 
 def flip(path):
-    """Turn one bit round, in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -161,12 +161,12 @@ def flip(path):
 # %% [markdown]
 # ## How long a job lives
 #
-# Llama 3's largest model trained on 16,384 GPUs. In 54 days, the job was interrupted 419 times without anybody having planned it {cite}`dubey2024llama3` (section 3.3.4).
+# Llama 3's largest model trained on 16,384 GPUs. In 54 days there were 419 interruptions that nobody had planned {cite}`dubey2024llama3` (section 3.3.4).
 # One failed GPU stops all of them, because every step needs every rank.
-# If each GPU fails as often as those did, this is how long a job of another size lives.
+# If GPUs fail as often in a job of another size, how long does it run between two interruptions?
 
 # %%
-gpu_hours = 16_384 * 54 * 24 / 419  # of work of one GPU, for each interruption
+gpu_hours = 16_384 * 54 * 24 / 419  # hours of one GPU, for each interruption
 between = {gpus: gpu_hours / gpus for gpus in (8, 256, 1024, 16_384)}
 month = {gpus: math.exp(-30 * 24 / hours) for gpus, hours in between.items()}
 
@@ -179,13 +179,13 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Eight GPUs usually come through a month. A thousand never do.
-# A job of 16,384 that saves nothing gets three hours into its training, again and again.
-# One that saves every hour loses half an hour of 16,384 GPUs at each interruption, on average.
+# Eight GPUs usually run a month without an interruption. A thousand never do.
+# A job of 16,384 that saves nothing begins again every three hours, and never gets further.
+# If it saves every hour, an interruption costs half an hour's work of 16,384 GPUs, on average.
 #
 # ## What belongs into a checkpoint
 #
-# Everything that decides what the next step does:
+# A checkpoint needs everything on which the next step depends:
 #
 # | part | of what size | what happens without it |
 # |---|---|---|
@@ -195,20 +195,20 @@ show.table(rows, head)
 # | step, position in the data | two numbers | some text is seen twice, some never: [counted below](#forgetting-the-position-in-the-data) |
 # | random state of each rank | some kilobytes | dropout and shuffling differ from the run without a stop |
 #
-# Gradients and activations are not in the list: the next step computes them anew.
+# Gradients and activations need not be saved: the next step computes them anew.
 #
 # ## Every rank writes its shards
 #
-# A model with its optimizer can be larger than any one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which piece of which tensor is in which file.
-# Whoever loads computes from the index what to read.
+# A model with its optimizer can be larger than one machine's memory. So nothing is gathered: each rank writes the shards that it holds, and an index says which part of which tensor is in which file.
+# A rank that loads finds in the index what it has to read.
 #
 # ![Four ranks each write their quarter of all tensors into a file of their own, beside an index. Later two ranks read: rank 0 the files of ranks 0 and 1, rank 1 those of ranks 2 and 3, and each holds half of all tensors.](../figures/checkpoint_shards.svg)
 #
 # ## The plain version: shards, an index, overlaps
 #
-# Let each rank hold some rows of every tensor, its `shards`: by name, the number of the first row, and the rows themselves.
-# Then saving is a file for each rank, and a line of the index.
-# Loading goes through all lines, and copies the rows in which somebody's old interval overlaps this rank's new one.
+# Let each rank hold some rows of every tensor. `shards` has them by name: the number of the first row, and the rows themselves.
+# To save, each rank writes one file, and its line of the index.
+# To load, each rank goes through all lines, and copies the rows that are both in that file and in its own new shard.
 
 # %%
 def save_plain(folder, shards, step):
@@ -228,17 +228,17 @@ def load_plain(folder, shards):
         for name, (begin, rows) in shards.items():
             first, last = line["rows"][name]
             low, high = max(first, begin), min(last, begin + len(rows))
-            if low < high:  # rows of this file that are now ours
+            if low < high:  # this file has rows of this rank
                 found = saved[name][low - first : high - first]
                 rows[low - begin : high - begin] = found
     return line["step"]
 
 
 # %% [markdown]
-# No rank reads more than it needs (`mmap` reads from the disk only what is copied), and nobody asks how many ranks wrote.
+# No rank reads more than it needs (with `mmap` only what is copied is read from the disk), and it does not matter how many ranks wrote.
 #
-# The next cell folds a small trainer: it cuts a GPT and AdamW's averages by rows, as ZeRO-1 does.
-# Every rank computes the gradient of the whole batch, so that its sums have one order, whatever the number of ranks.
+# The folded cell has a small trainer, which cuts a GPT's weights and AdamW's averages by rows.
+# Every rank computes the gradient of the whole batch. So its sums are made in the same order on any number of ranks.
 
 # %% tags=["hide-input"]
 # Trains a GPT whose weights and averages are cut by rows over all ranks
@@ -262,7 +262,7 @@ def cut_by_rows():
 
 @torch.no_grad()
 def gather_rows(model, shards):
-    """Put everybody's rows into the model's weights."""
+    """Put the rows of all ranks into the model's weights."""
     for name, weight in model.named_parameters():
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, shards[name][1])
@@ -270,7 +270,7 @@ def gather_rows(model, shards):
 
 
 def train_rows(model, shards, done, steps):
-    """Each rank steps its own rows, `done` steps being done; the losses."""
+    """Train `steps` steps after the first `done`; each rank updates its own rows."""
     names, losses = [name for name, _ in model.named_parameters()], []
     optimizer = torch.optim.AdamW([shards[name][1] for name in names], lr=1e-3)
     for name in names:
@@ -292,7 +292,7 @@ def train_rows(model, shards, done, steps):
 
 
 # %% [markdown]
-# Four ranks train three steps and save. Then one, two and three ranks load what the four have written, and train the next three.
+# Four ranks train three steps and save. Then one, two and three ranks load these files, and train three more.
 
 # %%
 def first_half(path):
@@ -343,16 +343,17 @@ for size, (found, state) in went_on.items():
 # %% [markdown]
 # ### What the plain version leaves out
 #
-# Three accidents, and one delay:
+# Three accidents and a delay:
 #
-# - A rank dies after the others have saved over the last checkpoint. Nothing tells new files from old ones.
-# - A bit flips on the disk. Nothing compares.
-# - The machine loses power. `save_plain` has returned, and the kernel may still hold the files in memory.
+# - A rank dies when others have already saved over the last checkpoint. Nothing tells new files from old ones.
+# - A bit flips on the disk. Nothing is compared.
+# - The machine loses power when `save_plain` has returned. The operating system may still have had the files in memory.
 # - Training waits until everything is written.
 #
-# The next cell shows the first two. Every number in the shards says of which step it is; rank 1 dies before it saves step 6. Then a bit of another checkpoint flips.
+# The next cell shows the first two. Every number in the shards is the number of its step; rank 1 dies before it saves step 6. Then a bit flips in another checkpoint.
 
-# %%
+# %% tags=["hide-input"]
+# Runs the two accidents with the plain version
 def saves_twice(path, dies):
     _, shards = cut_by_rows()
     for step in (3, 6):
@@ -384,7 +385,7 @@ for name in ("half saved", "flipped"):
     print(f"{name}: loads as step {step}, with the numbers {sorted(numbers)}")
 
 # %% [markdown]
-# Both load without a word. The full version, which the rest of the lesson builds, meets the same accidents:
+# Both load without an error. The same accidents with `Checkpoints`, which the rest of the lesson builds:
 
 # %% tags=["hide-input"]
 # Table: the same accidents, with the plain version and with `Checkpoints`
@@ -433,35 +434,35 @@ show.table(rows, ["accident, two ranks", "plain", "Checkpoints"])
 
 # %% [markdown]
 # The delay is measured [below](#saving-in-the-background).
-# The plain version also knows nothing of schedules, random state, tensors that are cut in two directions, and models with other names.
+# The plain version also leaves out schedules, random state, and tensors that are cut by rows and columns.
 #
 # ## The core: a training run under names
 #
-# For the tensors we use `torch.distributed.checkpoint` (DCP), PyTorch's own library. It is the plain version grown up: boxes instead of rows, one index file, replicas written once, many files at a time.
-# What it leaves to its user is the rest of the state, and the folders around it.
+# For the tensors we use PyTorch's `torch.distributed.checkpoint` (DCP). It does what the plain version does, and more: shards may be cut in several dimensions, the index is one file, and what several ranks hold is written once.
+# It leaves two things to its user: the rest of the state, and the folders.
 #
-# `Training` holds the parts of a run together.
+# `Training` is a run with all its state.
 
 # %%
 show.source(Training)
 
 # %% [markdown]
-# The position in the data counts samples over *all* ranks: "batch 300 of rank 3" means nothing to a job that has no rank 3.
+# The position in the data counts samples over *all* ranks: "batch 300 of rank 3" means nothing in a job without a rank 3.
 #
-# The tensors get names that say nothing of ranks or wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
-# So a plain, a replicated and a sharded model have the same checkpoint, and each reads what any other wrote.
-# Those of [ZeRO](zero.md) do, too: their flat pieces have no place in a tensor that DCP could write, so one flat tensor at a time is gathered, and each rank keeps its rows.
+# The names of tensors contain neither ranks nor wrappers: `model.norm.weight`, `optimizer.norm.weight.exp_avg`.
+# So a plain, a replicated and a sharded model have the same checkpoint, and each reads what another wrote.
+# The course's own [ZeRO](zero.md) cuts flat tensors, of many weights in a row, and DCP cannot write such pieces. So one flat tensor at a time is gathered, and each rank keeps some rows of each weight.
 
 # %%
 show.source(core.named_tensors, core.restore)
 
 # %% [markdown]
-# The care about a fresh optimizer has a reason, in a box [below](#forgetting-the-optimizer).
+# Why `named_tensors` treats a fresh optimizer apart is in a box [below](#forgetting-the-optimizer).
 #
 # ### Resumed on other ranks, it equals the run without a stop
 #
 # The next cell trains three steps on four ranks, with `fully_shard`, saves, and trains three more.
-# Then everything is built anew on four, two and one ranks, loaded, and trained for the same three.
+# Then four, two and one ranks each build everything anew, load, and train the same three steps.
 
 # %%
 TYPES = torch.float32, torch.float64
@@ -507,42 +508,40 @@ head = ["ranks", "type", "losses of steps 4 to 6", "largest difference"]
 show.table(rows, head, caption="Resumed, beside the run without a stop")
 
 # %% [markdown]
-# On as many ranks, training goes on bit for bit.
-# On fewer GPUs, or ranks, what is *read* is still what was written, bit for bit; [a test](../tests/test_checkpoint.py) compares every tensor.
-# But here, unlike in the plain version, each rank computes its share of the batch alone. On fewer ranks the shares are larger, and gradients are added up in another order.
-# float64 shrinks that difference by the digits that it has more, so it is rounding and nothing else.
-#
-# The same test goes through the other cases: dropout, a schedule that is in the middle, a frozen layer, tensors whose rows do not divide, and every pair of plain, replicated and sharded models.
+# On four ranks again, the losses are equal bit for bit.
+# On fewer GPUs, or ranks, every tensor that is *read* is still equal bit for bit; [a test](../tests/test_checkpoint.py) compares them all.
+# But unlike in the plain version, each rank computes only its share of the batch. On fewer ranks the shares are larger, so gradients are summed in another order.
+# In float64 the difference is as much smaller as its rounding is, so it is only rounding.
 #
 # ## Nothing is lost
 #
 # ### One rename makes a save complete
 #
-# A save takes seconds or minutes, and a job can die in it.
+# A save takes seconds or minutes, and a job can die meanwhile.
 # So a save never touches the last checkpoint.
-# It goes into a fresh folder whose name says that it is not complete.
-# When every rank has written, one rename takes the mark off.
-# A file system does a rename entirely or not at all: there is no moment at which the folder is half complete.
+# It goes into a new folder whose name begins with `.saving`.
+# When every rank has written, the folder gets its final name.
+# A file system does a rename entirely or not at all: at every moment the checkpoint is complete, or not there.
 #
 # ![Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 into a folder whose name starts with .saving. One rename makes it complete. Only then the old one goes. A kill before the rename leaves step 500 as the current checkpoint, a kill after it step 600.](../figures/checkpoint_rename.svg)
 #
-# Two more things look like details and are not.
-# `fsync` waits until a file is on the disk: without it the kernel may write the rename first, and a power cut leaves a complete name on empty files.
-# And an old checkpoint is renamed before it is deleted, because a half deleted one must not look complete either.
+# Two more steps are necessary.
+# `fsync` waits until a file is on the disk: without it the rename may reach the disk first, and a power cut then leaves empty files under a final name.
+# And an old checkpoint is renamed before it is deleted, so that one that is half deleted does not look complete.
 
 # %%
 show.source(core.begin, core.commit, core.prune)
 
 
 # %% [markdown]
-# The number at the front of a folder's name counts saves.
-# So after somebody has gone back to step 500, because the loss had exploded at step 600, the new step 600 is current and the old one is not.
+# The number at the front of a folder's name counts saves, and the highest is the current checkpoint.
+# Say the loss explodes at step 600, and you resume from step 500: then the current checkpoint is the new step 600, not the old one.
 #
 # ### Killed at random moments
 #
-# The claim is that a kill at any moment loses nothing that was promised.
-# Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which nobody can catch.
-# Rank 0 notes each step whose `save` has returned: this is the promise.
+# The claim: when `save` has returned, no kill can lose that checkpoint.
+# Two ranks save one step after the other and do nothing else. At a random moment one of them, or both, are killed with `SIGKILL`, which no process can catch.
+# Rank 0 notes each step whose `save` has returned, in the file `killed.promised`.
 
 # %%
 def life(path, victims, delay):
@@ -557,18 +556,18 @@ def life(path, victims, delay):
             with open(f"{path}.promised", "a") as file:
                 file.write(f"{training.step}\n")
         dist.barrier()
-        # The first save of each life is left in peace.
+        # Nobody is killed in the first save after a start.
         if number == 0 and dist.get_rank() in victims:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # after s: ranks
+KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # seconds: ranks that are killed then
 
 # %% [markdown]
-# After each of five kills, another process loads what is current. The table has it beside the last step that was promised.
+# After each of five kills, another process loads the current checkpoint. The table compares it with the last step that was promised.
 
 # %% tags=["hide-input", "measured"]
-# Kills the ranks five times, and tabulates what is left
+# Table: five kills, and the checkpoint that is current after each
 
 
 def current(path):
@@ -587,7 +586,7 @@ for delay, victims in KILLS.items():
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
     step, intact = current(path)
-    # A rank may die after the rename, and before the note.
+    # A rank may die after the rename, but before it notes the step.
     assert intact and promised <= step <= promised + 1
     left = sum(name.startswith(".saving") for name in os.listdir(path))
     rows.append((", ".join(map(str, victims)), delay, promised, step, "yes", left))
@@ -596,16 +595,16 @@ show.table(rows, [*head, "unfinished saves left"])
 
 
 # %% [markdown]
-# Whatever an unfinished save has left is cleared away by the next one.
-# [The tests](../tests/test_checkpoint.py) kill ten times at random, also in saves that run in the background, and then once at *every* operation on a file that a save makes, from the first to the last.
+# The next save deletes what an unfinished one has left.
+# [The tests](../tests/test_checkpoint.py) kill ten times at random, also while saving goes on in the background, and then once at *every* operation on a file that a save makes.
 #
-# What a kill does not test is a power cut: only `fsync` helps there, and only as far as the disk tells the truth.
-# And it needs a file system with atomic renames. Object stores have none; there, write a small file last that says what is complete.
+# A power cut is not tested so. Against it only `fsync` helps, and only if the disk really writes when it says so.
+# Object stores have no atomic rename. There, write a small file last, which says what is complete.
 #
 # ### Damaged files are refused
 #
-# The last file in the folder is a manifest: sizes and checksums of all others, and what the run was.
-# This is one, with the first of its files and tensors.
+# The last file in a folder is its manifest: sizes and checksums of all other files, names and shapes of all tensors, and step and position of the run.
+# This is one, with one of its files and one of its tensors.
 
 # %%
 def save_once(path):
@@ -617,27 +616,27 @@ saved = run(save_once, 2, FOLDER / "good")[0]
 manifest = json.loads((saved / MANIFEST).read_text())
 for part in ("files", "tensors"):
     manifest[part] = dict(sorted(manifest[part].items())[:2][-1:])
-del manifest["crc32"]  # of all the others; as DCP's index it differs in every run
+del manifest["crc32"]  # of the manifest itself: it differs in every run, as DCP's index does
 for name, value in manifest.items():
     print(f"{name}: {value}")
 
 # %% [markdown]
-# `load` checks files first, then names, shapes, types and parameter groups, and only then touches the model.
-# torch itself matches groups by their place: two of them in the other order would swap their learning rates.
-# What one rank finds, all ranks raise (`agree`); otherwise the others would wait for it.
+# `load` checks the files first, then names, shapes, types and parameter groups, and only then changes the model.
+# Why groups? torch tells an optimizer's groups apart by their order alone: two groups in the other order would swap their learning rates.
+# If one rank finds something wrong, all ranks raise its error (`agree`); otherwise the others would wait for it.
 
 # %%
 show.source(Checkpoints.load)
 
 
 # %% [markdown]
-# Four kinds of damage, and then another model: each message names the file or the tensor, and no model is touched.
+# The next cell damages a checkpoint in four ways, and then loads it into another model. Each message names the file or the tensor, and no model is changed.
 
 # %% tags=["hide-input"]
 # Damages a checkpoint in four ways, and tries to load it
 
 def attempt(path, model=None):
-    """Try to load; print why not, and make sure that the model was not touched."""
+    """Try to load; print why not, and make sure that the model is unchanged."""
     model = model or nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     before = copy.deepcopy(model.state_dict())
@@ -669,24 +668,24 @@ for name, spoil in (
 attempt(FOLDER / "good", nn.Linear(64, 65))
 
 # %% [markdown]
-# CRC-32 finds damage. It does not stop somebody who changes a file and its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
+# A checksum (CRC-32) finds damage. It does not find what somebody changed together with its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
 #
 # ## Saving in the background
 #
-# While the ranks write, GPUs wait.
-# They do not have to: the state can be copied in memory, which is fast, and a thread writes the copy while training goes on.
+# While the ranks write, the GPUs wait.
+# They need not: copy the state in memory, which is fast, and let a thread write the copy while training goes on.
 #
 # ![Two timelines. Saving at once holds training up while everything is written. Saving in the background holds it up while the state is copied in memory; a thread then writes the copy while the next steps run.](../figures/checkpoint_async.svg)
 #
-# DCP has this as `async_save`. Two things surround it: messages of the thread travel in a process group of their own, so that they cannot be mistaken for training's, and the rename happens only when every rank's thread is done.
+# DCP does so in `async_save`. Two things have to be added. The thread sends its messages in a process group of its own, so that they cannot meet those of training. And the rename waits until the threads of all ranks are done.
 
 # %%
 show.source(Checkpoints.save, Checkpoints._complete, Checkpoints._rename)
 
 
 # %% [markdown]
-# The next cell measures how long `save` holds training up, on an emulated storage that takes a second to answer, as a shared one may.
-# Right after the call it spoils every weight, as training that goes on would.
+# How long does `save` hold training up? The storage here is slow on purpose: it takes a second to answer.
+# Right after the call the cell sets every weight to zero, since training that goes on would change them, too.
 
 # %%
 class SlowStorage(dcp.FileSystemWriter):
@@ -696,7 +695,7 @@ class SlowStorage(dcp.FileSystemWriter):
 
 
 def held_up(path, wait):
-    """Seconds of a save, and whether the checkpoint holds the moment of the call."""
+    """Seconds of `save`; whether the checkpoint has the weights of the moment of the call."""
     training = sharded("micro")
     train(training, 1)
     weights = [p.to_local() for p in training.model.parameters()]  # this rank's rows
@@ -708,7 +707,7 @@ def held_up(path, wait):
         before = [weight.clone() for weight in weights]
         with torch.no_grad():
             for weight in weights:
-                weight.zero_()  # training goes on, and fast
+                weight.zero_()  # as if training went on
         store.load(training)  # waits for the save
     return seconds, all(map(torch.equal, before, weights))
 
@@ -728,29 +727,29 @@ rows = [
         name,
         f"{times[wait]:.2f}",
         f"{times[wait] / times[True]:.2f}",
-        "the moment of the call",
+        "of the moment of the call",
     )
     for name, wait in (("at once", True), ("in the background", False))
 ]
-show.table(rows, ["save", "training held up (s)", "ratio", "the checkpoint holds"])
+show.table(rows, ["save", "training held up (s)", "ratio", "weights saved"])
 
 
 # %% [markdown]
-# Three prices. The copy takes memory on the host: 12 bytes per parameter of this rank's share, until it is written.
-# The thread takes CPU time and bandwidth from whatever else needs them.
-# And a failure shows one save late: `save` and `wait` raise what went wrong in the thread before.
+# This costs three things. The copy takes host memory until it is written: 12 bytes for each parameter of this rank.
+# The thread takes CPU time and bandwidth.
+# And an error in the thread is raised late, by the next `save` or `wait`.
 #
 # ## What it costs
 #
 # ### Bytes written
 #
-# In float32 with AdamW a checkpoint holds 12 bytes per parameter: the weight, and two averages.
-# Beside the prediction are the files of real saves, on one, two and four ranks.
+# In float32 with AdamW a checkpoint has 12 bytes per parameter: the weight, and two averages.
+# The table compares that with the files of real saves, on one, two and four ranks.
 
 # %%
 def written(path, preset):
     training = sharded(preset)
-    train(training, 1)  # before it, AdamW has no averages
+    train(training, 1)  # before the first step, AdamW has no averages
     with Checkpoints(path, dist.group.WORLD) as store:
         return store.save(training)
 
@@ -781,28 +780,26 @@ head = ["model, ranks", "predicted (MB)", "measured (MB)", "difference (%)"]
 show.table(rows, [*head, "pieces", "more bytes per piece"])
 
 # %% [markdown]
-# The difference is a header of one or two kilobytes around each piece of a tensor.
+# The difference is a header of one or two kilobytes for each piece of a tensor.
 # It looks large because these models are small: Llama 3 8B has 96 GB to save, in pieces of megabytes.
-# Numbers of that size by recipe and rank are in [Memory](memory.md): a checkpoint is its parameters and optimizer states, without gradients.
-# Mixed precision does not make it smaller: the 32-bit copies of the weights are what has to be kept.
+# In mixed precision it is as much: the 32-bit weights that the optimizer keeps have to be saved, and the 16-bit ones follow from them.
 #
 # ### How often to save
 #
 # Let a save hold training up for $\delta$ seconds, and let failures come every $M$ seconds on average.
-# Saving every $\tau$ seconds costs $\delta/\tau$ of the time, and a failure loses half an interval, $\tau/2M$. The sum is smallest at
+# If you save every $\tau$ seconds, saving takes the fraction $\delta/\tau$ of the time. A failure loses $\tau/2$ seconds on average, which is the fraction $\tau/2M$. The sum of both is smallest at
 #
 # $$
 # \tau = \sqrt{2\,\delta M}
 # $$
 #
-# {cite}`young1974checkpoint`. The exact share for failures that strike at any moment alike, in a save or a restart too, is {cite:t}`daly2006checkpoint`'s.
+# ({cite:t}`young1974checkpoint`). {cite:t}`daly2006checkpoint` gives the exact fraction for failures that are equally likely at every moment, also during a save and a restart.
 
 # %%
 show.source(best_interval, lost_fraction)
 
 # %% [markdown]
-# The picture shows that share for 16,384 GPUs and five minutes to restart. The dots are a job that is played through until it has failed 20,000 times.
-# The valleys are flat, and steep on their left sides.
+# The picture shows that fraction for 16,384 GPUs and five minutes to restart. Each dot is a simulated job that fails 20,000 times.
 
 # %% tags=["hide-input"]
 # Draws the fraction of time lost over the interval between saves
@@ -844,30 +841,29 @@ show.figure(
 
 
 # %% [markdown]
-# If you do not know $M$ well, do not worry: twice the best interval costs less than 5 % of the time more.
-# And a save that holds up for less is worth it twice: each one costs less, and you can afford more of them, so less is lost at a failure. Here that is a tenth of all time.
+# If you do not know $M$ well: twice the best interval costs less than 5 % of the time more. Too short an interval costs more than too long a one.
+# A save that holds training up for less gains twice: each one costs less, so you can save more often, and a failure loses less. Here that is a tenth of all time.
 #
 # ## PyTorch's library, and others
 #
-# DCP is under all of the above. What it does, and what it leaves to you:
+# All of the above uses DCP. The table says what it does, and what this course adds:
 #
-# | | DCP | around it |
+# | | DCP | added |
 # |---|---|---|
 # | shards written in parallel, read by any number of ranks | yes | |
-# | replicas written once, dealt over the ranks | yes | |
+# | what several ranks hold is written by one of them | yes | |
 # | `fsync` of each file | yes | of the folders too |
-# | asynchronous | `async_save` | a group of its own, completion |
-# | index written last | yes | a fresh folder for each save; one rename |
-# | which one is current, which ones go | no | number in the name, `keep` |
+# | in the background | `async_save` | a process group of its own; the rename after it |
+# | complete or not | index written last | a new folder for each save; one rename |
+# | which one is current, which ones are deleted | no | number in the name, `keep` |
 # | checksums | no | manifest |
-# | names and shapes compared | a missing name or another shape is an error, a name too many is not | both, and types, before anything is touched |
+# | names and shapes compared | a missing name or another shape is an error, a name too many is not | all of these, and types, before anything changes |
 # | schedule, step, position, random state | no | `Training` |
 #
-# "Written once" has a catch: replicas that have [drifted apart](data_parallel.md) are not compared. One of them is kept, and [nobody hears of it](../tests/test_checkpoint.py).
+# If several ranks should hold the same and no longer do ([Data parallelism](data_parallel.md) shows how that happens), DCP does not notice: it writes one of them.
 #
-# For a plain process, one file with the whole model is handier.
-# `export` gathers it on rank 0, and so needs that one rank's memory to hold it. `torch.load` reads it with `weights_only=True`, which builds tensors and numbers and runs no code.
-# `export` takes the models of [ZeRO](zero.md) and [mesh](mesh.md), too.
+# To use a model in one process, one file with all of it is simpler.
+# `export` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
 
 # %%
 def trained_and_exported(path):
@@ -884,25 +880,25 @@ tokens, targets = text.batch(64, 8, start=16)
 value = loss(alone(tokens), targets).item()
 
 # %% [markdown]
-# The plain process, which loaded the file without ranks, has the next loss of the four.
+# The one process, which loaded the file, has the same next loss as the four ranks.
 
 # %% tags=["hide-input"]
-# Holds the next loss of the plain process against that of four ranks
+# Compares the next loss of one process with that of four ranks
 
 assert abs(value - after) < 1e-5  # one process computes the batch at once: rounding
-print(f"next loss: four ranks {after:.4f}, plain process {value:.4f}")
+print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 
 # %% [markdown]
-# [DeepSpeed](deepspeed_engine.md) saves a folder per step with a file per rank, names the current one in a text file `latest`, and has scripts that turn shards into one state dict, or into the universal format, which any number of ranks loads.
+# [DeepSpeed](deepspeed_engine.md) has checkpoints of its own: a folder for each step with a file for each rank, and a text file `latest` with the current one's name. Scripts make of them one state dict, or a format that any number of ranks loads.
 #
 # ## Weights of real models
 #
-# On Hugging Face's hub a model is a folder: `config.json` says its shape, and the weights lie in files of `safetensors`.
-# Such a file is a header in JSON, which says of each tensor its name, dtype, shape and place, and then raw numbers: nothing that could be code.
-# So a rank reads the slices that it holds, and nothing else; nothing is sent, and nobody ever has the whole model.
+# On Hugging Face's hub a model is a folder: `config.json` has its shape, and the weights are in `safetensors` files.
+# Such a file begins with a header in JSON: name, dtype, shape and place of each tensor. Then come raw numbers, and no code.
+# So each rank reads just the slices that it is to hold; nothing is sent, and no rank ever holds the whole model.
 #
-# What is in the way is names. Each kind of model has its own, and some store matrices otherwise.
-# `names.links` says of every tensor of the course's GPT where it is:
+# But each kind of model has its own names, and some store matrices transposed or joined.
+# `names.links` says where in the files each tensor of the course's GPT is:
 
 # %%
 for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
@@ -913,10 +909,10 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 
 
 # %% [markdown]
-# GPT-2 keeps queries, keys and values side by side in one matrix, inputs first: keys are its middle third.
+# GPT-2 keeps queries, keys and values side by side in one matrix, whose rows are the inputs: keys are its middle third, transposed.
 #
-# The next cell has `transformers` save a tiny Llama, in files of 30 kB. Eight ranks load it: two copies, two stages, two tensor ranks, with [ZeRO](zero.md) between the copies ([Mesh](mesh.md) puts these together).
-# They write it again: tensor by tensor the parts of all ranks come to the one that writes the file, into a folder that appears when it is complete.
+# In the next cell `transformers` saves a tiny Llama, in files of 30 kB. Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
+# Then they write it: for each tensor all ranks send their parts to one, which writes the file. The folder gets its final name when it is complete.
 
 # %%
 def through_a_mesh(source, target):
@@ -937,7 +933,7 @@ transformers.LlamaForCausalLM(known).save_pretrained(
 _ = run(through_a_mesh, 8, FOLDER / "hub", FOLDER / "back")
 
 # %% tags=["hide-input"]
-# Holds what came back against what was there: tensors, and logits
+# Compares tensors and logits of both folders
 
 
 def stored(folder):
@@ -956,29 +952,30 @@ theirs, again = (
 )
 load_hub(ours := GPT(config_of(FOLDER / "back")), FOLDER / "back")
 assert torch.equal(theirs, again) and (ours(tokens) - theirs).abs().max() < 1e-5
-print("logits of transformers from both folders: equal; the course's GPT has them, too")
+print("logits of transformers from both folders: equal; the course's GPT has the same")
 
 # %% [markdown]
-# A file that is cut off, missing or renamed is named before the model changes, as is a tensor of another shape or name.
-# The course's GPT has rotary positions: GPT-2's weights load, and its learned positions stay in the file, so what they make is another model. `load_hub` returns the names of what it left.
+# If a file is cut off, missing or renamed, or a tensor has another shape or name, `load_hub` names it before the model changes.
+# One warning: the course's GPT has rotary positions. GPT-2's weights load, but its learned positions are not used, so the result is another model. `load_hub` returns the names of the tensors that it did not use.
 #
 # ### Another layout, while the job runs
 #
-# Reinforcement learning trains a model and generates with it in turn, and what is good for training is not what is good for generating: say, every matrix over four ranks for the one, over two for the other, in two copies.
-# Files are too slow for every few steps. All ranks know from the [ledger](memory.md) who has which part of which tensor, and who wants which. So each makes the same plan, sends what others lack, and the bytes are known before.
+# Reinforcement learning trains a model and generates text with it in turn, and each is fastest in a layout of its own: say, training with every matrix over four ranks, generating with two copies over two ranks each.
+# Saving and loading every few steps would be too slow. But every rank knows both layouts, and so which part of which tensor each rank has and needs. So all compute the same plan, send what others lack, and know the bytes before.
 
 # %%
 show.source(moving.hand_over, moving.transfers)
 
 # %% [markdown]
-# Who is to have which half decides the price.
-# With the tensor ranks of a copy side by side, rank 1, which trains the second quarter of a matrix, is to generate with the second half: it has nothing of it.
-# With copies side by side, ranks 0 and 1 both get the first half, of which each has a quarter already. In all, four quarters travel instead of six.
+# How many bytes depends on which ranks are a copy. In training, rank $r$ has quarter $r$ of each matrix, counted from 0.
+# With the tensor ranks of a copy side by side, ranks 0 and 1 are the first copy. Rank 1 has the second quarter and needs the second half: of that it has nothing.
+# With copies side by side, ranks 0 and 1 both need the first half, and each has one quarter of it. Then four quarters are sent in all, and otherwise six.
 
-# %%
+# %% tags=["hide-input"]
+# Hands weights over to two layouts, and counts the bytes
 TRAINER = Layout(tp=4)
 GENERATORS = {
-    "tensor ranks side by side": Layout(dp=2, tp=2, order=("dp", "tp")),
+    "tensor ranks of a copy side by side": Layout(dp=2, tp=2, order=("dp", "tp")),
     "copies side by side": Layout(dp=2, tp=2, order=("tp", "dp")),
 }
 four_heads = replace(PRESETS["micro"], vocab=512)
@@ -1024,8 +1021,8 @@ show.table(rows, head)
 #
 # ### One folder for all saves
 #
-# This is the opening's accident, with DCP as it comes. DCP writes its index last, which is meant to tell complete from incomplete.
-# Rank 1 is killed just before it writes its second shard.
+# This is the accident from the beginning of the lesson, with DCP alone. DCP writes its index last, so that a folder without one is known to be incomplete.
+# Rank 1 is killed just before it writes its shard of step 200.
 
 # %%
 class KilledOnRank1(dcp.FileSystemWriter):
@@ -1055,7 +1052,7 @@ weight = state["model"]["weight"]  # [64, 64]
 print("weights of step", sorted(set(weight.flatten().tolist())))
 
 # %% tags=["hide-input"]
-# Holds the loaded weights: rank 0's half of step 200, rank 1's of step 100
+# Checks the weights: rank 0's half of step 200, rank 1's of step 100
 
 assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 
@@ -1064,18 +1061,19 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 # ````{admonition} Checked: "DCP's index is written last, so a broken save is noticed"
 # :class: checked
 #
-# In a fresh folder that is true: without an index nothing loads.
-# In a folder that already has one, the *old* index is still there, and fits the new files to the byte. The cell above loads half a model of each step, without an error.
-# DCP warns at the save that it overwrites. At the load nothing warns.
+# In a new folder that is true: without an index nothing loads.
+# In a folder with an older checkpoint the *old* index is still there, and it fits the new files to the byte. So the cell above loads half of each step, without an error.
+# DCP warns when it overwrites a checkpoint, but not when it loads one.
 # Give every save a folder of its own.
 # ````
 #
 # ### Forgetting the optimizer
 #
-# Weights alone are enough to *use* a model. To go on training with them is another matter.
-# After 120 steps the next cell goes on twice: with AdamW's state, and with a new AdamW. It measures the loss on text that the model never sees in training, and how far a step moves the weights.
+# Weights alone are enough to *use* a model, but not to go on training it.
+# After 120 steps the folded cell resumes twice: with AdamW's state, and with a new AdamW. It measures the loss on text that is not trained on, and how far the first step moves the weights.
 
-# %%
+# %% tags=["hide-input"]
+# Resumes after 120 steps, with AdamW's state and without
 def new(state=None, optimizer_state=None):
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
@@ -1130,7 +1128,7 @@ for words, (_, moved), jump in pairs:
     print(f"      and the loss changes by {jump:+.3f}")
 
 # %% [markdown]
-# And this is the loss over the next six steps.
+# The loss over the next six steps:
 
 # %% tags=["hide-input"]
 # Draws the loss on held-out text after resuming, with and without AdamW's state
@@ -1154,15 +1152,15 @@ show.figure(
 
 
 # %% [markdown]
-# A new AdamW has no averages yet. Its first step divides the gradient by its own size, so *every* weight moves by a whole learning rate, where a settled one moves it by a small part of that.
-# In a large run this is the spike in the loss curve that everyone asks about.
+# A new AdamW has no averages yet. Its first step divides each gradient by its own absolute value, so *every* weight moves by a whole learning rate. With averages of many steps it moves by a small part of that.
+# In a large run you see this as a spike in the loss curve.
 #
 # ````{admonition} Checked: "asking for a state dict changes nothing"
 # :class: checked
 #
-# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes some by a step with gradients of zero, and leaves the step counters at 1: the table shows it.
-# AdamW then corrects its averages as if they were one step older, so a run that saves at step 0 differs from one that does not.
-# `named_tensors` asks only where there is a state, and leaves the optimizer as it found it.
+# Before the first step an optimizer has no state. `get_optimizer_state_dict` makes one by a step with gradients of zero, and leaves the step counters at 1, as the table shows.
+# AdamW then corrects its averages as if they were one step older. So a run that saves at step 0 differs from one that does not.
+# `named_tensors` asks only where there is a state.
 # ````
 
 # %%
@@ -1190,9 +1188,11 @@ show.table(rows, head)
 # %% [markdown]
 # ### Forgetting the position in the data
 #
-# A run of 60 steps stops after 20 and after 40. What does it see of the text, if a resumed loader begins at the beginning; if each rank kept a position of its own and the number of ranks changed from four to two; and if the position counts samples of all ranks?
+# A run of 60 steps stops after 20 and after 40, and its last 20 steps run on two ranks instead of four.
+# The table has what it sees of the text in three cases: the resumed loader begins at the beginning; each rank has saved a position of its own; the position counts samples of all ranks.
 
-# %%
+# %% tags=["hide-input"]
+# Lists the windows that each of the three ways reads
 def windows(position, rank, size):
     each = BATCH // size
     return range(position + rank * each, position + (rank + 1) * each)
@@ -1230,11 +1230,11 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# None of this raises an error, and the loss even looks better, because the text is known.
+# None of this raises an error. The loss even looks better, because the model has already seen the text.
 #
 # ### Saving the shards of rank 0
 #
-# The reflex of data-parallel days is `if rank == 0: torch.save(…)`. On a sharded model that is one rank's part.
+# In data parallelism `if rank == 0: torch.save(…)` saves the model. Of a sharded model it saves one rank's shards.
 
 # %%
 def only_rank_0(path):
@@ -1252,13 +1252,13 @@ print("fraction of the numbers that was saved:", fraction)
 print("norm.weight:", len(state["norm.weight"]), "of", len(full["norm.weight"]))
 
 # %% tags=["hide-input"]
-# Holds the fraction: a quarter, on four ranks
+# Checks the fraction: a quarter, on four ranks
 
 assert fraction == 0.25
 
 
 # %% [markdown]
-# One notices when one loads, which may be weeks later.
+# You notice when you load, which may be weeks later.
 # So load a new job's first checkpoint at once, in another process.
 #
 # ### Running a stranger's code
@@ -1279,37 +1279,41 @@ except Exception as error:
     print(f"refused: {type(error).__name__}")
 
 # %% [markdown]
-# All that this course's checkpoints hold is read with `weights_only=True`, or is JSON, but for one file: DCP's index `.metadata` is a pickle, and DCP unpickles it. The manifest's checksum finds damage in it, not malice.
+# This course's checkpoints are read with `weights_only=True`, or are JSON, with one exception: DCP's index `.metadata` is a pickle, and DCP unpickles it. The manifest's checksum finds damage in it, but not an attack.
 #
 # ### A full disk, and a folder that is not shared
 #
-# A save that fails on one rank fails on all, with that rank's reason; what was written is removed, and the last checkpoint stays.
-# On a full disk the reason is the bytes that the save takes, and those that are free; DCP's own is `unexpected pos 704 vs 598` (torch 2.13).
-# The [tests](../tests/test_checkpoint.py) fill a small disk to try it.
-# The room needed is that of `keep` checkpoints *and one more*: the new one has to be complete before an old one goes.
+# If a save fails on one rank, all ranks raise that rank's error; what was written is deleted, and the last checkpoint stays.
+# On a full disk the error says how many bytes the save needs, and how many are free; DCP alone says `unexpected pos 704 vs 598` (torch 2.13).
+# The disk needs room for `keep` checkpoints *and one more*: the new one is complete before an old one is deleted.
 #
-# Two jobs that save into one folder would each delete the other's checkpoints as too old.
-# From its first save to its end a job holds the folder by a lock of the operating system, so the second one's first save is refused; it may load.
+# Two jobs that save into one folder would delete each other's checkpoints as too old.
+# So a job locks the folder from its first save to its end. A second job may load from it, but its first save is refused.
 #
-# A folder on each node's own disk looks right on every node and is complete on none. Rank 0 looks for every file before the rename, and says which ones it does not see.
+# If the folder is on each node's own disk, it looks right on every node, and none of them has all files. So rank 0 looks for every file before the rename, and names those that it does not see.
 #
 # ## When to use what
 #
 # | | for | against |
 # |---|---|---|
-# | sharded, on all ranks | no rank holds more than its part; each writes $1/N$ of the bytes | many files; one needs the library to read them |
+# | sharded, by all $N$ ranks | no rank holds more than its shards; each writes $1/N$ of the bytes | many files, which only the library reads |
 # | one file, gathered | any process reads it | one rank holds 12 bytes per parameter, and the others wait for it to write them |
-# | at once | simple; an error shows where it happens | training waits for the storage |
-# | in the background | holds up for the copy alone (ratio measured above) | a second copy of the state in memory; errors show one save late |
+# | at once | simple; an error is raised by the save that failed | training waits for the storage |
+# | in the background | training waits for the copy alone (measured above) | a second copy of the state in memory; an error is raised one save late |
 #
-# In a real job, these show that it is set up right: the first checkpoint was loaded by another process; the loss of the first resumed step equals that of the run that went on; the time between two saves is near $\sqrt{2\delta M}$; the disk has room for one checkpoint more than `keep`.
+# In a job of your own, check four things:
+#
+# - another process has loaded the first checkpoint;
+# - the first loss after resuming is that of the run without a stop;
+# - the time between two saves is near $\sqrt{2\delta M}$;
+# - the disk has room for one checkpoint more than `keep`.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# What is saved, and that training resumes with the same bits, does not depend on where ranks compute.
-# A second GPU would change the seconds of a save: each GPU copies its shards to the host over a connection of its own, at the same time as the others,
-# so the part for which training waits becomes shorter with every GPU, until the storage is the limit.
+# What is saved, and that training resumes with the same bits, does not depend on the device.
+# The seconds of a save do: each GPU copies its own shards to the host, all at the same time.
+# So with more GPUs training waits for less, until the storage is the limit.
 # ```
 #
 # ## Exercises
@@ -1319,7 +1323,7 @@ except Exception as error:
 # ```
 #
 # A model of 8.03 billion parameters trains on 8 ranks with AdamW, all in float32, fully sharded.
-# How many bytes of tensors does a checkpoint hold, written by all ranks together?
+# How many bytes of tensors does a checkpoint have, of all ranks together?
 
 # %%
 answer = ...  # bytes
@@ -1377,8 +1381,9 @@ check(answer, "checkpoint_interval")
 # :label: ex-checkpoint-windows
 # ```
 #
-# All ranks together have trained on `samples` windows. Return the numbers of the windows that this rank takes in the next step, in which all ranks together take `batch`.
-# The check stops and goes on with 4, 2, 1 and 8 ranks.
+# The text is cut into windows with the numbers 0, 1, 2 and so on. All ranks together have trained on the first `samples` of them, and take `batch` windows in each step.
+# Return the numbers of the windows that rank `rank` of `size` takes in the next step. `size` divides `batch`.
+# The check stops, and resumes with 4, 2, 1 and 8 ranks.
 
 # %%
 def my_windows(samples, batch, rank, size):
@@ -1397,7 +1402,7 @@ check(my_windows)
 # :class: dropdown
 # ```
 #
-# The position is one number for all, and the ranks cut what follows it.
+# The position is one number for all ranks. They divide the windows that follow it.
 
 # %%
 def my_windows(samples, batch, rank, size):
@@ -1416,8 +1421,8 @@ check(my_windows)
 # :label: ex-checkpoint-write
 # ```
 #
-# Write the bytes `content` to the file `path`, which may exist already, so that whoever looks finds the old content or the new, and nothing else.
-# The check kills your function before each line of Python that it runs.
+# Write the bytes `content` to the file `path`, which may exist already. At every moment the file must have the old content or the new, and after a power cut, too.
+# The check kills your function before each line of Python that it runs. After a killed call the next one must work.
 
 # %%
 def my_write(path, content):
@@ -1436,7 +1441,7 @@ check(my_write)
 # :class: dropdown
 # ```
 #
-# Beside it, to the disk, and then in its place. The next write opens the same name anew, so nothing is left lying about.
+# Write a file beside it, wait until it is on the disk, then rename it. If the function is killed, the next call writes over the same file beside it.
 
 # %%
 def my_write(path, content):
@@ -1459,9 +1464,9 @@ check(my_write)
 # :label: ex-checkpoint-pieces
 # ```
 #
-# Rows are not all: with tensor parallelism a matrix is cut by columns as well, and each rank holds a box.
-# `saved` is a list of boxes `(file, offset, size)`, and this rank's new box is `(offset, size)`. Offset and size have two numbers each: rows and columns of the whole matrix.
-# Return what to read: a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies what the two have in common. `theirs` and `mine` are pairs of slices, each counted from its own box's corner. Files that hold nothing for this rank are not in the list.
+# With tensor parallelism a matrix may be cut by rows and by columns, so that each rank has a rectangle of it, a *box*.
+# `saved` is a list of boxes `(file, offset, size)`, and this rank's new box is `(offset, size)`. `offset` is the row and column of the whole matrix at which the box begins, `size` its numbers of rows and columns.
+# Return what to read: a list of `(file, theirs, mine)`, so that `box[mine] = saved_box[theirs]` copies what both boxes contain. `theirs` and `mine` are pairs of slices: `theirs` counts from the beginning of the file's box, `mine` from that of this rank's. Leave out files with nothing for this rank.
 
 # %%
 def my_pieces(saved, offset, size):
@@ -1480,7 +1485,7 @@ check(my_pieces)
 # :class: dropdown
 # ```
 #
-# The overlap of two boxes is the overlap of two intervals, in each direction. This is what DCP's planner does, for any number of directions.
+# Two boxes overlap where their rows overlap and their columns overlap. DCP computes the same, for any number of dimensions.
 
 # %%
 def my_pieces(saved, offset, size):
@@ -1511,8 +1516,9 @@ check(my_pieces)
 # :label: ex-checkpoint-background
 # ```
 #
-# A checkpoint of `size` bytes is saved by `ranks_` ranks at once. Each copies its share to the host, at `copy` bytes per second, and training waits for that. Then training goes on while the shares are written; storage takes `write` bytes per second from all of them together. A save begins only when the one before is written. The job, all of it, fails every `mtbf` seconds.
-# Return after how many seconds of training to save, so that the least is lost.
+# A checkpoint has `size` bytes, of all `ranks_` ranks together. Each rank copies its part to the host at `copy` bytes per second, all at once, and training waits for that.
+# Then training goes on while the parts are written. The storage takes `write` bytes per second in all, and a save may begin only when the one before is written. The job fails every `mtbf` seconds on average.
+# Return how many seconds of training should lie between two saves, so that the least time is lost.
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):
@@ -1531,7 +1537,7 @@ check(my_save_interval)
 # :class: dropdown
 # ```
 #
-# Only the copy delays training, so only it is under the root. What storage takes is the least that there can be between two saves.
+# Only the copy holds training up, so it is $\delta$. The time that the storage takes is the least that there can be between two saves.
 
 # %%
 def my_save_interval(size, ranks_, copy, write, mtbf):
@@ -1547,17 +1553,17 @@ check(my_save_interval)
 #
 # ## Summary
 #
-# - A checkpoint is everything that decides the next step: weights, optimizer, schedule, step, position in the data, random state.
-# - Each rank writes its shards and a line of an index, and reads the overlaps with its new ones; resumed equals unstopped, bit for bit on as many ranks, to rounding on others.
-# - A save goes into a fresh folder and counts from one rename on; old ones go after it. A kill at any moment then loses nothing.
-# - Sizes and checksums, names and shapes are compared before a model is touched.
+# - A checkpoint is everything on which the next step depends: weights, optimizer, schedule, step, position in the data, random state.
+# - Each rank writes its shards, and later reads what overlaps with its new ones. A resumed run equals one without a stop, bit for bit on as many ranks, to rounding on fewer.
+# - A save goes into a new folder and is complete with one rename; old ones are deleted after it. So a kill at any moment loses nothing.
+# - Sizes and checksums, names and shapes are compared before a model changes.
 # - 12 bytes per parameter in float32 with AdamW; in the background, training waits for the copy alone.
 # - Save every $\sqrt{2\delta M}$ seconds.
-# - The hub's files are read by slices, under names and forms that a table knows; between two layouts a rank sends what others lack, and the bytes are known before.
+# - From the hub's files each rank reads its slices. Between two layouts a rank sends what others lack, and the bytes are known before.
 #
 # ## Further reading
 #
-# - {cite:t}`dubey2024llama3`, section 3.3.4: what failed in 54 days, how often, and how 90 % effective training time was reached all the same.
-# - {cite:t}`young1974checkpoint`: the square root, on two pages.
-# - {cite:t}`daly2006checkpoint`: what changes when failures strike in saves and restarts as well.
+# - {cite:t}`dubey2024llama3`, section 3.3.4: what failed in 54 days, how often, and how 90 % effective training time was still reached.
+# - {cite:t}`young1974checkpoint`: the square root, in two pages.
+# - {cite:t}`daly2006checkpoint`: what changes if failures come during saves and restarts as well.
 # - {cite:t}`mohan2021checkfreq`: saving every few iterations, in the background, at an overhead of some percent, and resuming inside an epoch.

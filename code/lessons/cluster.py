@@ -24,9 +24,6 @@
 # - find the rank, the collective and the line at which a job hangs;
 # - examine the nodes before a job, with one command.
 #
-# It takes about 30 minutes to read and 70 minutes for the exercises. Running it takes a minute.
-# It needs [Training script](train.md), whose script runs in the batch scripts here.
-#
 # You have a script that trains on one GPU, and an account on a cluster.
 # The cluster's machines are *nodes*. You log in to one of them, the *login node*; those with GPUs are the *compute nodes*.
 # You do not start programs on compute nodes yourself. You hand a *job* to the *scheduler*: what shall run, on how many nodes and GPUs, and for how long.

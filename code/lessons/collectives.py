@@ -23,8 +23,6 @@
 # - predict how many bytes and how many seconds a collective takes, and check the prediction;
 # - find the rank that is to blame when a collective hangs.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
-#
 # **208 ms or 80 ms?** Four ranks add up the gradients of one small model over a slow network.
 # Done in the obvious way it takes 208 ms; the other way, 80 ms.
 # Both numbers are predictions, made with two formulas of this lesson. The first cell measures them.
@@ -619,6 +617,13 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
 #
 # With the number of ranks it grows to twice the tensor, and never beyond.
+#
+# ```{predict}
+# :row: 1024
+# :column: ring sends per rank, formula (S)
+#
+# An all-reduce of a tensor of size S on two ranks sends 1 S from each. How many S does each of 1,024 ranks send?
+# ```
 
 # %% tags=["hide-input"]
 # Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
@@ -654,6 +659,13 @@ show.table(rows, ["ranks", "ring sends per rank, formula (S)", "counted (S)"])
 # Counting our own sends proves little about what really travels.
 # The operating system counts, too: it knows what its loopback interface transmitted.
 # We read its counter before and after, for our collectives and for those of `torch.distributed` on gloo. Bytes are per rank, in units of $S$ = 16 MiB.
+#
+# ```{predict}
+# :row: reduce_scatter
+# :column: gloo, on the wire (S)
+#
+# A reduce-scatter over four ranks needs 0.75 S from each. How many S does gloo put on the wire?
+# ```
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes on the loopback interface, ours and gloo's

@@ -19,12 +19,12 @@
 # After this lesson you can
 #
 # - compute attention over a sequence that no rank holds, with a ring or with an all-to-all, and prove that it is one process's attention, gradients included;
-# - say why a causal mask leaves ranks idle in a ring, and what a zig-zag does about it;
+# - say why a causal mask leaves ranks of a ring idle, and which cut of the sequence keeps all of them busy;
 # - predict bytes sent, work and memory for each way, and how many tokens fit;
-# - notice that positions or messages are set up wrong, before a long run does.
+# - find wrong positions and wrong messages in the first step, before a long run is lost to them.
 #
 # It takes about 40 minutes to read and 45 minutes for the exercises. Running it takes less than a minute.
-# It needs [Memory](memory.md) and [Data parallelism](data_parallel.md). [Sequence parallelism](sequence_parallel.md) is its companion within a machine.
+# It needs [Memory](memory.md) and [Data parallelism](data_parallel.md). [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -81,9 +81,9 @@ def qkv(layout, seq, heads=8, kv_heads=2, size=32, dtype=torch.float64):
 
 # %% [markdown]
 # Llama 3 was trained on contexts of 131,072 tokens.
-# A step on one of them keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide everything that they can.
+# A step on one such sequence keeps 99 GB of activations on each of eight ranks, although tensor and sequence parallelism divide what they can.
 # A GPU of 80 GB does not hold that.
-# Tensor parallelism cannot take more ranks: each needs heads of its own, and the fast wire inside a machine.
+# More tensor-parallel ranks are no way out: each needs attention heads of its own, and the fast links inside a machine.
 
 # %% tags=["hide-input"]
 # Prints what a step on Llama's longest context keeps on each of eight ranks
@@ -94,23 +94,23 @@ assert of.saved > 80e9
 
 
 # %% [markdown]
-# So the sequence itself is cut, from the embedding to the loss, over as many ranks as it takes. This is *context parallelism*.
+# So the sequence itself is cut into pieces, one for each rank, and stays cut from the embedding to the loss. This is *context parallelism*.
 #
 # ## One operation needs other tokens
 #
-# A sequence has $s$ tokens. Each of $N$ ranks keeps $s/N$ of them all the way through the model, and all of the weights.
-# Embedding, LayerNorms, matrices and the loss work on one token at a time. One operation needs other ranks' tokens: attention, where a query meets the keys and values of other tokens.
+# A sequence has $s$ tokens. Each of $N$ ranks has $s/N$ of them all the way through the model, and all of the weights.
+# Embedding, LayerNorms, matrices and the loss compute each token by itself. One operation needs other ranks' tokens: attention, where the query of a token is multiplied with the keys of other tokens, and their values are added up.
 #
-# There are two ways. A *ring* brings the keys and values to the queries, a piece at a time. An *all-to-all* exchanges the cut by tokens for a cut by heads, as long as attention takes.
+# There are two ways. A *ring* brings the keys and values to the queries, those of one rank at a time. An *all-to-all* exchanges the cut by tokens for a cut by heads, and after attention exchanges it back.
 #
 # ## A ring of keys and values
 #
-# Queries stay where they are. Keys and values travel: in each turn a rank computes attention to the piece that it has, and hands it to the next rank {cite}`liu2023ring`.
+# Queries stay on their ranks. Keys and values move on: in each turn a rank computes attention of its queries to the keys that it has at the moment, and sends these and their values to the next rank, the last rank to rank 0 {cite}`liu2023ring`. After $N$ turns each rank has had all keys.
 #
 # ![Ring attention on four ranks, in four turns. Each rank keeps its queries. Keys and values start at their owners; after each turn every rank hands those that it has to the next one, the last rank to the first, so that after four turns each rank has met all four pieces.](../figures/context_parallel_ring.svg)
 #
-# But softmax divides by a sum over *all* keys, and in turn 0 most of them are elsewhere.
-# So each block of keys gives two things: its own output $o_i$, and the logarithm $\ell_i$ of its own sum of exponentials. From those of two blocks follow those of both together {cite}`milakov2018softmax,dao2022flashattention`:
+# But softmax divides by a sum over *all* keys, and in turn 0 a rank has only its own.
+# So each turn gives two results: the output $o_i$ of attention to that turn's keys alone, a *block* of them, and the logarithm $\ell_i$ of their sum of exponentials. From the results for two blocks follow those for both together, $o$ and $\ell$ {cite}`milakov2018softmax,dao2022flashattention`:
 #
 # $$
 # \ell = \log\big(e^{\ell_1} + e^{\ell_2}\big), \qquad o = e^{\ell_1 - \ell}\, o_1 + e^{\ell_2 - \ell}\, o_2 .
@@ -118,11 +118,11 @@ assert of.saved > 80e9
 #
 # ![Four scores of one query, in two blocks. Block 0 has exponentials 2 and 1, sum 3, output 7; block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4 and 1/4, which gives 6.75, as all four scores do at once.](../figures/context_parallel_merge.svg)
 #
-# Only differences are ever exponentiated, so nothing overflows, however large the scores are.
+# The exponents are differences, and never above zero. So nothing overflows, however large the scores are.
 #
 # ### The plain version
 #
-# This is forward of ring attention, without a mask:
+# This is forward of ring attention, without a mask. In shapes $B$ is the batch, $A$ the heads, $s$ the tokens of one rank:
 
 # %%
 def attend(q, k, v):
@@ -171,12 +171,12 @@ print(
 )
 
 # %% [markdown]
-# Why by parity? `send` returns when the other end has received. If all ranks sent first, nobody would receive, and the ring would hang ([below](#all-send-first) it does).
-# With even ranks sending and odd ones receiving, there is always somebody at the other end. With an odd number of ranks the last one and rank 0 are both even; then the chain dissolves from the first odd rank on.
+# Why do even and odd ranks differ? `send` returns when the other rank has received. If all ranks sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
+# When even ranks send and odd ones receive, each message has a receiver. With an odd number of ranks the last one and rank 0 are both even, and the last one waits until rank 0 has sent and receives; nothing hangs.
 #
-# `isend`, which does not wait, is no cure. With gloo it works.
-# With nccl a ring of three ranks or more hangs: nccl makes the connection of two ranks at their first message, and both ends wait until it is made. Where all send first, each rank waits for the next one.
-# What works everywhere is parity, or one batch in which a rank announces both messages at once:
+# `isend`, which does not wait, does not solve it. With gloo it works.
+# With nccl a ring of three ranks or more hangs: nccl connects two ranks at their first message, and both wait until they are connected. Where all send first, each rank waits for the next one.
+# Two orders work with both: even ranks first, as above, or one batch that holds both of a rank's messages:
 
 # %%
 show.source(ranks.exchange)
@@ -185,12 +185,12 @@ show.source(ranks.exchange)
 # %% [markdown]
 # ### What the plain version leaves out
 #
-# - *Backward.* A message knows nothing of autograd, so no gradient finds the way back to the rank whose keys they were. It takes a second ring.
+# - *Backward.* Autograd does not see messages, so no gradient gets back to the rank that the keys came from. That takes a second ring.
 # - *Memory.* `attend` makes all scores of a block, $[B, A, s, s]$, which fused kernels never hold.
-# - *Overlap.* The wire is idle while a rank computes, and the rank while it waits ([measured below](#context-seconds)).
-# - *The causal mask*, and with it the question who has how much work ([measured below](#context-work)).
+# - *Overlap.* Nothing is sent while a rank computes, and a rank computes nothing while it waits ([measured below](#context-seconds)).
+# - *The causal mask*, under which ranks have unequal work ([measured below](#context-work)).
 #
-# The module has all four. Here are the first two in numbers, on four ranks, beside the module's `ring_attention`.
+# The package's `ring_attention` has all four. Here are the first two in numbers, on four ranks, for the plain ring and for the package's.
 
 # %% tags=["hide-input"]
 # Table: bytes held and the keys' gradient, plain and the module
@@ -235,27 +235,27 @@ show.table(rows, head, caption="2048 tokens on 4 ranks, 4 heads of 16, float64")
 # %% [markdown]
 # ### The module's ring, forward and backward
 #
-# The merge is the same, with the second weight as a sigmoid of $\ell_2 - \ell_1$:
+# Two blocks are merged by the same formula; the second weight, $e^{\ell_2 - \ell}$, is written as the sigmoid of $\ell_2 - \ell_1$, which it equals:
 
 # %%
 show.source(cp.merge)
 
 # %% [markdown]
-# In forward, `pass_on` comes *before* the blocks and `wait` after them: both messages are under way during the computation.
-# `ring.work` gives the blocks of a turn: which of the rank's queries meet which of the keys that are there, and whether a triangle of them is masked. Without a mask that is everything. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
+# In forward, `pass_on` comes *before* the blocks and `wait` after them: messages are sent during the computation.
+# `ring.work` gives the blocks of a turn: which of the rank's queries are multiplied with which of the keys that it has, and whether a triangle of the scores is masked. Without a mask it is all queries and all keys. `block_attention` is a fused kernel that also returns the logarithms ([kernel.py](../code/shardlab/context_parallel/kernel.py)).
 
 # %%
 show.source(cp.ring_attention, cp.core._RingAttention.forward)
 
 # %% [markdown]
-# Backward goes round again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
-# With each piece of keys and values now travels its gradient, to which every rank adds its part. The last hop brings the gradient to the rank that owns the piece.
+# Backward sends keys and values round the ring again, and recomputes each block's probabilities from $\ell$, as fused kernels do.
+# Beside each rank's keys and values it sends their gradient, to which every rank adds its part. The last message brings the gradient to the rank that the keys are from.
 
 # %%
 show.source(cp.core._RingAttention.backward)
 
 # %% [markdown]
-# A pass is one batch of two messages, and its own receiving buffer:
+# One pass is a batch of two messages, one sent and one received, with a buffer for what comes:
 
 # %%
 show.source(cp.core._Pass)
@@ -264,12 +264,12 @@ show.source(cp.core._Pass)
 # (context-work)=
 # ## Who works, under a causal mask
 #
-# A language model's token looks back, never forward: half of the scores are not needed. Which half depends on the rank.
+# In a language model a token attends to those before it and to itself: about half of the scores are not needed. How many of a rank's are not depends on where its tokens are.
 #
 # ![The causal mask over eight pieces of a sequence, whose queries belong to four ranks, in two layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do 1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.](../figures/context_parallel_zigzag.svg)
 #
 # If each rank has one contiguous piece, rank 0 is done after turn 0, and the last rank has work in every turn.
-# So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$: the *zig-zag*. (Striped attention deals out single tokens, to the same end {cite}`brandon2023striped`.)
+# So cut the sequence into $2N$ pieces, and give rank $r$ an early and a late one, pieces $r$ and $2N-1-r$: the *zig-zag*. (Striped attention gives each rank every $N$-th token, for the same reason {cite}`brandon2023striped`.)
 #
 # :::{step-through} A causal ring in a zig-zag, on four ranks
 # 1. ![Before the first turn. A square of eight rows, the pieces' queries, and eight columns, their keys; only what is on and below its diagonal is needed. Of the pieces rank 0 has 0 and 7; rank 1 has 1 and 6; rank 2 has 2 and 5; rank 3 has 3 and 4.](../figures/steps/context_parallel_1.svg)
@@ -299,14 +299,14 @@ show.source(cp.core._Pass)
 #    Each rank has computed the rows of its two pieces, 8 squares of 32. In no turn did one have to wait for another.
 # :::
 #
-# What is left of a block of keys is then always half, whoever they come from:
+# So in every turn a rank computes half of the scores of its queries and those keys, whichever rank these are from:
 
 # %%
 show.source(cp.Block, cp.blocks)
 
 
 # %% [markdown]
-# The next cell counts the pairs of query and key that each rank computes, and the processor's time that they take.
+# The next cell counts the pairs of query and key that each rank computes, and measures the processor's time for them.
 
 # %%
 def work(seq):
@@ -356,20 +356,20 @@ show.table(rows, head, caption=f"{seq} tokens, causal, forward")
 # :class: checked
 #
 # It halves the work of all ranks together. But the step takes as long as its slowest rank.
-# With contiguous shares that is $\frac{2N-1}{N^2}$ of the square's half: 44 % on four ranks (row 4), where 25 % would be even. Against no mask at all, a rank's 25 % of the square, it saves an eighth of the time, not a half.
-# The zig-zag gets the half, on any number of ranks, and in every turn.
+# With contiguous pieces the last rank has $\frac{2N-1}{N^2}$ of the pairs that the mask leaves: 44 % on four ranks (row 4), where equal work would be 25 %. That is 22 % of all pairs. Without a mask each rank has 25 % of them, so the mask saves an eighth of the time, not a half.
+# With the zig-zag it saves half, on any number of ranks, and in every turn.
 # `````
 #
 # ![A causal ring in time, on four ranks. Contiguous, rank 0 has only its own keys to work on, rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to compute in every turn: all end together, after four sevenths of the time.](../figures/context_parallel_idle.svg)
 #
 # ## Tokens for heads: the all-to-all
 #
-# The other way: an all-to-all before attention, after which a rank has *all* tokens of $a/N$ heads instead of $s/N$ tokens of all heads. Heads know nothing of each other, so what follows is plain attention, with any kernel and any mask.
-# A second all-to-all goes back. This is *Ulysses*, by the name of its paper {cite}`jacobs2023ulysses`.
+# The other way is an all-to-all before attention. After it a rank has *all* tokens of $a/N$ heads instead of $s/N$ tokens of all $a$ heads. One head's attention needs no other head, so what follows is plain attention, with any kernel and any mask.
+# A second all-to-all brings the outputs back to the ranks of their tokens. This is *Ulysses*, by the name of its paper {cite}`jacobs2023ulysses`.
 #
 # ![Four pieces of a sequence and four heads on four ranks. Before, each rank has one piece with all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the whole sequence. A second all-to-all goes back.](../figures/context_parallel_ulysses.svg)
 #
-# The plain version needs one function for both ways. It deals out one dimension and collects another.
+# One function does both exchanges. It cuts a tensor along one dimension, sends a part to each rank, and joins what comes along another dimension.
 
 # %%
 def swap(x, deal, collect):
@@ -408,37 +408,37 @@ for N in (2, 4):
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
 
 # %% [markdown]
-# The module's version has a backward, which is the same exchange the other way round. It sends queries, keys and values in one message instead of three.
-# It takes the zig-zag, too, and fewer heads of keys than there are ranks: then each is sent several times.
+# The package's version has a backward: the same exchanges in the opposite direction. It sends queries, keys and values in one all-to-all instead of three.
+# It also takes tokens in a zig-zag, and fewer heads of keys than ranks: then each of these heads goes to several ranks.
 
 # %%
 show.source(cp.all_to_all_attention)
 
 # %% [markdown]
-# `heads_for_tokens` and `tokens_for_heads` are the two swaps, and `_AllToAll` is the message that knows its backward:
+# `heads_for_tokens` and `tokens_for_heads` are the two exchanges, and `_AllToAll` is an all-to-all that has a backward:
 
 # %%
 show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.ulysses._AllToAll)
 
 # %% [markdown]
-# It is balanced without a zig-zag. But there must be a head for every rank.
+# Every rank has equal work without a zig-zag. But there must be at least one head for each rank.
 #
 # ## The whole model
 #
-# `cp.distribute` changes the plain GPT from outside: each attention calls one of the two, and rotates by the tokens' positions in the *whole* sequence.
+# `cp.distribute` changes the plain GPT without an edit of its class: each attention calls one of the two functions, and its rotary embedding takes the tokens' positions in the *whole* sequence.
 
 # %%
 show.source(cp.distribute, cp.core._attention)
 
 # %% [markdown]
-# Each rank holds all weights and has seen some of the tokens. So gradients are averaged after backward, as in data parallelism; norms, matrices and the loss are untouched.
+# Each rank has all weights, and gradients from its own tokens. So gradients are averaged after backward, as in data parallelism. LayerNorms, matrices and the loss need no change.
 
 # %%
 show.source(cp.average_gradients)
 
 
 # %% [markdown]
-# A training step then reads like this:
+# This is a training step:
 
 # %%
 def train_step(model, optimizer, tokens, targets, layout):
@@ -458,7 +458,7 @@ def adamw(model, lr=1e-3):
 
 
 # %% [markdown]
-# Both attentions have to equal one process's: the output, and the gradients of queries, keys and values, causal and not, with 8 heads of queries and 2 of keys. Then five steps of AdamW have to end at the same weights.
+# Both attentions have to equal that of one process: the output, and the gradients of queries, keys and values, with a causal mask and without, with 8 heads of queries and 2 of keys. Then five steps of AdamW have to give the same weights.
 
 # %% tags=["hide-input"]
 # Holds attention with its gradients, and five steps, against one process
@@ -536,16 +536,16 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 
 # %% [markdown]
-# The [tests](../tests/test_context_parallel.py) do it for random shapes and in narrower types, and [those of the model](../tests/test_context_parallel_model.py) together with tensor parallelism, a slow wire and recomputation.
+# The [tests](../tests/test_context_parallel.py) compare random shapes and 16-bit types as well, and [those of the model](../tests/test_context_parallel_model.py) a GPT with tensor parallelism, a slow link and recomputation.
 #
 # ## What it costs
 #
 # ### Bytes sent
 #
-# Per layer and rank, with $D = h/a$ numbers in a head, $K$ heads of keys and values, and $e$ bytes a number:
+# These are bytes that a rank sends for one layer. There are $b$ sequences in the batch, $a$ heads of queries and $K$ of keys and values, $D = h/a$ numbers in a head for a width $h$ of the model, and $e$ bytes in a number.
 #
-# - the ring sends its piece $N-1$ times forward. Backward it does so again, and the gradients go $N$ times, all the way home (in float32, if not in more): with $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$;
-# - the all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, forward and backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
+# - The ring sends keys and values $N-1$ times in forward and again in backward. Their gradients are sent $N$ times, the last time to their own rank, in float32 at least. With $e = 4$ that is $2bKD\frac{s}{N}\,e\,(3N-2)$ in all, which grows a little with $N$.
+# - The all-to-all sends $\frac{N-1}{N}$ of queries, keys, values and output, in forward and in backward: $4b(a+K)D\frac{s}{N}\,e\,\frac{N-1}{N}$, which falls with $N$.
 
 # %%
 def attention_sent(heads, kv_heads, seq, size):
@@ -591,25 +591,25 @@ show.table(
 # `````{admonition} Checked: "the all-to-all always sends less than the ring"
 # :class: checked
 #
-# With as many heads of keys as of queries, yes. With grouped keys and values the ring moves only those: here with 2 heads instead of 16 it sends less on 2 and 4 ranks (rows 4 and 5 of the table).
-# And the ring's bytes travel while attention computes; those of the all-to-all are waited for.
+# With as many heads of keys as of queries, yes. With fewer heads of keys and values the ring sends fewer bytes: here with 2 heads instead of 16 it sends less than the all-to-all on 2 and 4 ranks (rows 4 and 5 of the table).
+# And the ring sends while attention computes; attention has to wait for the all-to-all.
 # `````
 #
 # (context-seconds)=
 # ### Seconds
 #
-# What hides the ring's bytes is work that grows with the square: in a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.
-# The ratio grows with the tokens on a rank, $\frac{s}{N}$. With enough of them the wire costs nothing; that is the ring's regime, and why its ranks may sit in different machines.
+# In a turn a rank does $4b\big(\frac{s}{N}\big)^2h$ floating-point operations (half of them under the mask), and sends $2b\frac{s}{N}KDe$ bytes meanwhile.
+# So operations per byte grow with the tokens on a rank, $\frac{s}{N}$. With enough of them each message is over before the computation is, and costs no time. Therefore the ranks of a ring may be in different machines.
 #
-# The next cell puts two ranks on an emulated wire of 100 Mbit/s.
-# One turn takes $c$ seconds of computing and one hop $w$ on the wire, so a forward without a mask takes $c + \max(c, w)$. One after the other, as in the plain version, it takes $c + w + c$.
+# The next cell connects two ranks by an emulated link of 100 Mbit/s.
+# The computation of a turn takes $c$ seconds and a message $w$, so a forward without a mask takes $c + \max(c, w)$. One after the other, as in the plain version, it takes $c + w + c$.
 
 # %% tags=["measured"]
 BANDWIDTH = 12.5e6  # bytes per second
 
 
 def one_after_the_other(q, k, v, group):
-    """The plain ring of two ranks, with the module's kernel: it waits for each hop."""
+    """The plain ring of two ranks, with the module's kernel: it waits for each message."""
     mine, peer = cp.block_attention(q, k, v), 1 - dist.get_rank()
     kv = torch.stack((k, v))
     coming = torch.empty_like(kv)
@@ -618,7 +618,7 @@ def one_after_the_other(q, k, v, group):
 
 
 def forwards(times):
-    """By tokens on a rank: seconds without the wire; on it, plain and overlapped."""
+    """By tokens on a rank: seconds without the link; over it, plain and overlapped."""
     fast, slow = dist.group.WORLD, link.slow(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
@@ -640,7 +640,7 @@ def forwards(times):
 TIMES = ranks.run(forwards, 2, {128: 12, 3072: 3}, device="cpu")[0]
 
 # %% tags=["hide-input", "measured"]
-# Table: seconds of a forward on the slow wire, predicted and measured
+# Table: seconds of a forward over the slow link, predicted and measured
 rows, ratios = [], []
 for local_seq, (without, plain_, slow) in TIMES.items():
     c, w = without / 2, 2 * 2 * 32 * local_seq * 4 / BANDWIDTH  # keys, values
@@ -652,24 +652,24 @@ for local_seq, (without, plain_, slow) in TIMES.items():
         off = f"{100 * (took / want - 1):+.0f}"
         rows.append((local_seq, name, *cells, off, f"{took / without:.2f}"))
     ratios.append(slow / without)
-show.timed(ratios[0] > 1.2 * ratios[1], "with few tokens the wire costs 1.2 times as much")
+show.timed(ratios[0] > 1.2 * ratios[1], "with few tokens the link costs 1.2 times as much")
 head = [
     "tokens on a rank",
     "ring",
-    "without the wire (ms)",
-    "wire (ms)",
+    "without the link (ms)",
+    "message (ms)",
     "predicted (ms)",
 ]
 show.table(rows, [*head, "measured (ms)", "difference (%)", "slower by"])
 
 
 # %% [markdown]
-# With few tokens on a rank the wire is all there is. With 24 times as many it carries 24 times the bytes, while there is 576 times the work to hide them.
+# With few tokens on a rank nearly all of the time goes to the message. With 24 times as many tokens there are 24 times the bytes and 576 times the operations, and the message ends before they do.
 #
 # ### Memory
 #
-# A rank of the ring keeps its share of queries, keys, values and output, and $\ell$; while it works it holds two pieces of keys and values, and in backward their gradients.
-# The all-to-all keeps its result twice, by heads and by tokens, and has what is on its way twice.
+# With the ring a rank keeps the queries, keys, values, output and $\ell$ of its own tokens for backward. While it computes it also holds the keys and values of two ranks, and in backward their gradients.
+# With the all-to-all a rank keeps the output twice, by heads and by tokens, and during an exchange holds both what it sends and what it receives.
 
 # %%
 def attention_bytes(attention, contexts):
@@ -753,13 +753,13 @@ show.figure(
 )
 
 # %% [markdown]
-# Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. What is kept agrees to the byte; it is divided by four, and every layer keeps it.
-# What is held for a moment is divided by less: pieces under way come on top, of one layer at a time. Both grow in proportion to the context.
+# Lines are predicted ([predict.py](../code/shardlab/context_parallel/predict.py)), dots measured. What is kept agrees to the byte. It is a quarter of one process's, and every layer keeps as much.
+# The most that is held in backward is more than a quarter, since messages that are sent and received add to it, but for one layer at a time only. Both grow in proportion to the context.
 #
 # `````{admonition} Checked: "with N times the ranks, N times the context for the same time"
 # :class: checked
 #
-# The same memory, yes. But attention's work grows with the square of the sequence: $N$ times the tokens on $N$ times the ranks is $N$ times the work for each.
+# For the same memory, yes. But attention's work grows with the square of the sequence: $N$ times the tokens on $N$ times the ranks is $N$ times the work for each rank.
 # The cell below counts pairs of query and key on a rank that always has 8192 tokens.
 # `````
 
@@ -771,8 +771,8 @@ print({N: round(on_a_rank / pairs[1], 2) for N, on_a_rank in pairs.items()})
 # (context-fit)=
 # ### How many tokens fit
 #
-# The memory model of the course has all of it: states, activations, the pieces of the ring, the loss. So it can be asked the other way round: how long a context fits into 80 GB?
-# Here it answers for Llama 3 8B, 8 ranks of tensor parallelism in each machine, and 1 to 64 machines along the context.
+# `memory` predicts a rank's bytes for a length of the context: states (weights, gradients, optimizer), activations, what the ring holds, the loss. `cp.tokens_that_fit` searches for the longest context that fits into 80 GB.
+# This is Llama 3 8B with 8 tensor-parallel ranks in each machine, and 1 to 64 machines that cut the context. In a `Layout`, `tp` is the number of tensor-parallel ranks and `cp` that of ranks along the context.
 #
 # ![Tokens of context that fit into 80 GB on each rank, for Llama 3 8B with tensor degree 8, over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about twice as many tokens fit, with full recomputation four times, with both thirteen times.](../figures/context_parallel_fit.svg)
 
@@ -794,13 +794,13 @@ assert cp.tokens_that_fit(LLAMA, 80e9, again) > 5 * fits[1]
 
 # %% [markdown]
 # Every doubling of ranks doubles the context: two machines hold Llama's 131,072 tokens, where one did not.
-# Sequence parallelism more than doubles what fits, for nothing. Recomputation multiplies it again, for a third more arithmetic ([Memory](memory.md)); what limits then are the logits, which no layer holds: a rank's tokens times its part of the vocabulary, in float32.
+# Sequence parallelism more than doubles what fits, and sends hardly more bytes. Recomputation makes it over five times as much again, for a third more arithmetic ([Memory](memory.md)). What is largest then are the logits after the last layer: a rank's tokens times its part of the vocabulary, in float32.
 #
 # ## PyTorch's own: context_parallel
 #
-# PyTorch has `context_parallel`, with a zig-zag (its *load balancing*), that swaps torch's attention while a `with` block lasts.
-# Its keys and values go round no ring unless asked (torch 2.13): while a rank computes its own block, one all-gather brings it all $N$ pieces, once in forward and once in backward; the gradients alone go from rank to rank.
-# `set_rotate_method("alltoall")` makes a ring of both, with one piece under way at a time.
+# PyTorch has `context_parallel`, with a zig-zag (its *load balancing*). Inside its `with` block, torch's attention is replaced by one over the ranks.
+# By default (torch 2.13) it is no ring: while a rank computes its own block, an all-gather brings it the keys and values of all ranks, once in forward and once in backward. Only the gradients go from rank to rank.
+# After `set_rotate_method("alltoall")` keys and values go from rank to rank as well, those of one rank at a time.
 # It needs the fused kernels of a GPU; on a CPU it raises (torch 2.13). With two GPUs the next cell runs it beside ours.
 
 # %%
@@ -839,7 +839,7 @@ else:
 # (all-send-first)=
 # ### A ring in which all send first
 #
-# Two ranks, the plain ring's messages, and no parity. It ends at the time limit of the run, with both ranks in `send`.
+# Here two ranks both send first, and then receive. The run ends at its time limit, with both ranks in `send`.
 
 # %%
 def all_send_first():
@@ -856,13 +856,13 @@ except ranks.RankError as error:
 
 
 # %% [markdown]
-# In a real job this is a hang in the first step, with all ranks at the same line: the sign of a cycle, where a rank that died or went another way would be elsewhere.
-# With `isend` it shows on nccl alone. So a test on CPU ranks does not find it; parity or one batch is a rule, not an optimisation.
+# In a real job this is a hang in the first step, with all ranks at the same line. That tells it from a rank that died or took another branch, which would be at another line.
+# With `isend` it hangs on nccl alone, so a test on CPU ranks does not find it. Always order messages by even and odd ranks, or send both in one batch.
 #
 # ### Tokens that do not know where they stand
 #
-# Cut the batch along the sequence, leave the model as it is, and average the gradients: it runs. Each rank then trains on short texts of its own, whose tokens cannot see what came before.
-# Half right is worse to find: the ring is there, but positions begin at 0 on every rank.
+# Cut the batch along the sequence, leave the model as it is, and average the gradients: it runs. But each rank then trains on its short piece, whose tokens do not attend to those of earlier pieces.
+# A second mistake is harder to find: the ring is there, but positions begin at 0 on every rank.
 
 # %%
 def mistaken(way, dtype, steps=20):
@@ -930,10 +930,10 @@ show.table(rows, [*head, "queries' weights (%)", "loss after 20 steps"])
 
 
 # %% [markdown]
-# After 20 steps the losses look alike. The first loss of the wrong positions is off by $3.4 \cdot 10^{-5}$: float32 shows that, where the right way is off by $10^{-7}$. In bfloat16 the right way is off by nearly as much, and the loss says nothing.
-# All gradients together say little more: off by 0.4 %, where rounding in bfloat16 makes 0.5 %, because the embedding's are much the largest.
-# The gradients of the *queries' weights* tell: with wrong positions they are off by 56 % in either type, and by rounding by 1 % at most.
-# So before a long run compare these with one process's, on one short sequence.
+# After 20 steps the losses are nearly equal. The first loss of the wrong positions is off by $3.4 \cdot 10^{-5}$: float32 shows that, where the right way is off by $10^{-7}$. In bfloat16 the right way is off by nearly as much, and the loss says nothing.
+# The norm over all gradients says little more, because the embedding's are by far the largest: it is off by 0.4 %, where rounding in bfloat16 makes 0.5 %.
+# The gradients of the *queries' weights* show it: with wrong positions they are off by 56 % in either type, and by rounding by 1 % at most.
+# So before a long run compare these gradients with those of one process, on one short sequence.
 #
 # ### Sequences and heads that ranks cannot share
 #
@@ -957,27 +957,27 @@ _ = ranks.run(lambda: refused() if dist.get_rank() == 0 else None, 4, device="cp
 
 
 # %% [markdown]
-# In practice sequences are padded to a multiple of $2N$, and the padding's targets left out of the loss. Then ranks have unequal numbers of targets, and each loss has to count by its number: sum the losses, and divide by the targets of *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).
+# In practice sequences are padded to a multiple of $2N$, and the targets of the padding are left out of the loss. Then ranks have unequal numbers of targets, and the mean of their means is wrong: sum the losses of all ranks, and divide by the targets of *all* ranks ([Data parallelism](data_parallel.md) has the same pitfall).
 #
 # ## When to use it
 #
 # | technique | for | against |
 # |---|---|---|
-# | ring | any number of ranks, any heads; bytes hide behind work when $s/N$ is large; with 2 heads of keys for 16 of queries it sends 0.66 MB where the all-to-all sends 0.98 | with as many heads of keys it sends 5.2 MB where the all-to-all sends 1.6; without a zig-zag one rank has 44 % of the work of four; attention code of its own |
-# | all-to-all | few bytes with many ranks; any attention kernel, any mask; balanced as it is | a head for every rank; its bytes are waited for |
-# | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not divided: states stay, unless [ZeRO](zero.md) shards them; work grows with the square |
+# | ring | any number of ranks, any heads; sends while it computes, for nothing when $s/N$ is large; with 2 heads of keys for 16 of queries it sends 0.66 MB where the all-to-all sends 0.98 | with as many heads of keys it sends 5.2 MB where the all-to-all sends 1.6; without a zig-zag one rank of four has 44 % of the work; needs an attention of its own |
+# | all-to-all | few bytes with many ranks; any attention kernel, any mask; equal work for all ranks | at most as many ranks as heads; attention waits for its messages |
+# | both of them | activations per rank fall with $1/N$, so twice the ranks fit twice the context | weights are not divided: states are as large as before, unless [ZeRO](zero.md) shards them; work grows with the square |
 #
-# Rings of all-to-alls exist: heads within a machine, keys round the machines.
-# Llama 3 405B was trained at 131,072 tokens with 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With grouped keys they are small, and a mask may then be anything.
+# Both can be combined: an all-to-all between the ranks of a machine, and a ring between machines.
+# Llama 3 405B was trained at 131,072 tokens on 8 tensor-parallel ranks times 16 along the context {cite}`dubey2024llama3` (section 3.3.2, Table 4): in a zig-zag, but with an all-gather of all keys and values in place of the ring. With few heads of keys these are small, and any mask is possible.
 #
 # In a real job you see that it is set up right when the gradients of the queries' weights equal those of one process on one short sequence, when activations fall with $1/N$, and when all ranks take equally long in attention.
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Both attentions are equal to one process and their bytes are counted; that the ring hides its hops behind its blocks is said of an emulated link.
-# With two GPUs this page also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
-# They would show whether NVLink is fast enough for your block size, and let you train on the context that the tables promise.
+# Without GPUs this page holds both attentions to one process and counts their bytes; seconds are those of an emulated link.
+# With two GPUs it also runs PyTorch's own context parallelism, which needs their kernels, beside ours.
+# There you see whether NVLink is fast enough for the tokens that a rank has, and train on contexts as long as the tables say.
 # ```
 #
 # ## Exercises
@@ -1030,8 +1030,8 @@ check(my_zigzag)
 # :label: ex-context-pass
 # ```
 #
-# Hand `tensor` to the next rank and return what the rank before has handed to you, on any number of ranks from 2 on.
-# Use messages between two ranks, no collective. The check replays them by nccl's rules: whoever begins a message waits for its other end.
+# Send `tensor` to the next rank and return what the rank before has sent to you, on any number of ranks from 2 on.
+# Use messages between two ranks, no collective. The check replays them by nccl's rules: a rank that begins a message waits until the other rank begins it, too.
 
 # %%
 def my_pass(tensor, group):
@@ -1050,7 +1050,7 @@ check(my_pass)
 # :class: dropdown
 # ```
 #
-# One batch. (By parity, as `pass_on` above, is right as well.)
+# One batch. (Even ranks first, as in `pass_on` above, is right as well.)
 
 # %%
 def my_pass(tensor, group):
@@ -1076,9 +1076,9 @@ check(my_pass)
 # :label: ex-context-decode
 # ```
 #
-# When a model writes text, there is one query at a time, and its keys are those of a long context: they lie on many ranks.
-# `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
-# Keys and values stay where they are: collectives are allowed for what comes of them. Scores may be as large as 1000.
+# When a model writes text, there is one query at a time, and its keys are those of a long context: they are on many ranks.
+# `q_BA1D` is the same on all ranks, `k_BAsD` and `v_BAsD` are this rank's: $B$ sequences, $A$ heads, $s$ tokens, $D$ numbers in a head. Return [B, A, 1, D], attention over the keys of all ranks, on every rank.
+# Keys and values are not to be sent; what is computed from them may be. Scores may be as large as 1000.
 
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
@@ -1097,7 +1097,7 @@ check(my_decode)
 # :class: dropdown
 # ```
 #
-# The merge of all blocks at once: the largest logarithm first, then outputs weighed by $e^{\ell - \max}$, and the weights beside them.
+# All blocks are merged at once: the largest $\ell$ first, then the outputs times $e^{\ell - \max}$, and in the same all-reduce these factors.
 
 # %%
 def my_decode(q_BA1D, k_BAsD, v_BAsD, group):
@@ -1122,8 +1122,8 @@ check(my_decode)
 # :label: ex-context-ring
 # ```
 #
-# Write forward of a *causal* ring. Shares are contiguous: rank 0 has the first tokens. A token sees itself and all tokens before it. Return this rank's output [B, A, s, D].
-# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, mind the parity.
+# Write forward of a *causal* ring. Pieces are contiguous: rank 0 has the first tokens. A token attends to itself and to all tokens before it. Return this rank's output [B, A, s, D].
+# No collectives: `ranks.exchange(outgoing, to, incoming, source, group)` begins to send and to receive in one batch, and returns at once; `.wait()` waits. With `send` and `recv`, let even and odd ranks differ.
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1142,7 +1142,7 @@ check(my_ring)
 # :class: dropdown
 # ```
 #
-# Pass on first, compute, merge, then wait for the next piece. A piece from a later rank is passed on and not computed; the last piece is not passed on.
+# Begin to pass on, compute, merge, then wait for the next keys. Keys of a later rank are passed on and not used; in the last turn nothing is passed on.
 
 # %%
 def my_ring(q_BAsD, k_BAsD, v_BAsD, group):
@@ -1223,17 +1223,17 @@ check(my_context)
 # ## Summary
 #
 # - For contexts that no rank holds, cut the sequence from the embedding to the loss; only attention needs other tokens.
-# - The ring moves keys and values, and merges blocks by the logarithms of their sums; its backward is a second ring.
-# - Even ranks send first and odd ones receive, or both messages go in one batch: all sending first hangs.
+# - The ring sends keys and values from rank to rank, and merges blocks by the logarithms of their sums; its backward is a second ring.
+# - Even ranks send first and odd ones receive first, or both messages go in one batch: where all send first, the ring hangs.
 # - Under a causal mask the zig-zag gives every rank equal work in every turn.
-# - The all-to-all changes tokens for heads; it sends less with many ranks, the ring with few and grouped keys.
-# - Memory per rank falls with $1/N$; attention's work grows with the square all the same.
-# - Wrong positions hide in the loss, in bfloat16 altogether: compare the gradients of the queries' weights.
+# - The all-to-all exchanges a cut by tokens for one by heads. It sends less on many ranks, the ring on few and with few heads of keys.
+# - Memory per rank falls with $1/N$; attention's work still grows with the square of the sequence.
+# - Wrong positions hardly change the loss, in bfloat16 not visibly: compare the gradients of the queries' weights.
 #
 # ## Further reading
 #
-# - {cite:t}`liu2023ring`: ring attention; section 3 has when the messages hide behind the blocks.
-# - {cite:t}`brandon2023striped`: why a causal ring is unbalanced, and another cure.
+# - {cite:t}`liu2023ring`: ring attention; section 3 says when messages end before the computation does.
+# - {cite:t}`brandon2023striped`: why a causal ring has unequal work, and another cut that mends it.
 # - {cite:t}`jacobs2023ulysses`: tokens for heads, and how its bytes fall with the ranks.
 # - {cite:t}`milakov2018softmax`: softmax in one pass; two pages that all of this rests on.
-# - {cite:t}`dao2022flashattention`: the same on one chip, where the "other rank" is slow memory.
+# - {cite:t}`dao2022flashattention`: the same merge inside one GPU, block by block from its memory.

@@ -23,14 +23,16 @@
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
 # - recognise the mistakes that people really make, by the trace that each leaves.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises. Running it takes a minute.
-# It needs [Collectives](collectives.md), of which mostly the all-reduce.
+# Of [Collectives](collectives.md) you need mostly the all-reduce.
 #
 # One thing to wonder about before you start.
 # Four ranks begin with the same weights and train for five steps, each on its share of the text.
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
 # With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
 # The line is easy. Making it cost next to nothing is the rest of the lesson.
+#
+# ```{quiz} copies-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -898,6 +900,14 @@ def seen(sampler, set_epoch, epoch, N=4, windows=1000):
     return orders
 
 
+
+# %% [markdown]
+# ```{predict}
+# :row: no DistributedSampler
+# :column: different windows seen, of 1000
+#
+# Four ranks share 1,000 windows of text. How many different ones do they see in an epoch without the sampler?
+# ```
 
 # %% tags=["hide-input"]
 # Table: windows seen in an epoch, with each line and without it

@@ -23,9 +23,6 @@
 # - tell which of its parts you have to configure, and which are on by default;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
-# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
-# You need [Data parallelism](data_parallel.md) and [ZeRO](zero.md), whose mechanisms the engine contains.
-#
 # One thing to wonder about before you start.
 # Five steps of training on two ranks, with a configuration of four lines, have the losses of one process, to the seventh digit.
 # Then one of the four lines is left out, one that switches something *off*. Now the losses differ in the third digit.

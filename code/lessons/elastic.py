@@ -22,9 +22,6 @@
 # - say how to tell a lost node from a slow one, and the rank that failed first from those that fail because of it;
 # - say how many seconds a lost rank, launcher or node costs, under PyTorch's launcher and under the one built here.
 #
-# It takes about 25 minutes to read and 25 minutes for the exercises. Running it takes half a minute.
-# It needs [Clusters](cluster.md), where `torchrun` starts the ranks.
-#
 # One thing to wonder about before you start.
 # Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.

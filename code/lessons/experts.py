@@ -19,14 +19,14 @@
 # After this lesson you can
 #
 # - compute a layer of experts with its router, and give each rank experts of its own, so that it trains as one process does;
-# - average the gradients of such a model over the right ranks, and recognise one where that was not done;
-# - predict what a rank holds and sends, and say who waits for whom;
-# - keep a router from sending all tokens to the same experts, in two ways, and see it when it does.
+# - average the gradients of such a model over the right ranks, and recognise a model where that was not done;
+# - predict what a rank holds and sends, and which ranks wait for which;
+# - keep a router from sending all tokens to the same experts, in two ways, and see when it does.
 #
 # It takes about 30 minutes to read and 40 minutes for the exercises. Running it takes less than a minute.
 # It needs [Data parallelism](data_parallel.md), and of [Collectives](collectives.md) the all-to-all.
 #
-# One number to begin with. DeepSeek-V3 has more parameters than Llama 3 405B, and does less than a tenth of its work for a token.
+# DeepSeek-V3 has more parameters than Llama 3 405B, and uses less than a tenth as many for a token.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -107,10 +107,11 @@ show.table(rows, head)
 # ## One network becomes many
 #
 # Most parameters of a transformer are in its feed-forward networks.
-# *Mixture of experts* puts $E$ of them into a layer, the experts, and a small *router* sends each token through the best $k$ {cite}`shazeer2017moe`.
-# A token's work grows with $k$, what the model can know with $E$.
+# A *mixture of experts* has $E$ such networks in a layer, the experts, and a small *router* that sends each token through $k$ of them, those with the highest scores {cite}`shazeer2017moe`.
+# The arithmetic for a token grows with $k$, the number of parameters with $E$.
 #
-# The router is one matrix. It gives a token a score for each expert; the outputs of the $k$ chosen ones are weighed by their scores:
+# The router is one matrix. It gives a token a score for each expert. The outputs of the $k$ chosen experts are multiplied by their scores, divided by the sum of these $k$, and added up.
+# In names of tensors, `T` is tokens, `H` the width of the model, `F` that of an expert, `E` experts, `C` the choices of a token, and `R` rows: a row is one token for one of its experts.
 
 # %%
 def choose(x_TH, router_HE, k=2):
@@ -134,21 +135,19 @@ def one_process(x_TH, router_HE, networks):
 
 
 # %% [markdown]
-# The letters: `T` tokens, `H` hidden, `E` experts, `C` choices of a token, `R` rows, each of which is one token on its way to one expert.
-#
-# Three things are new, and the rest of the page is about them.
-# All experts have to be *held*: Mixtral's 13 billion active parameters need the memory of 47. Tokens have to *get* to them. And nobody guarantees that they are chosen *evenly*.
+# Three problems are new, and the rest of the page is about them.
+# All experts have to be *held*: Mixtral uses 13 billion parameters for a token, and needs memory for 47. Tokens have to be *sent* to the ranks of their experts. And experts may be chosen *unevenly*.
 #
 # ## Tokens travel, experts stay
 #
-# So each rank holds some of the experts, and all of everything else.
-# Each also has tokens of its own, as in data parallelism. A token's row travels to the rank of its expert, and the output comes back:
+# Each rank has some of the experts, and all other parameters.
+# Each also has tokens of its own, as in data parallelism. For each of its experts a token's row is sent to that expert's rank, and the output is sent back:
 #
 # ![A layer of four experts on two ranks with four tokens each. Rank 0's tokens choose experts 2, 0, 2 and 1, rank 1's choose 2, 3, 0 and 2. Each rank sorts its tokens by expert. An all-to-all brings rank 0, which has experts 0 and 1, three rows, and rank 1, which has experts 2 and 3, five. Each expert computes its rows; a second all-to-all brings them back, and each rank puts them into the order of its tokens.](../figures/experts_layer.svg)
 #
 # The first all-to-all is called *dispatch*, the second *combine* {cite}`lepikhin2020gshard`.
-# Their sizes are uneven, and new in every layer and every step, for they are what the router says.
-# So the ranks tell each other first how many rows will come.
+# Their sizes are unequal and differ from layer to layer and step to step, since they follow from the router's choices.
+# So before each dispatch the ranks tell each other how many rows will come. With $N$ ranks each has $e = E/N$ experts:
 
 # %%
 def over_ranks(x_TH, router_HE, own):
@@ -193,24 +192,24 @@ for N in (1, 2, 4):
     print(f"{N} ranks: the layer's output is that of one process")
 
 # %% [markdown]
-# What the plain version leaves out: messages know nothing of autograd, so no gradient finds its way back; it works in the world of all ranks and not in a group; and no expert is ever full.
+# The plain version leaves out three things. Autograd does not see messages, so no gradient is sent back. It needs all ranks of the job, and takes no smaller group. And an expert takes any number of rows.
 #
 # ## The module
 #
-# The exchange becomes one operator. Its backward is itself, with the two lists of sizes changed over: a row's gradient goes where the row came from.
+# In the package the exchange is an operator with a backward. That is the same exchange with the two lists of sizes swapped: a row's gradient goes to the rank that the row came from.
 
 # %%
 show.source(experts.exchange, experts.core._Exchange)
 
 # %% [markdown]
-# `route` decides what is sent. The host has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
+# `route` says which rows go to which rank. The CPU has to know the sizes of messages, so here, once in each layer, it waits for the GPU.
 
 # %%
 show.source(experts.Route, experts.route)
 
 # %% [markdown]
-# The layer takes over router and experts of the plain one, `shardlab.model.Experts`, which is the loop above.
-# An expert takes its rows in order of ranks, and each rank's in order of tokens. That is the order of the whole batch in one process, so even the sums over tokens in its gradients are made in the same order.
+# `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.model.Experts`, which is the loop above.
+# An expert computes its rows in the order of ranks, and those of a rank in the order of tokens. That is their order in the whole batch of one process, so sums over tokens in its gradients are added in the same order.
 
 # %%
 show.source(experts.ExpertParallel, experts.parallelize)
@@ -218,13 +217,13 @@ show.source(experts.ExpertParallel, experts.parallelize)
 # %% [markdown]
 # ### Whose gradients are averaged over whom?
 #
-# Here experts are not like other parameters.
-# Say four ranks have tokens of their own; two of them together hold all experts, and the other two hold copies.
+# For experts the average is another one than for other parameters.
+# Take four ranks with tokens of their own. Ranks 0 and 1 together have all experts, and ranks 2 and 3 have copies of them.
 #
 # ![Four ranks with tokens of their own; ranks 0 and 1 together have all experts, and so have ranks 2 and 3. Before, each rank's gradients of what all have know its own tokens; an expert's gradient knows the tokens of both ranks of its pair, for they came through the all-to-all. After, what all ranks have is averaged over four ranks; experts 0 and 1 are added up over ranks 0 and 2, experts 2 and 3 over ranks 1 and 3, and divided by four: every gradient knows the tokens of all four.](../figures/experts_gradients.svg)
 #
-# Attention, norms and routers are copies on all four: average over four.
-# An expert has seen the tokens of both ranks of its pair, because backward's all-to-alls brought their gradients. Its sum lacks the other pair's: add up over two. But all four ranks' losses were means over their own tokens, so *divide by four all the same*.
+# Attention, LayerNorms and routers are the same on all four ranks: their gradients are averaged over four.
+# An expert's gradient already has the tokens of both ranks of its pair, because backward's all-to-alls brought their gradients. Those of the other pair are missing, so it is added up over the two copies. But each of the four losses is a mean over one rank's tokens, so *the sum is divided by four*, and not by two.
 
 # %%
 show.source(experts.average_gradients)
@@ -233,12 +232,12 @@ show.source(experts.average_gradients)
 # %% [markdown]
 # ## Equal to one process
 #
-# Five steps with AdamW, on 1, 2 and 4 ranks and with copies: losses, the first step's gradients and the weights are those of one process that has all experts.
-# The second shape is DeepSeek's: sigmoid, three of eight experts, one shared expert that sees every token, and a first layer without experts.
+# After five steps with AdamW, on 1, 2 and 4 ranks and with copies of experts, the losses, the first step's gradients and the weights are those of one process that has all experts.
+# The second shape is like DeepSeek's: scores by a sigmoid, three of eight experts for a token, one shared expert that takes every token, and a first layer without experts.
 
 # %%
 def pairs():
-    """Of four ranks: this one's neighbour and itself; those in the same place of their pair."""
+    """Two groups of this rank, of four: its pair; those in the same place of their pairs."""
     layouts = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     return [dist.new_subgroups_by_enumeration(layout)[0] for layout in layouts]
 
@@ -301,7 +300,7 @@ show.table(rows, head)
 # ### With tensor parallelism, too
 #
 # An expert is a feed-forward network, and [tensor parallelism](tensor_parallel.md) cuts those.
-# So cut first, then deal out: two ranks share each matrix and see the same tokens, and with the other pair they have all experts.
+# So cut each matrix first, then give experts to ranks. Here two ranks have the two parts of each matrix and the same tokens, and both pairs together have all experts.
 
 # %%
 def with_tensor():
@@ -334,15 +333,15 @@ assert max(off) < 1e-12  # float64
 print("2 x 2 ranks: every gradient is a part of one process's")
 
 # %% [markdown]
-# Each expert then ends in an all-reduce over its rows, $k$ times as many as there are tokens.
-# Because combine is a weighted sum, one sum over the *combined* rows would do; then the router's weights need `copy_to`, as everything does that meets a summand.
-# Larger jobs keep experts whole, and deal them out over the tensor ranks as well.
+# Each expert then ends in an all-reduce over its rows, of which there are $k$ times as many as tokens.
+# Combine multiplies rows by scores and adds them up, so an all-reduce of the *combined* rows, one for each token, would give the same result. Scores would then be multiplied by partial sums, and their gradient would need the sum over tensor-parallel ranks that [`copy_to`](tensor_parallel.md) makes in backward.
+# Larger jobs do not cut experts, and give each tensor-parallel rank experts of its own as well.
 #
 # ## Full experts
 #
-# A message of unknown size is awkward: hosts wait, memory cannot be planned.
-# So GShard and Switch give each expert a number of places, the *capacity*: a factor times its fair share of the choices {cite}`fedus2021switch`.
-# A choice that finds no place is *dropped*: the expert adds nothing to this token, which goes on along the shortcut.
+# Messages of unknown size make the CPU wait, and their memory cannot be planned.
+# So GShard and Switch give each expert a fixed number of places. With equal loads an expert would get a fraction $1/E$ of all choices; the *capacity* is a factor, and an expert has that factor times as many places {cite}`fedus2021switch`.
+# A choice for which no place is left is *dropped*: the expert adds nothing to this token, whose residual stream stays as it was before the layer.
 #
 # ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
 
@@ -351,7 +350,7 @@ show.source(router.drop)
 
 
 # %% [markdown]
-# Here the places are those of one *sequence*. Then it is the same tokens that are dropped, however the batch is shared out over ranks. Libraries count by rank and step: there, who is dropped depends on the number of ranks.
+# Here places are counted for each *sequence*. So the same tokens are dropped, whichever ranks the sequences are on. Libraries count for all tokens of a rank in a step: there, which tokens are dropped depends on the number of ranks.
 
 # %% tags=["hide-input"]
 # Table: what is dropped, by capacity, on one process and on four ranks
@@ -376,8 +375,8 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# With half of the places at least half of the choices have to go. But an untrained router is so uneven that some go even with twice the fair share.
-# Without a capacity the layer is *dropless*, as today's large models are; memory has to suffice for the worst case.
+# With capacity 0.5 at least half of the choices are dropped. But an untrained router chooses so unevenly that some are dropped even with capacity 2.
+# Without a capacity the layer is *dropless*, as today's large models are. Then a rank needs memory for the case that all tokens choose its experts.
 #
 # `````{admonition} Checked: "a causal model with experts is causal"
 # :class: checked
@@ -404,8 +403,8 @@ assert ranks.run(sees_ahead, 1, None)[0] < 1e-12 and ranks.run(sees_ahead, 1, 1.
 # %% [markdown]
 # ## Router collapse, and two cures
 #
-# An expert that is chosen learns; one that learns is chosen. Nothing in the loss stops that.
-# Here the model trains on two ranks, three times: as it is, and with either cure.
+# An expert that is chosen gets gradients and improves, and one that has improved gets higher scores. Nothing in the loss stops that.
+# Here the model trains on two ranks, three times: as it is, and with each of two remedies.
 
 # %%
 def train(way, steps=50):
@@ -468,26 +467,26 @@ head = ["", "loss", "busiest (%)", *["" for _ in range(6)], "idlest (%)"]
 show.table(rows, head)
 
 # %% [markdown]
-# As it is, two experts of the last layer get every token, and the other six get none: these are parameters that are held, moved and saved, and compute nothing.
-# On one rank they are waste. On many the rank of the busiest expert computes, and the others wait for it.
+# As it is, two experts of the last layer get nearly every token, and the other six nearly none: their parameters are held and saved, and compute nothing.
+# On many ranks it also costs time: ranks with busy experts compute, and the others wait for them.
 #
-# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the share of choices that expert $e$ gets, $P_e$ its mean score. It is 1 where all is even. $f$ is a count and has no gradient; $P$ has, and falls where $f$ is large {cite}`fedus2021switch`.
+# **The balancing loss** adds $E \sum_e f_e P_e$ for each layer: $f_e$ is the fraction of choices that expert $e$ gets, $P_e$ its mean score. It is 1 where all experts get equally much. $f$ is a count and has no gradient. $P$ has one, and training lowers $P_e$ most where $f_e$ is large {cite}`fedus2021switch`.
 #
-# Over ranks it has a trap. A product of two means is no mean over tokens: the ranks' values do not average to one process's, unless all take the *same* $f$, of all tokens.
-# And to force every rank's few sequences to be even is a stronger wish than that the batch be: experts learn less apart {cite}`qiu2025demons`. So a message of $E$ whole numbers for each layer:
+# Over ranks it is easily wrong. The average of the ranks' products $f_e P_e$ is not the product of the averages. It is what one process computes only if all ranks take the *same* $f$, of all tokens.
+# With each rank's own $f$, the few sequences of every rank would have to be balanced, and not only the batch: then experts specialise less {cite}`qiu2025demons`. So an all-reduce of $E$ whole numbers for each layer counts $f$ over all ranks:
 
 # %%
 show.source(experts.loads, experts.balancing_loss)
 
 # %% [markdown]
-# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when the best are chosen, and not when outputs are weighed. After each step it grows where an expert got less than its share, and shrinks where it got more. No gradient pulls the scores away from what the text wants; DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
+# **The bias** needs no loss {cite}`wang2024lossfree`. Each expert has a number that is added to its score when experts are chosen, and not when outputs are multiplied by scores. After each step it is raised for experts that got fewer than $1/E$ of the choices, and lowered for those that got more. So no second loss changes the gradients of the scores. DeepSeek-V3 does this, with sigmoids as scores {cite}`deepseek2024v3`.
 
 # %%
 show.source(experts.update_bias)
 
 # %% [markdown]
-# A step moves it once, by the tokens of all its micro-batches.
-# And it stays in float32, whatever the model computes in: in bfloat16 it would stop at 0.5, where a step of 0.001 is less than half the way to the next number.
+# It is changed once in a step, by the choices of all micro-batches.
+# And it stays in float32, whatever the model computes in: in bfloat16 it could not be raised above 0.5, where 0.001 is less than half the distance to the next number.
 
 # %% tags=["hide-input"]
 # Holds what 16 bits make of such a step, and of a bias
@@ -496,13 +495,13 @@ assert router.Router(SMALL).bfloat16().bias_E.dtype == torch.float32
 
 
 # %% [markdown]
-# The model's own loss does not tell of a collapse, not so soon: the three in the table are within 2 %. What is lost is what the idle experts would have learnt later, and the time that ranks wait now.
+# The model's own loss does not show a collapse, at least not within 50 steps: the three in the table are within 2 %. What is lost is what the unused experts would have learnt later, and the time that ranks wait.
 #
 # ## What it costs
 #
 # ### Bytes held
 #
-# With experts over $N$ ranks each holds all the rest, and $E/N$ experts in each layer.
+# With experts over $N$ ranks each rank holds all other parameters, and $E/N$ experts in each layer.
 
 # %% tags=["hide-input"]
 # Table: parameters of a rank, predicted and counted
@@ -522,12 +521,12 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# Even eight ranks hold 116 GB each: the rest wants [ZeRO](zero.md), over all ranks, and the experts want it over their copies.
-# `python -m shardlab memory --model mixtral-8x7b --dp 64 --ep 8 --zero 1` says how much is left then, with activations; [the planner](strategy.md) tries every way to deal experts out.
+# Even of eight ranks each holds 116 GB. [ZeRO](zero.md) divides that further: the other parameters' states over all ranks, and each expert's over the ranks that have copies of it.
+# `python -m shardlab memory --model mixtral-8x7b --dp 64 --ep 8 --zero 1` says how much a rank then needs, with activations; `--ep` is the number of ranks that share the experts. [The planner](strategy.md) tries each such number.
 #
 # ### Bytes sent
 #
-# Each row of $h$ numbers is handed over four times in a step: dispatch and combine, forward and backward. The sizes go ahead, eight bytes for each expert.
+# Each row of $h$ numbers, $h$ being the width of the model, is sent four times in a step: dispatch and combine, forward and backward. Before it the sizes are sent, eight bytes for each expert.
 
 # %% tags=["hide-input"]
 # Table: bytes of all-to-alls in a step of all ranks, predicted and counted
@@ -556,7 +555,7 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The same for real shapes. In a layer a rank sends $2Tkh$ numbers forward, of which $(N-1)/N$ leave it if choices are even. Gradients of data parallelism travel while backward computes; these messages stand in the middle of a layer that waits for them.
+# Now for real shapes. In a layer's forward a rank's $T$ tokens make $2Tkh$ numbers, of which $(N-1)/N$ leave the rank if choices are even. Gradients of data parallelism are sent while backward computes. Here the layer has to wait for the messages.
 
 # %%
 def layer_bytes(tokens, k, h, N, itemsize=2):
@@ -580,18 +579,18 @@ for name, k, h, f in (("Mixtral 8x7B", 2, 4096, 14_336), ("DeepSeek-V3", 8, 7168
         cells = f"{out / 1e6:,.0f}", f"{1e3 * out / speed:.2f}", f"{1e3 * products:.2f}"
         rows.append((name, f"{N}, {words}", *cells))
 assert times["DeepSeek-V3", 8] > 4 * times["Mixtral 8x7B", 8] and times["DeepSeek-V3", 64] > 5
-head = ["model", "ranks", "bytes (MB)", "at the sheet's rate (ms)", "its experts' products (ms)"]
+head = ["model", "ranks", "bytes (MB)", "at the data sheet's rate (ms)", "its experts' products (ms)"]
 show.table(rows, head)
 
 
 # %% [markdown]
-# Narrow experts are the hard case: a row's bytes grow with $h$, its work with $h F$. The products of both models take as long, and DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
-# That is why DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows travel {cite}`deepseek2024v3`.
-# In training it pairs one micro-batch's forward with another one's backward, and one computes while the other's rows are under way; in inference, where there is no backward, it takes two micro-batches.
+# Narrow experts are the hard case: a row's bytes grow with $h$, its arithmetic with $h F$, where $F$ is the width of an expert. The products of both models take equally long, and DeepSeek's messages are seven times as large: over a network they take six times as long as the products.
+# That is why DeepSeek-V3 sends each token to four nodes at most, dispatches in 8 bits, and computes while rows are sent {cite}`deepseek2024v3`.
+# In training it pairs the forward of one micro-batch with the backward of another: one computes while the other's rows are sent. In inference, where there is no backward, it pairs two micro-batches.
 #
 # ### Who waits
 #
-# A step's experts take as long as those of the fullest rank. `experts.wait` says how much longer than even. Here a bias moves ever more tokens to rank 0's experts:
+# The experts' part of a step takes as long as on the rank with the most rows. `experts.wait` predicts how many times as long as with equal loads. Here a bias sends more and more tokens to rank 0's experts:
 
 # %%
 def busy(shifts, rounds=9):
@@ -626,16 +625,16 @@ for shift in SHIFTS:
 show.timed(1.3 < longer < 2.4, "with all rows on one rank a step takes 1.3 to 2.4 times as long")
 show.timed(seconds[1] < 0.8 * seconds[0], "the other rank computes less than 80 % as long")
 head = ["rows for rank 0", "rank 0 computes (ms)", "rank 1 (ms)", "one waits (ms)"]
-show.table(rows, [*head, "the fullest: times even, predicted", "measured"])
+show.table(rows, [*head, "times as long as even, predicted", "measured"])
 
 
 # %% [markdown]
-# Rank 1 has less and less to do, and cannot go on before combine has brought rank 0's rows: it waits for the difference.
-# What it still computes, and what keeps the measured ratio below the predicted one, is the part that stays even: router, sorting, adding up.
+# Rank 1 has fewer and fewer rows, and cannot go on before combine has brought its tokens' outputs from rank 0: it waits for the difference.
+# The router, sorting and adding up take the same time on both ranks, whatever the choices are. That is what rank 1 still computes, and why the measured ratio is below the predicted one.
 #
 # ### How many rows an expert needs
 #
-# A product of few rows waits for its weights: each has to come from memory, whatever it is multiplied with.
+# A product of few rows is slow for its arithmetic: all weights are read from memory, however few rows are multiplied by them.
 
 # %%
 def rate(rows_R):
@@ -664,7 +663,7 @@ alt = "The rate of an expert's products on this CPU: it rises with the rows, and
 show.figure(figure, alt, "experts-rows")
 
 # %% [markdown]
-# On this CPU some dozens of rows are enough. On a GPU the data sheet says where the corner is. For each row a weight takes two operations, and in 16 bits it has two bytes: so many rows as the chip does operations while one byte arrives.
+# On this CPU some dozens of rows are enough. For a GPU it follows from the data sheet. In 16 bits a weight has two bytes, and each row takes two operations with it. So arithmetic takes as long as reading when there are as many rows as operations in the time of one byte: FLOP/s divided by bytes per second.
 
 # %%
 rows_needed = H100.flops / H100.stream  # operations a byte
@@ -673,12 +672,12 @@ print(f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all rank
 
 
 # %% [markdown]
-# So experts want many tokens at once, and the group that shares the experts brings them: that is what makes large groups worth their messages.
+# So an expert needs rows of many tokens at once. The more ranks share the experts, the more tokens they bring: that is the gain of a large group, for more messages.
 #
 # ## DeepSpeed's layer beside ours
 #
-# DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets our router's and experts' weights, and no capacity.
-# It has messages of one size only: without dropping, every expert's rows are *padded* to those of the fullest, on every rank.
+# DeepSpeed's `MoE` runs on a CPU, with gloo. Here it gets the weights of our router and experts, and no capacity.
+# All its messages have the same size: when nothing is dropped, each expert's rows are *padded* with empty ones, up to the largest number of rows that any expert gets from any rank.
 #
 # ![Rows for four experts: 5, 2, 1 and 4. With uneven messages 12 rows travel. Padded to the fullest expert, 20 do, 8 of them empty.](../figures/experts_padded.svg)
 
@@ -740,15 +739,15 @@ show.table(rows, head)
 
 
 # %% [markdown]
-# The numbers agree; DeepSpeed sends a third more, and its experts compute the empty rows, too. In return its sizes are known from one maximum instead of $E$ counts.
-# The benchmark `benchmarks/experts.py` has their times.
-# For speed, PyTorch has `grouped_mm`, all experts' products in one kernel; torchtitan and Megatron build on such kernels.
+# The results agree. DeepSpeed sends a third more, and its experts compute the empty rows, too. In return one maximum says all sizes, instead of $E$ counts.
+# The script `benchmarks/experts.py` measures their times.
+# For speed, PyTorch has `grouped_mm`, which computes the products of all experts in one kernel; torchtitan and Megatron use such kernels.
 #
 # ## What goes wrong, and how it looks
 #
 # ### The wrong average
 #
-# Four ranks, two copies of each expert: what if experts are averaged over their two copies, as a data-parallel wrapper around them would do? What if over all four, as one around the whole model does? Or over none?
+# Again there are four ranks, and two copies of each expert. Three mistakes are possible: gradients of experts averaged over the two copies, as DDP around the experts would do; over all four ranks, as DDP around the whole model would do; or over none.
 
 # %%
 def wrong(way, steps=20):
@@ -778,7 +777,7 @@ def wrong(way, steps=20):
 
 
 # %% tags=["hide-input"]
-# Table: the trace of each mistake
+# Table: what each mistake does to norms, loss and copies
 rows, traces = [], {}
 for way in ("right", "over two copies", "over all four", "over nobody"):
     found = ranks.run(wrong, 4, way)
@@ -798,14 +797,14 @@ show.table(rows, [*head, "copies of an expert"])
 
 
 # %% [markdown]
-# No loss gives the mistake away.
-# Averaged over the copies alone, experts' gradients are too large by exactly the size of their group. AdamW divides by their size and hides it, until a clipped norm, or SGD, does not.
-# Averaged over all ranks, *different* experts are added up, and their gradients have the same norm on every rank, to the last bit. That is the trace to look for.
-# Averaged over nobody, copies drift apart.
+# The loss shows none of them.
+# Averaged over the copies alone, experts' gradients are too large by a factor, the number of ranks that share the experts. AdamW divides by the gradient's size, so one does not notice until gradients are clipped by their norm, or the optimizer is SGD.
+# Averaged over all ranks, the gradients of *different* experts are added up, and then have the same norm on every rank, to the last bit. Look for that.
+# Averaged over no ranks, copies of an expert become different.
 #
 # ### A rank without tokens skips the exchange
 #
-# Rank 1 has no tokens in this step: its part of the data is at its end. So why should it call the layer?
+# Rank 1 has no tokens in this step, since its part of the data has ended, and does not call the layer.
 
 # %%
 def skips():
@@ -822,33 +821,33 @@ except ranks.RankError as error:
     assert error.ranks == [1]
 
 # %% [markdown]
-# Its *experts* have work. Every rank calls every exchange, with empty tensors if need be, in backward, too.
+# But its *experts* get rows from other ranks. Every rank has to call every exchange, in forward and in backward, with empty tensors if it has no tokens.
 #
 # ### What one sees
 #
 # | what one sees | what it is |
 # |---|---|
-# | one rank computes, the others wait in all-to-all | collapse, or data that favours an expert: look at `experts.loads` |
-# | memory runs out on one rank, in some step | dropless, and its experts were everybody's choice |
+# | one rank computes, the others wait in all-to-all | collapse, or text that one expert is chosen for: look at `experts.loads` |
+# | memory runs out on one rank, in some step | dropless, and most tokens chose its experts |
 # | a jump in the norm of gradients when experts come over more ranks | averaged over the copies alone |
 # | norms of experts' gradients are equal on all ranks | averaged over different experts |
 # | the router does not learn with one choice | its score was divided by the sum of one score, which is 1 |
-# | validation loss depends on batch and ranks | a capacity, counted by rank |
+# | validation loss depends on batch and ranks | a capacity, with places counted by rank |
 #
 # ## When to use it
 #
 # | for | against |
 # |---|---|
-# | Parameters grow with $E$, a token's work with $k$: 18 times as many as used in DeepSeek-V3 | All of them are held, with gradients and moments |
-# | The group of experts is one of data parallelism: no batch is shared, no matrix is cut | Two all-to-alls forward and two backward in each layer, which products of narrow experts do not hide |
-# | Experts stay whole: large products | Only with hundreds of tokens for each expert at a time |
-# | | The fullest rank sets the pace; balance has to be kept, and watched |
+# | Parameters grow with $E$, arithmetic for a token with $k$: DeepSeek-V3 has 18 times as many parameters as it uses for a token | All of them are held, with gradients and AdamW's two moments |
+# | Each rank has tokens of its own, as in data parallelism, and no matrix is cut | Two all-to-alls forward and two backward in each layer, which take longer than the products of narrow experts |
+# | Experts are whole, so products are large | only with hundreds of rows for each expert at a time |
+# | | All wait for the rank with the most rows; balance has to be kept, and watched |
 #
 # ```{admonition} On more GPUs
 # :class: note
 #
-# Results, parameters and bytes are exact here; seconds are those of ranks that share a machine.
-# On eight GPUs and on two nodes the number that decides could be measured: the all-to-alls' seconds beside the experts' products.
+# Without GPUs this page's results, parameters and bytes are exact, and seconds are those of ranks that share a machine.
+# On eight GPUs, or on two nodes, measure what decides whether experts pay: the seconds of the all-to-alls beside those of the experts' products.
 # ```
 #
 # ## Exercises
@@ -874,7 +873,7 @@ check(answer, "experts_tokens")
 # :class: dropdown
 # ```
 #
-# A token makes eight rows, which 256 experts share.
+# A token makes eight rows, and all rows go to 256 experts.
 
 # %%
 answer = 300 * 256 / 8
@@ -888,7 +887,7 @@ check(answer, "experts_tokens")
 # :label: ex-experts-wire
 # ```
 #
-# 64 ranks share the experts of DeepSeek-V3 ($h = 7168$, $k = 8$), each has 4,096 tokens, in 2 bytes a number; choices are even. How many bytes leave a rank in one layer's forward?
+# 64 ranks share the experts of DeepSeek-V3 ($h = 7168$, $k = 8$). Each rank has 4,096 tokens, and a number has 2 bytes. Choices are even. How many bytes leave a rank in one layer's forward?
 
 # %%
 answer = ...  # bytes
@@ -937,7 +936,7 @@ check(my_admit)
 # :class: dropdown
 # ```
 #
-# A loop shows it best. `router.drop` does it without one: it counts, along the queue, how often each expert has come so far.
+# A loop is plainest. `router.drop` has none: in the order of choices it counts how often each expert was chosen before.
 
 # %%
 def my_admit(chosen_TC, count, places):
@@ -963,7 +962,7 @@ check(my_admit)
 # :label: ex-experts-exchange
 # ```
 #
-# Return what `experts.exchange` returns, for forward: `sent[j]` rows of `x_RH`, one rank's after the other's, are for rank `j`, and `received[i]` rows come from rank `i`. `collectives.all_to_all(outputs, inputs, group)`, of the course, takes lists of tensors of any sizes.
+# Return what `experts.exchange` returns in forward. The rows of `x_RH` are in the order of the ranks that they go to, `sent[j]` of them for rank `j`; `received[i]` rows come from rank `i`. The course's `collectives.all_to_all(outputs, inputs, group)` takes lists of tensors of any sizes.
 
 # %%
 def my_exchange(x_RH, sent, received, group):
@@ -1002,7 +1001,7 @@ check(my_exchange)
 # :label: ex-experts-average
 # ```
 #
-# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of something that all ranks have, `own` that of one of this rank's experts. Make both what one process would have, in place. `data` are all four ranks, `copies` those with the same experts.
+# Four ranks have tokens of their own; ranks 0 and 1 share the experts, ranks 2 and 3 have copies of them. After backward `shared` is the gradient of something that all ranks have, `own` that of one of this rank's experts. Make both what one process would have, in place. `data` is the group of all four ranks, `copies` that of the ranks with the same experts.
 
 # %%
 def my_average(shared, own, data, copies):
@@ -1021,7 +1020,7 @@ check(my_average)
 # :class: dropdown
 # ```
 #
-# The sum is over those who have it, the divisor is the number of those who brought tokens.
+# The sum is over the ranks that have the parameter; the divisor is the number of ranks that have tokens.
 
 # %%
 def my_average(shared, own, data, copies):
@@ -1061,7 +1060,7 @@ check(my_balancing)
 # :class: dropdown
 # ```
 #
-# The load is counted over all ranks; it has no gradient, so a plain all-reduce does. The mean score stays this rank's own: the average of gradients makes the mean over all.
+# The load is counted over all ranks; it has no gradient, so a plain all-reduce is enough. The mean score is this rank's own: gradients are averaged over ranks later, which makes it the mean over all.
 
 # %%
 def my_balancing(scores_TE, chosen_TC, group):
@@ -1101,7 +1100,7 @@ check(my_expert_ranks)
 # :class: dropdown
 # ```
 #
-# More ranks hold less each, and bring more tokens: both wishes point the same way. What points the other way is the wire, so the smallest is best.
+# With more ranks each holds less, and each expert gets more rows. But more bytes leave each rank, so the smallest number that is enough is best.
 
 # %%
 def my_expert_ranks(config, tokens, limit, rows):
@@ -1122,15 +1121,15 @@ check(my_expert_ranks)
 # ## Summary
 #
 # - A router sends each token to $k$ of $E$ experts: all are held, few are used.
-# - Experts over ranks are two all-to-alls of uneven sizes, dispatch and combine, and their mirror images in backward.
-# - An expert's gradient is summed over its copies and divided by all ranks that brought tokens.
-# - A capacity fixes sizes, drops tokens, and lets a token see later ones; dropless layers send what there is.
-# - Left alone, routers collapse. A loss or a bias keeps them even, with loads counted over all ranks.
-# - The fullest rank sets the pace; an expert wants hundreds of rows.
+# - Experts over ranks are two all-to-alls of unequal sizes, dispatch and combine, and two in backward.
+# - An expert's gradient is summed over its copies and divided by the number of all ranks that have tokens.
+# - A capacity fixes sizes and drops choices, and tokens then depend on later ones; dropless layers send every row.
+# - Without a remedy routers collapse. A loss or a bias keeps loads even, with choices counted over all ranks.
+# - All ranks wait for the one with the most rows; on a GPU an expert needs hundreds of them.
 #
 # ## Further reading
 #
 # - {cite:t}`lepikhin2020gshard`: experts over thousands of ranks, with capacity; section 3 is the layer of this page.
-# - {cite:t}`fedus2021switch`: one choice is enough; the balancing loss; what is unstable and why.
-# - {cite:t}`deepseek2024v3`: many small experts, the bias, and what it takes to hide the all-to-alls on 2,048 GPUs.
+# - {cite:t}`fedus2021switch`: one expert for a token; the balancing loss; what is unstable and why.
+# - {cite:t}`deepseek2024v3`: many small experts, the bias, and how 2,048 GPUs compute during the all-to-alls.
 # - {cite:t}`qiu2025demons`: over which tokens to balance.

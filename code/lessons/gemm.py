@@ -24,8 +24,7 @@
 # - predict from three measured numbers from what size on splitting a product pays;
 # - see in a roofline whether a piece of work waits for memory or for arithmetic, and why thin shards compute more slowly.
 #
-# It takes about 35 minutes to read and 40 minutes for the exercises. Running it takes half a minute.
-# It needs [Collectives](collectives.md), and leads to [Tensor parallelism](tensor_parallel.md), which is this lesson applied to a whole transformer.
+# [Tensor parallelism](tensor_parallel.md) is this lesson applied to a whole transformer.
 #
 # One number to begin with. Take GPUs that multiply with 400 TFLOP/s each and send 200 GB/s to one another, without delay.
 # Two matrices of 16-bit numbers, with 2,000 rows and columns, are to be multiplied, and every GPU needs the result.

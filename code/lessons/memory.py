@@ -22,13 +22,15 @@
 # - read an out-of-memory error, and tell from it which part was too large;
 # - choose between a smaller batch, recomputation and more GPUs by calculation, not by trial.
 #
-# It takes about 40 minutes to read and 30 minutes for the exercises. Running it takes under a minute.
-# You need to know PyTorch, and nothing of parallelism: everything here happens on one rank.
+# Everything here happens on one rank.
 #
 # One thing to wonder about before you start.
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
 # Training it takes more than the 80 GB of a GPU, even with a batch of one word.
 # With one sequence of the length that it was trained on, it takes more than the 141 GB of a larger one.
+#
+# ```{quiz} one-gpu-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
@@ -112,6 +114,14 @@ show.table(count.machine(), ["what", "this machine's"])
 llama = PRESETS["llama-3-8b"]
 one = memory.estimate(llama, device="gpu")
 parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+# %% [markdown]
+# ```{predict}
+# :row: most at one moment
+# :column: size (GB)
+#
+# The weights are 8 billion numbers of two bytes. How many GB does the step hold at its fullest moment?
+# ```
 
 # %% tags=["hide-input"]
 # Table: the parts of a step of Llama 3 8B, and the most at one moment
@@ -588,6 +598,13 @@ if not GPU:
 #
 # A smaller batch is what everyone tries first. It makes activations smaller, but not the states, which do not depend on it.
 # Each row of the table has half the batch of the row before.
+#
+# ```{predict}
+# :row: 2
+# :column: of the row above
+#
+# Two sequences in place of four: what part of the peak is left, as a number between 0 and 1?
+# ```
 
 # %% tags=["hide-input"]
 # Table: states, activations and peak for smaller and smaller batches

@@ -24,11 +24,11 @@
 # - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
 # - read FSDP2 over `parallelize_module` on a `DeviceMesh` as the same thing.
 #
-# It takes about 30 minutes to read and 40 minutes for the exercises. Running it takes under a minute.
-# It needs [Tensor parallelism](tensor_parallel.md), [Pipeline parallelism](pipeline.md) and [ZeRO](zero.md).
-#
 # One number to begin with. Say Llama 3 70B is to be trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
 # There are six ways to number these ranks. In the best one 26 GB for each GPU leave its node in a step. In the worst one it is 24 times as much.
+#
+# ```{quiz} together-before
+# ```
 #
 # A *mesh* is an arrangement of ranks with an axis for each cut. This table has the words for the three axes of this lesson:
 #

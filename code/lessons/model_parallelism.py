@@ -23,13 +23,13 @@
 # - say what each of them sends, and what it waits for;
 # - choose among them for a given model on given machines.
 #
-# It takes about 20 minutes to read and 30 minutes for the exercises.
-# Running it takes under a minute.
-# You need to know PyTorch, and nothing of parallelism.
 # Each technique has a lesson of its own; a link to it ends its section.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
 # And training holds four times as much as the weights, before it reads the first word.
+#
+# ```{quiz} map-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -124,48 +124,36 @@ def on_wire(sent):
     """Bytes that leave this rank, from what it handed over: see Collectives."""
     n, total = dist.get_world_size(), sent.bytes
     for name, size in sent.payload.items():
-        gathers, scatters = (
-            name.startswith("all_gather"),
-            name.startswith("reduce_scatter"),
-        )
-        total += size * (
-            n - 1 if gathers else (n - 1) / n if scatters else 2 * (n - 1) / n
-        )
+        if name.startswith("all_gather"):
+            total += (n - 1) * size
+        elif name.startswith("reduce_scatter"):
+            total += (n - 1) / n * size
+        else:  # an all-reduce
+            total += 2 * (n - 1) / n * size
     return total
 
 
 def counted(technique, *args):
     """On a rank: what `technique` returns, holds, and sends from step to step."""
-    marks = []
+    marks = []  # at each optimizer step: bytes and calls so far
+
+    def mark(*_):
+        marks.append((on_wire(sent), sum(sent.calls.values()) + sent.messages))
+
     with count.sent() as sent:
-        hook = register_optimizer_step_post_hook(
-            lambda *_: marks.append(
-                (on_wire(sent), sum(sent.calls.values()) + sent.messages)
-            )
-        )
+        hook = register_optimizer_step_post_hook(mark)
         losses, module, optimizer = technique(*args)
         hook.remove()
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    held += [
-        *module.parameters(),
-        *(p.grad for p in module.parameters() if p.grad is not None),
-    ]
-    held += [p.grad for group in optimizer.param_groups for p in group["params"]]
-    held += [
-        s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
-    ]
-    full = getattr(
-        module, "full_state_dict", None
-    )  # ZeRO-3 puts its weights together for it
-    weights = [
-        w.detach().cpu() for w in (full().values() if full else module.parameters())
-    ]
-    sent, calls = (
-        (last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1])
-    )
-    return Trained(
-        losses, weights, count.bytes_of(t for t in held if t is not None), sent, calls
-    )
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [*stepped, *module.parameters()]
+    held += [p.grad for p in held]
+    held += [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = count.bytes_of(t for t in held if t is not None)
+    # ZeRO-3 and tensor parallelism put their weights together for it.
+    full = getattr(module, "full_state_dict", None)
+    weights = [w.detach().cpu() for w in (full().values() if full else module.parameters())]
+    each = ((last - first) / (STEPS - 1) for first, last in zip(marks[0], marks[-1]))
+    return Trained(losses, weights, states, *each)
 
 
 ONE = ranks.run(counted, 1, one_process)[0]
@@ -300,22 +288,17 @@ def full(found):
     if len(found[0].weights) < len(ONE.weights):
         return [w for rank in found for w in rank.weights]
     joined = []
-    for pieces, one in zip(
-        zip(*(rank.weights for rank in found)), ONE.weights, strict=True
-    ):
-        assert pieces[0].shape != one.shape or all(
-            p.equal(pieces[0]) for p in pieces
-        )  # copies
+    for *pieces, one in zip(*(rank.weights for rank in found), ONE.weights, strict=True):
         cut = [d for d in range(one.dim()) if pieces[0].shape[d] != one.shape[d]]
+        assert cut or all(p.equal(pieces[0]) for p in pieces)  # copies
         joined.append(torch.cat(pieces, cut[0]) if cut else pieces[0])
     return joined
 
 
 def apart(found, one):
     """The largest difference of a step's loss, and of a weight after the last step."""
-    known = [
-        [x for x in step if x is not None] for step in zip(*(r.losses for r in found))
-    ]
+    steps = zip(*(rank.losses for rank in found))
+    known = [[x for x in step if x is not None] for step in steps]
     losses = [sum(step) / len(step) for step in known]
     pairs = zip(full(found), one.weights, strict=True)
     in_weights = max((a - b).abs().max().item() for a, b in pairs)
@@ -529,11 +512,8 @@ def busy(m, unit=0.01):
     """Share of a step in which a stage works: the best of three steps."""
 
     def asleep(x):
-        x = (
-            x
-            if x.is_floating_point()
-            else torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
-        )
+        if not x.is_floating_point():  # the first stage's tokens
+            x = torch.zeros(*x.shape, SHAPE.hidden, requires_grad=True)
         return Sleep.apply(x, unit)
 
     pairs = [(part, torch.zeros_like(part)) for part in batch(0)[0].chunk(m)]
@@ -548,9 +528,8 @@ def busy(m, unit=0.01):
 
 rows = []
 for m in (1, 4, 8):
-    found = ranks.run(busy, 4, m, device="cpu")[  # CPU: what sleeps needs no GPU
-        0
-    ]  # the first stage is the last to be done
+    # CPU: what sleeps needs no GPU. The first stage is the last to be done.
+    found = ranks.run(busy, 4, m, device="cpu")[0]
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
     near = abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
     show.timed(near, f"{m} micro-batches: busy as the formula says, within 12 points")

@@ -23,8 +23,7 @@
 # - name what makes two runs of *one* program differ, and get the same bits where that is possible;
 # - recognise ten published mistakes by one line of a report each.
 #
-# It takes about 45 minutes to read and 45 minutes for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md). Some programs below cut matrices or deal out experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
+# Some programs below cut matrices or deal out experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
 
 # %% tags=["hide-input"]
 # Imports, and the small model of this page

@@ -23,12 +23,14 @@
 # - read and simulate the schedules that idle less, down to zero bubble, and set them beside PyTorch's own;
 # - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
 #
-# It takes about 45 minutes to read and 60 minutes for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md), and what [Memory](memory.md) says about activations.
+# Of [Memory](memory.md) you need what it says about activations.
 #
 # One number to begin with. A model does not fit on your GPU, so you buy three more and cut it into four.
 # Now it fits. A step takes as long as before, on four times the hardware: each GPU works 25 % of the time.
 # This lesson is about the other 75 %.
+#
+# ```{quiz} cuts-before
+# ```
 
 # %% tags=["hide-input"]
 # Imports, and the small model that every cell trains
@@ -486,6 +488,13 @@ show.source(pipeline.simulate)
 
 # %% [markdown]
 # The table compares it with the formulas, for $p = 4$, $m = 8$ and equal times. "Held" is the most activations on stages 0 to 3, in micro-batches.
+#
+# ```{predict}
+# :row: 1f1b
+# :column: simulated (%)
+#
+# What part of the time, in %, does a stage wait under 1F1B?
+# ```
 
 # %% tags=["hide-input"]
 # Table: bubbles of all schedules, by formula and simulated

@@ -23,8 +23,7 @@
 # - predict what a layer keeps and what a step sends, and choose between keeping and gathering again;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
-# It takes about 25 minutes to read and 30 minutes for the exercises. Running it takes half a minute.
-# It needs [Tensor parallelism](tensor_parallel.md), and what [Memory](memory.md) says about activations.
+# Of [Memory](memory.md) you need what it says about activations.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -113,6 +112,14 @@ def kept(edges, layers=SHAPE.layers):
 
 # CPU: bytes held by CPU kernels
 TENSOR = {t: ranks.run(kept, t, tp.REPLICATED, device="cpu")[0] for t in (1, 2, 4)}
+
+# %% [markdown]
+# ```{predict}
+# :row: 4
+# :column: of one rank's (%)
+#
+# What part of one rank's activations, in %, does each of four ranks keep?
+# ```
 
 # %% tags=["hide-input"]
 # Table: what tensor parallelism keeps on each rank

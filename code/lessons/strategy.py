@@ -18,14 +18,14 @@
 #
 # After this lesson you can
 #
-# - name the wall that a layer runs into, memory, wire or launches, and say on which chip it does;
+# - say what limits a layer on a given GPU: products, memory, the wire or launches;
 # - predict the seconds of a step in twenty lines, with the module its bytes as well, and say how far off both may be;
-# - fit such a prediction to a few steps of your own, and see when it fails;
-# - choose a layout for a model and its machines, and say which constant would change the choice.
+# - choose a layout for a model and its machines, and say which constant would change the choice;
+# - fit such a prediction to a few steps of your own, and see when the fit fails.
 #
-# It takes about 35 minutes to read and 30 minutes for the exercises.
+# It takes about 30 minutes to read and 30 minutes for the exercises.
 # Running it takes under a minute.
-# You need [Model parallelism](model_parallelism.md), or the words data, tensor and pipeline parallelism, and ZeRO.
+# You need [Model parallelism](model_parallelism.md), or the words data, tensor, pipeline and context parallelism, ZeRO and recomputation.
 #
 # One question to begin with: Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step.
 # How should it be split?
@@ -52,7 +52,7 @@ from shardlab.mesh.states import counted, held
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, copies, core, files, learn, products
+from shardlab.strategy import MACHINES, Layout, core, files, learn
 from shardlab.strategy.command import add_command
 from shardlab.strategy.fit import fit
 from shardlab.strategy.measure import measure
@@ -88,6 +88,11 @@ print(fits + ruled, "layouts, of which", fits, "fit")
 for one in (found.fits[0], found.fits[-1]):
     print(round(one.seconds), "s a step:", one.layout)
 
+# %% [markdown]
+# A layout is a way to split: `d` copies of the model, each over `t` ranks that share every matrix, `p` stages, and `c` ranks that share every sequence.
+# A number that is not printed is 1.
+# `recompute` says that backward computes activations of a layer again: all of them, or those named, here what lies between the two matrices of a feed-forward network (`ffn`).
+
 # %% tags=["hide-input"]
 # Draws every layout that fits: what it reserves and how long a step takes
 assert fits > 100 and found.fits[-1].seconds > 1.6 * found.fits[0].seconds
@@ -102,38 +107,38 @@ show.figure(measured.layouts(points), alt, "strategy-layouts")
 
 # %% [markdown]
 # Each dot is a layout that fits.
-# Fuller is not faster, and neither is emptier: only a prediction tells the dots apart.
-# This page builds one, from three lines to a few hundred, and holds it to runs that others have measured.
+# Those that fill the memory are neither faster nor slower than those that leave some free: you need a prediction to tell them apart.
+# This page makes one, first in twenty lines, and compares it with steps that others have measured.
 #
-# ## Three walls
+# ## Three limits
 #
-# A GPU multiplies. Everything else that a step does keeps it from multiplying:
+# A GPU computes products of matrices, and is slower than its data sheet where it waits for one of three things:
 #
-# - **memory**: weights and activations come from its memory at some terabytes per second;
-# - **wire**: parts of the layer that other GPUs have come over links, ten to a hundred times slower;
-# - **launches**: a CPU tells it what to do, operator by operator, in milliseconds a layer; unless steps are captured.
+# - **memory**: weights and activations come from its memory, some terabytes per second;
+# - **the wire**: what other GPUs hold comes over links, ten to a hundred times slower;
+# - **launches**: a CPU tells the GPU what to do, operator by operator, and takes milliseconds for a layer.
 #
-# A data sheet has the first two. Divide its operations per second by its bytes per second, and you have what a byte has to be worth.
+# Memory and the wire are on the data sheet. Divide its operations per second by its bytes per second: so many operations take as long as one byte takes to arrive.
 #
 # ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
 
 # %%
-def walls(machine, config, tokens, t):
+def limits(machine, config, tokens, t):
     """Seconds of one layer, forward and backward, on one of t GPUs that share it."""
-    h, f = config.hidden, config.ffn_width
-    kv = config.key_value_heads * config.head_size
-    weights = 2 * h * (h + kv) + 3 * h * f
+    h, f = config.hidden, config.ffn_width  # widths of the model, of the feed-forward network
+    kv = config.key_value_heads * config.head_size  # width of keys, and of values
+    weights = 2 * h * (h + kv) + 3 * h * f  # attention's, and the feed-forward network's
     return {
-        "products": 6 * tokens * weights / t / machine.flops,  # two forward, four backward
+        "products": 6 * tokens * weights / t / machine.flops,  # 2 forward, 4 backward
         "memory": 3 * 30 * tokens * h / t / machine.stream,  # norms and the like
-        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces
-        "launches": 2e-3,  # as PyTorch takes that compiles and captures nothing
+        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces, in 16 bits
+        "launches": 2e-3,  # PyTorch, neither compiled nor captured
     }
 
 
 # %% tags=["hide-input"]
-# Table: which wall a layer of the 8B model runs into
-rows, tallest = [], {}
+# Table: what a layer of the 8B model waits for
+rows, longest = [], {}
 for gpu, tokens, t in (
     ("a100", 8192, 1),
     ("h100", 8192, 1),
@@ -142,35 +147,36 @@ for gpu, tokens, t in (
     ("gb200", 8192, 8),
     ("rtx-4090", 8192, 8),
 ):
-    each = walls(MACHINES[gpu], MODELS["8B"], tokens, t)
-    tallest[gpu, tokens, t] = max(each, key=each.get)
+    each = limits(MACHINES[gpu], MODELS["8B"], tokens, t)
+    longest[gpu, tokens, t] = max(each, key=each.get)
     cells = [f"{1e3 * value:.1f}" for value in each.values()]
-    rows.append([MACHINES[gpu].name, f"{tokens:,}", t, *cells, tallest[gpu, tokens, t]])
-assert tallest["h100", 8192, 1] == "products" and tallest["h100", 1024, 8] == "launches"
-assert tallest["rtx-4090", 8192, 8] == "wire"
-head = ["", "tokens", "t", "products (ms)", "memory (ms)", "wire (ms)", "launches (ms)", "tallest"]
+    rows.append([MACHINES[gpu].name, f"{tokens:,}", t, *cells, longest[gpu, tokens, t]])
+assert longest["h100", 8192, 1] == "products" and longest["h100", 1024, 8] == "launches"
+assert longest["rtx-4090", 8192, 8] == "wire"
+head = ["", "tokens", "t", "products (ms)", "memory (ms)", "wire (ms)", "launches (ms)", "longest"]
 show.table(rows, head)
 
 # %% [markdown]
-# With one GPU a layer the products win, and the chip is busy.
-# Over eight they are an eighth of it; the wire is not, and the launches stay.
-# The same cut that NVLink carries breaks on PCIe: strategy is a property of machines, and not of models.
+# On one GPU the products take longest, so the GPU is busy.
+# Where eight share the layer, the products take an eighth, but there are bytes to send, and the launches take as long as before.
+# On eight RTX 4090, which have PCIe and no NVLink, sending takes longest.
+# So the same split is good on one machine and bad on another.
 #
-# The third wall is one of code that runs operator by operator, as the steps below of early 2025 do.
-# `torch.compile` makes fewer operators of a block; a CUDA graph records a step's launches once, and then starts all of them in one call.
-# torchtitan 0.3.0 (September 2026) captures forward and backward unless told not to, though not in a pipeline; Megatron Core 0.19.2 (September 2026) does when asked, with `--cuda-graph-impl`.
-# A captured step has the other two walls, as long as its shapes stay and nothing in it asks the CPU.
+# Launches limit only code that runs operator by operator, as the measured steps below did.
+# `torch.compile` makes fewer operators of a block; a CUDA graph records a step's launches once, and then starts all of them in one call: the step is *captured*.
+# torchtitan 0.3.0 (September 2026) captures forward and backward unless told not to, though not in a pipeline; Megatron Core 0.19.2 (September 2026) does so with `--cuda-graph-impl`.
+# Capturing needs shapes that stay the same, and no operation that asks the CPU.
 #
 # ## Somebody has measured it
 #
-# A wall says what a layer waits for, and not how long a step takes.
-# For that you need steps that ran.
-# The makers of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` speak of over 4,000 experiments on up to 512 H100s, with nanotron, early in 2025.
-# Their table lists 3,257 runs of four models, with tokens per second and memory.
+# The table says what a layer waits for, but not how long a step takes.
+# To check a prediction of that, you need measured steps.
+# The authors of the Ultra-Scale Playbook {cite}`tazi2025ultrascale` report over 4,000 experiments on up to 512 H100s, early in 2025, with the library nanotron.
+# Their table, here called the *sweep*, lists 3,257 runs of four models, with tokens per second and memory.
 # 340 of these come with this course. This page uses the first forty, on up to 128 GPUs, and no others.
 
 # %%
-nanotron = strategy.PROFILES["nanotron"]  # the library that ran them
+nanotron = strategy.PROFILES["nanotron"]  # what is particular to that library
 sweep = files.read_rows("sweep", PUBLISHED / "sweep.csv")[:40]
 jobs = [files.row_job(row, nanotron) for row in sweep]
 seconds = [files.row_measured(row)[0] for row in sweep]  # of a step
@@ -189,14 +195,16 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 
 
 # %% [markdown]
-# A prediction is judged by two numbers.
+# `b` is the number of sequences in a micro-batch, and `m` the number of micro-batches in a step.
+#
+# Two numbers judge a prediction.
 # How far off is it, in the median?
-# And does it put them in order: among layouts of one model on one number of nodes, is the fastest the one that it calls so?
-# The second is Spearman's correlation of the two orders: 1 when they agree, 0 when one says nothing of the other.
+# And does it rank: of several layouts of one model on the same number of nodes, is the one that it calls fastest the fastest?
+# The second is Spearman's correlation between the predicted and the measured order: 1 if they are equal, near 0 if they have nothing to do with each other.
 
 # %%
 def off(predicted):
-    """The median of |log(predicted / measured)|, about the share that it is off."""
+    """The median of |log(predicted / measured)|, about the fraction that it is off."""
     return statistics.median(abs(log(p / s)) for p, s in zip(predicted, seconds))
 
 
@@ -215,8 +223,8 @@ def order(predicted):
 # %% [markdown]
 # ## A floor does not rank
 #
-# The floor of a step is all that its data sheet says: every product at the sheet's rate, every link full, all that can be hidden hidden.
-# `strategy.floor` counts it, and no measured step is below it.
+# The *floor* of a step follows from the data sheet alone: every product at the sheet's rate, every link full, and all sending hidden that can be hidden.
+# `strategy.floor` computes it, and no measured step is below it.
 
 # %%
 floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
@@ -233,52 +241,55 @@ assert order(floors) < 0.5
 # `````{admonition} Checked: "count FLOPs and bytes, divide by the data sheet, take the smallest"
 # :class: checked
 #
-# The floor is a quarter of what these steps take, and its order has next to nothing to do with theirs.
-# It says what is impossible. It does not say what is best.
+# The floor is a quarter of what these steps take, and its order has little to do with theirs.
+# It says what is impossible, and not what is fastest.
 # `````
 #
 # ## The plainest prediction that ranks
 #
-# What is missing are constants that no data sheet has.
+# What is missing are constants that no data sheet has: the rates that real code reaches.
 # Six are enough.
 
 # %%
 def plain(job, r):
-    """Seconds of a step, at six rates."""
-    at, config, tokens = job.layout, job.config, job.tokens
+    """Seconds of a step; r: the six constants, by name."""
+    at, config, tokens = job.layout, job.config, job.tokens  # of one micro-batch
     t, p, m = at.tp, at.pp, at.microbatches
     flops = strategy.flops(config, int(tokens), job.seq, causal=False)
     last = 6 * tokens * config.vocab * config.hidden  # the output layer's
     launch = r["launch"] + (r["crossing"] * (t - 1) if p > 1 and job.nodes > 1 else 0)
     wire = 8 * (t - 1) / t * job.stream / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
-    stages = at.parts(config)  # unequal: the embedding and the head count, too
+    stages = at.parts(config)  # in layers; the head is the output layer
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
     held = max(job.held(s).all for s in stages)
-    gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # float32, all-reduced
+    gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # 4 bytes each, sent twice
     return (m - 1) * max(busy) + sum(busy) + gradients
 
 
 # %% [markdown]
-# The slowest stage takes its time for each micro-batch, the others once: that is a pipeline.
-# A layer takes the longer of its products and its launches: that is a CPU that runs ahead.
-# What it leaves out is what the module adds: attention's own rate, what backward hides, the optimizer, the memory.
+# - A layer takes the longer of its products and its launches, because the CPU launches while the GPU computes. What it sends is added.
+# - The slowest stage of the pipeline takes its time for each micro-batch, each other stage once.
+# - Gradients are summed over the copies at the end.
 #
-# Each constant begins as a guess, and is moved until predicted and measured agree.
+# What is left out, the module adds: attention's own rate, sending that backward hides, the optimizer, memory.
+#
+# Each constant begins as a guess, with the fraction by which the guess may be wrong; together they are a *prior*.
+# `fit` changes the constants until predicted and measured times agree, and keeps near the guess what the steps say nothing about.
 
 # %%
-GUESSES = {  # what it is, a guess, and how far off that may be
+GUESSES = {  # its unit, a guess, and by what fraction that may be off
     "products": ("FLOP/s of a GPU", 4e14, 0.3),
     "launch": ("s of a layer, forward and backward", 3.6e-3, 0.3),
     "crossing": ("s more for each tensor rank, if a pipeline leaves the node", 2e-3, 0.4),
     "node": ("bytes/s inside of a node", 320e9, 0.3),
     "beyond": ("s of a layer for each further node of a tensor group", 6e-3, 0.5),
-    "network": ("bytes/s of a copy", 25e9, 0.5),
+    "network": ("bytes/s between copies, for each GPU", 25e9, 0.5),
 }
 
 
 def fitted(free, steps, guesses=GUESSES):
-    """The constants, the `free` ones as steps say: pairs of a job and seconds."""
+    """The constants, those in `free` fitted to steps: pairs of a job and its seconds."""
     rates = {name: Rate(v, unit, off, "a guess") for name, (unit, v, off) in guesses.items()}
     pairs = [(partial(plain, job), taken) for job, taken in steps]
     return fit(Rates("course", rates), pairs, free, "fitted")
@@ -296,15 +307,15 @@ rows = [
     [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit]
     for name, rate in six.all.items()
 ]
-show.table(rows, ["constant", "value", "well within", "what"])
+show.table(rows, ["constant", "value", "may be off by", "unit"])
 
 # %% [markdown]
-# From a quarter of the step to within a tenth of it, with an order that is nearly right, on models from 1 to 80 billion parameters.
-# A GPU reaches less than half of its sheet's 989 TFLOP/s, and a layer with less than 4 ms of work takes more than 4 ms all the same.
+# The prediction is off by less than a tenth, where the floor was a quarter of the step, and its order is nearly right, for models from 1 to 80 billion parameters.
+# A GPU reaches less than half of the 989 TFLOP/s on its data sheet, and no layer takes less than 4 ms, however small.
 #
-# ### What each term is worth
+# ### What each constant is worth
 #
-# Take one constant away, fit the others anew, and see what is lost.
+# Take one constant away, fit the others anew, and compare.
 
 # %%
 NEUTRAL = {"launch": 1e-9, "crossing": 1e-9, "node": 1e30, "beyond": 1e-9, "network": 1e30}
@@ -326,47 +337,17 @@ assert order(lost["launch"]) < 0.93 and off(lost["crossing"]) > 1.5 * off(predic
 show.table(rows, ["left out", "off in the median", "order"])
 
 # %% [markdown]
-# Launches come first, and they are in no formula of the papers on parallelism. In a captured step they would be the first to leave out.
-# `crossing` is a property of this cluster: its cause is unknown, and without it the error doubles.
-# Forty rows say little of the network and of single nodes: few of them wait for these. That is why the table above is unsure of both.
+# Without launches the order is worst, and yet the papers on parallelism have no formula for them. In a captured step they would be the first to leave out.
+# `crossing` belongs to this cluster: nobody knows its cause, and without it the error doubles.
+# Few of the forty steps wait for links inside a node or for the network, so the fit is least sure of these two.
 #
-# ## The module
-#
-# `strategy.predict` is the same prediction with what real jobs have: other schedules, recomputation, ZeRO in all stages, long sequences, memory.
-# A layer comes first.
-
-# %%
-show.source(core.layer, core._attention, core._launches, core._cpu)
-
-# %% [markdown]
-# What is multiplied, what experts add, and what the groups that share matrices or sequences send:
-
-# %%
-show.source(products.products, products.cut, products.product, core._tensor, core._context)
-
-# %% [markdown]
-# Its rates are shares of the data sheet, so that what was fitted on one chip says something of another.
-# `SOFT` makes the longer of two a smooth one: near the corner, launches and products disturb each other.
-# Then a step.
-
-# %%
-show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
-
-# %% [markdown]
-# And what the copies wait for.
-# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them.
-# Megatron Core 0.19.2 gathers each bucket behind the forward pass of the one before, with `--overlap-param-gather`, which `--emit megatron` writes; torch's `fully_shard` fetches the next layer ahead, too. `ahead` counts what the first micro-batch's forward pass does not hide.
-# ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
-
-# %%
-show.source(copies.seconds, copies._zero, copies.rate)
-
-# %% [markdown]
 # ## Predicted beside measured
 #
-# A fit that is judged by the rows that it was fitted on flatters itself.
-# So it gets every other row of the sweep, and is judged by the rest.
-# Megatron's rates are fitted on five layer times that {cite:t}`korthikanti2022recomputation` print, of one model on eight A100s; then they predict whole steps, on up to 3,072 GPUs.
+# `strategy.predict` is the same prediction with what real jobs have: other schedules, recomputation, all stages of ZeRO, long sequences, memory. [Its code](#the-module) comes later.
+#
+# A fit looks too good on the steps that it was fitted on.
+# So here it gets every other row of the sweep, and is judged by the rest.
+# Megatron's constants are fitted on five layer times of a model of 22 billion parameters on eight A100s, which {cite:t}`korthikanti2022recomputation` print; then they predict whole steps, on up to 3,072 GPUs.
 
 # %%
 half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").values_of()
@@ -427,124 +408,25 @@ assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
 # %% [markdown]
-# The sweep's memory is what the allocator *reserves* on rank 0, which is on the first stage, and not what tensors hold there.
+# Memory is what the allocator *reserves* on rank 0, which is on the first stage. That is more than the tensors there hold.
 #
-# The rates that come with the course are fitted on all 340. Where half of the cells are left out of a fit, a cell being a model on a number of nodes, their rows are 7 % off in seconds and 3 % in bytes, and in all cells but one at most the layout that is called the fastest is within 10 % of the fastest.
+# The constants that come with the course are fitted on all 340 rows. To judge those, a model on a number of nodes is a cell, and half of the cells are left out of a fit: their rows are 7 % off in seconds and 3 % in bytes, and in all cells but one at most the layout that is called fastest takes at most a tenth longer than the fastest.
 #
-# Five layer times of a 22B model are worth a forecast of GPT-3's 175 billion parameters on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072, to some percent: the same kernels run there.
+# Five layer times of a model of 22 billion parameters predict, to some percent, steps of models of 175 billion on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072: all run the same kernels.
 #
-# Today's engines print throughputs: Megatron's, torchtitan's and others', in 8 and 4 bits, with experts, on up to 1,024 GPUs. `--fit` takes such a table with `--profile engines`, and says which of its lines it leaves out. Here each half of 279 lines is predicted by rates of the other.
+# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `--fit` takes such a table with `--profile engines`, and says which of its lines it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
 #
 # ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.08 (11), NeMo 24.07 0.94 (11), Automodel 1.02 (8), Megatron-LM examples 1.04 (3).](../figures/strategy_engines.svg)
 #
-# The same line of Qwen3-30B on eight GB200s prints 23,766 tokens a second and GPU in container 25.11, and 39,936 in 26.08: no column says why, and no rate can.
-#
-# ## This machine
-#
-# Rates can be measured as well: a product, an attention, a pass over memory, launches, an all-reduce.
-# `measure` takes a second for it here.
-
-# %%
-DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def step_seconds(config, batch):
-    """One training step of the plain GPT on one thread, at best of five."""
-    torch.manual_seed(0)
-    model = GPT(config).to(DEVICE, DTYPE)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tokens = torch.randint(config.vocab, (batch, config.seq + 1), device=DEVICE)
-
-    def step():
-        loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return speed.seconds(step, DEVICE)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def beside(config, batch):
-    """Seconds of a step: predicted from rates measured right before, and measured."""
-    here = measure()
-    guess = strategy.predict(config, here.machine, Layout(micro_batch=batch), rates=here)
-    return guess.seconds.total, step_seconds(config, batch)
-
-
-# %% tags=["hide-input", "measured"]
-# Table: three steps, predicted from these rates and measured
-rows, ratios = [], []
-for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
-    guess, taken = beside(PRESETS[name], batch)
-    ratios.append(guess / taken)
-    rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
-show.timed(1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four")
-show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
-
-# %% [markdown]
-# Within a factor of two, of a machine that does other things as well, and whose caches hold some of these models and not others.
-# One rate for all products is what is wrong here: measured steps of your own repair it, by the fit above.
-#
-# ## How a fit fails
-#
-# **Without a prior.** Five steps cannot tell six constants apart, and a fit that may do anything does.
-# Here each guess may be off a hundredfold.
-
-# %%
-loose = {name: (unit, value, 99.0) for name, (unit, value, _) in GUESSES.items()}
-few = steps[::8]
-tight_fit, loose_fit = fitted(list(GUESSES), few), fitted(list(GUESSES), few, loose)
-
-# %% tags=["hide-input"]
-# Table: constants of five rows, with and without priors
-rows = [
-    [name, *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
-    for name in GUESSES
-]
-errors = [off([plain(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)]
-rows.append(["all forty rows, off by", *(f"{error:.0%}" for error in errors)])
-assert errors[0] < 0.75 * errors[1] and loose_fit["node"] > 2e12
-show.table(rows, ["constant, by five rows", "with priors", "without"])
-
-# %% [markdown]
-# Five terabytes per second inside of a node are eleven times the data sheet.
-# The fit says so itself: it gives such a constant a spread of thousands of percent.
-#
-# **With a slow run among the good.** Something else used the network, a GPU was hot.
-# Least squares would follow it; weights that fall with the distance let it go.
-
-# %%
-slow = [(job, 4 * taken if i % 10 == 0 else taken) for i, (job, taken) in enumerate(steps)]
-among = fitted(list(GUESSES), slow)  # four rows of forty are four times too slow
-moved = {name: among[name] / six[name] - 1 for name in GUESSES}
-print({name: round(x, 2) for name, x in moved.items()})
-
-# %% tags=["hide-input"]
-# Holds the fit among slow runs to that without
-assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["beyond"] < 0.4
-
-# %% [markdown]
-# The sweep has such runs, and they come in batches: in some jobs every message between stages takes a quarter of a second, where others with the same layout take less than a millisecond.
-# No constant predicts them. What a prediction is good for there is to notice them.
-#
-# **With a wrong stage.** nanotron cuts a pipeline by cost, and gives the head's stage fewer layers.
-# Pretend equal stages, and the memory of rank 0 is another one, and so is the slowest stage.
-#
-# **With another framework.** The rates hold for the code that they were fitted on.
-# The same layout under another one differs by a factor, and then by nearly the same one in all rows: fit that one.
+# One limit of that: for one configuration of Qwen3-30B on eight GB200s, 23,766 tokens per second and GPU are published with NVIDIA's container 25.11, and 39,936 with 26.08. No column says why, so no constant can.
 #
 # ## Choosing
 #
 # `strategy.plan` predicts every layout and sorts.
-# Three jobs, to the end.
+# Here are three jobs.
 
 # %%
-jobs_to_plan = {
+jobs_to_plan = {  # model, GPU, how many, sequences of a step, tokens of the training
     "large": (MODELS["70B"], H100, 64, 512, 2e12),
     "GPT-3": (PRESETS["gpt-3-175b"], MACHINES["a100"], 1024, 1536, 300e9),
     "small, much data": (MODELS["1B"], H100, 64, 512, 10e12),
@@ -566,15 +448,18 @@ for name, job in jobs_to_plan.items():
 show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most for"])
 
 # %% [markdown]
-# *The large one* takes all cuts: two ranks share each matrix, four each sequence, and both stay in a node; four such stages are one copy of the model, of which there are two.
-# What a layer keeps is so small that its nonlinearities alone are computed again.
-# 64 copies that share weights as well (ZeRO-3) have to compute whole layers again, and take a tenth longer.
+# `b` is the number of sequences in a micro-batch. With `interleaved 2` each stage has two separate chunks of the layers, which makes the pipeline's bubble shorter.
+# MFU is the fraction of the data sheet's operations per second that goes into the model, recomputation not counted.
 #
-# *GPT-3* needs all three cuts on A100s: tensor parallelism inside the node, a few stages across, ZeRO-1 between copies.
-# {cite:t}`narayanan2021megatron` say 34 days, with full recomputation and 140 TFLOP/s; sharding the optimizer between copies pays for keeping what is dear to compute again.
-# [A worked example](../book/gpt3_on_64_gpus.md) splits it over 64.
+# *The large one* takes all cuts: two ranks share each matrix and four each sequence, all eight in one node; four such stages are a copy of the model, and there are two copies.
+# That leaves each rank so few activations that only those between the matrices of feed-forward networks are computed again.
+# 64 copies that share their weights (ZeRO-3) have to compute whole layers again, and take a tenth longer.
 #
-# *The small one* wants copies, and nothing else. What is left to choose is the batch.
+# *GPT-3* needs all three cuts on A100s: tensor parallelism inside the node, a pipeline across nodes, ZeRO-1 between copies.
+# {cite:t}`narayanan2021megatron` report 34 days, with whole layers computed again, at 140 TFLOP/s. With the optimizer sharded between copies there is memory to keep most activations instead.
+# [A worked example](../book/gpt3_on_64_gpus.md) splits GPT-3 over 64 GPUs.
+#
+# *The small one* needs copies alone. What is left to choose is the batch.
 
 # %%
 GPUS, PRICE = 256, 2.0  # dollars for an hour of one of them
@@ -594,16 +479,16 @@ costs = {batch: cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
 prices = list(costs.values())
 assert prices[0] > 1.08 * prices[-1] and prices[-3] < 1.02 * prices[-1]
 rows = [[f"{batch:,}", batch // GPUS, f"{1e3 * price:.2f}"] for batch, price in costs.items()]
-show.table(rows, ["sequences in a step", "of a GPU", "a billion tokens ($)"])
+show.table(rows, ["sequences in a step", "per GPU", "a billion tokens ($)"])
 
 # %% [markdown]
-# Each doubling spreads gradients and optimizer over twice the work; after some eight sequences a GPU there is nothing left to spread.
-# Beyond that a larger batch saves no money, and each token teaches less.
+# Each doubling does twice the work for one sum of gradients and one step of the optimizer; from some eight sequences per GPU on there is little left to gain.
+# A larger batch saves no money then, and the model learns less from each token.
 #
 # ### The same choice, run on four ranks
 #
 # Two small jobs of the same two kinds, each in four layouts with the same batch.
-# A rank may hold 20 MB of tensors; to ask for more is an out-of-memory error.
+# A rank may hold 20 MB of tensors; asking for more is an out-of-memory error.
 
 # %%
 shape = partial(Config, vocab=256, layers=2, heads=8, tied=False)
@@ -615,7 +500,7 @@ ON_FOUR = Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4), Layout(dp=4, zero=3)
 
 
 def attempt(config, layout):
-    """On a rank: a step. What it holds of weights, gradients and optimizer, and sends."""
+    """On a rank: a step. Bytes of weights, gradients and optimizer; bytes sent."""
     groups = mesh.join(layout, dist.group.WORLD)
     copy, batch = dist.get_rank(groups.dp), batch_of(config, layout.batch, 0)
     try:
@@ -632,8 +517,8 @@ def attempt(config, layout):
 
 # %% tags=["hide-input"]
 # Table: what rank 0 holds and sends in each layout, predicted and counted
-def attempts(jobs):
-    return [attempt(*job) for job in jobs]
+def attempts(asked):
+    return [attempt(*one) for one in asked]
 
 
 def in_mb(*values):
@@ -645,9 +530,9 @@ cases = [
     for name, (config, batch) in KINDS.items()
     for layout in ON_FOUR
 ]
-rows, jobs = [], [case[1:] for case in cases]
+rows, asked = [], [case[1:] for case in cases]
 # CPU: the limit is one of tensors; a GPU's allocator takes 20 MB at once
-found = ranks.run(attempts, 4, jobs, device="cpu")[0]
+found = ranks.run(attempts, 4, asked, device="cpu")[0]
 for (name, config, layout), (has, sends) in zip(cases, found, strict=True):
     states = sum(mesh.predicted_states(config, layout, 0).values())
     goes = sum(mesh.predicted_sent(config, layout, 0).values())
@@ -658,13 +543,13 @@ head = ["job", "layout", "states, predicted (MB)", "held", "sent, predicted (MB)
 show.table(rows, head)
 
 # %% [markdown]
-# The large model does not fit as four copies. With tensor parallelism or ZeRO-3 it does, and ZeRO-3 sends nearly four times what four tensor ranks do.
-# With much data all four fit, and copies send least: gradients do not grow with the batch, while tensor parallelism sends activations, which do. Four tensor ranks send ten times as much.
+# The large model does not fit as four copies. With tensor parallelism or ZeRO-3 it does, and ZeRO-3 sends nearly four times what four tensor ranks send.
+# With much data all four layouts fit, and copies send least: gradients do not grow with the batch, but the activations that tensor parallelism sends do. Four tensor ranks send ten times as much.
 #
 # ## Rules of thumb, judged
 #
 # "Below a billion parameters copies; up to ten billion a pipeline; up to a hundred billion tensor parallelism and ZeRO; above that all of them."
-# The planner tries the rule on several machines: how much slower is the best layout that obeys it?
+# How much slower than the fastest layout is the best one that obeys this rule?
 
 # %%
 RULE = {
@@ -700,23 +585,23 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # `````{admonition} Checked: "size decides"
 # :class: checked
 #
-# On H100s and larger the rule for 1B costs a few percent, and the one for 70B no more than the rates are unsure of.
+# On H100s and larger GPUs the rule for 1B costs a few percent, and the one for 70B no more than the prediction may be off.
 # The pipeline for 8B is the fastest nowhere in this table.
 # On cards of 24 GB without NVLink the rule for 1B does not fit, and the one for 70B is several times slower than what the planner takes.
 # Size says what does not fit on one GPU. Links and memory say what to do about it.
 # `````
 #
-# These steps are predicted at rates that jobs commonly reach.
-# What is within 5 % of the first, measure.
+# All of these steps are predicted, at rates that jobs commonly reach.
+# Measure the layouts that are within 5 % of the first.
 #
 # ## Which constant would change the choice?
 #
-# A choice that turns over when a guess is a little off is no choice.
-# Halve and double each rate, and plan again.
+# Would you choose another layout if a constant were a little different?
+# Halve and double each, and plan again.
 
 # %%
 def turned(first, name, factor, *job):
-    """The fastest layout with one rate changed, and what `first` then costs."""
+    """The fastest layout with one constant changed; how much longer `first` then takes."""
     rates = known("course")
     rate = rates.all[name]
     other = Rates("course", {**rates.all, name: replace(rate, value=factor * rate.value)})
@@ -726,7 +611,7 @@ def turned(first, name, factor, *job):
 
 
 # %% tags=["hide-input"]
-# Table: what turns the choice over, for two jobs
+# Table: which changes make another layout the fastest, for two jobs
 rows = []
 NAMES = "products", "attention", "memory", "launch", "node", "hidden", "network", "gathers"
 for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40", "8B, 64 × A100 40 GB")):
@@ -740,49 +625,49 @@ for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40",
             else:
                 rows.append([words, f"{name} × {factor:g}", str(new), f"{loss_:+.0%}"])
     assert len(calm) > 8
-show.table(rows, ["job", "if", "the fastest is", "the old one costs"])
+show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
 
 # %% [markdown]
-# For the 70B seven of sixteen changes move it, and then the old one costs 4 % at most: many layouts are nearly as good.
-# What none of them brings back is copies alone. Halve what their gathers cost, or double the network, and copies of two tensor and two context ranks come first.
+# For the 70B model seven of sixteen changes put another layout first, and then the first choice takes 4 % longer at most: many layouts are nearly as fast.
+# No change makes copies alone the fastest. If ZeRO's gathers cost half (`gathers`), or the network is twice as fast, copies of two tensor and two context ranks come first.
 #
 # ## On the command line, and in the page
 #
-# The command is this planner: a table of the fastest layouts, what was ruled out and by what; `--explain` takes the first one apart, and `--json` gives all of it.
+# The command is this planner. It prints the fastest layouts, what was ruled out and why; `--explain` adds the parts of the first one's time, and `--json` prints all of it.
 
 # %%
 shardlab("strategy --model llama-3-70b --gpu h100 --gpus 64 --top 3")
 
 # %% [markdown]
-# Below the table is what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, operators are computed again where that may be faster. What a search leaves out it names, and it warns where little memory is free or few operations are reached.
-# `--layout` takes a layout as it is, from a paper for instance. With Megatron's rates Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`; for what ran in 80 GiB 92 GB are predicted, or 80 if gradients are sharded as well.
+# Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
+# `--layout` takes a layout as it is, from a paper for instance. With Megatron's constants Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`. It ran in 80 GiB: predicted are 92 GB, or 80 if gradients are sharded as well.
 #
-# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted](memory.md#a-model-of-today-from-its-configjson) and never guessed: latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in a line.
-# `--rates here.json` takes the rates that `--measure` or `--fit` wrote.
+# `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#a-model-of-today-from-its-configjson): latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in one line.
+# `--rates here.json` takes the constants that `--measure` or `--fit` wrote.
 # `--emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, FSDP2, torchtitan, Megatron, or as a batch file for Slurm.
-# So a file for DeepSpeed begins:
+# A file for DeepSpeed begins so:
 
 # %%
 shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed", 15)
 
 # %% [markdown]
-# It is planned with that engine's bytes, not with the course's: Megatron and `fully_shard` add up gradients in float32, 4 bytes where the course's model has 2.
-# So with Megatron eight ranks share each matrix of GPT-3, where the table above had four in its first line:
+# It is planned with that engine's bytes, not with the course's: Megatron and `fully_shard` sum gradients in float32, 4 bytes where the course's model has 2.
+# So with Megatron eight ranks share each matrix of GPT-3, and not four as in the table above:
 
 # %%
 shardlab("strategy --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536 --emit megatron", 3)
 
 # %% [markdown]
-# `--run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as it takes.
-# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted; what the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, is left out, and said.
+# `--run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
+# It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted. What the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, it leaves out, and says so.
 
 # %% tags=["measured"]
 shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run", 20)
 
 # %% [markdown]
-# Whether *your* training script computes under that layout what it computes in one process is asked by [`python -m shardlab parity`](parity.md#two-scripts).
+# [`python -m shardlab parity`](parity.md#two-scripts) says whether *your* training script computes the same under that layout as in one process.
 #
-# On the course's site the command has a form: there your browser runs it.
+# The form below runs the command in your browser.
 #
 # :::{calculator} strategy
 # :model: llama-3-70b
@@ -791,18 +676,136 @@ shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run
 # :tokens: 2e12
 # :::
 #
+# ## The module
+#
+# How does `strategy.predict` compute this? First a layer:
+
+# %%
+show.source(core.layer, core._attention, core._launches, core._cpu, core._tensor, core._context)
+
+# %% [markdown]
+# `rates` are the constants, most of them as fractions of the data sheet: so what was fitted on one GPU predicts another.
+# `SOFT` makes the maximum of GPU and CPU time a smooth one, since near the point where both are equal each delays the other.
+# [`products`](../code/shardlab/strategy/products.py) has the time of each product.
+#
+# From layers to a step:
+
+# %%
+show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
+
+# %% [markdown]
+# [`copies`](../code/shardlab/strategy/copies.py) says how long copies wait for gradients and weights.
+# ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
+# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `--emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
+#
+# ## This machine
+#
+# The constants can be measured as well: `measure` times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
+
+# %% tags=["hide-input"]
+# Times a training step of the plain GPT, and predicts it
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def step_seconds(config, batch):
+    """One training step of the plain GPT on one thread, the best of five."""
+    torch.manual_seed(0)
+    model = GPT(config).to(DEVICE, DTYPE)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.randint(config.vocab, (batch, config.seq + 1), device=DEVICE)
+
+    def step():
+        loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return speed.seconds(step, DEVICE)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def beside(config, batch):
+    """Seconds of a step: predicted from constants measured just before, and measured."""
+    here = measure()
+    guess = strategy.predict(config, here.machine, Layout(micro_batch=batch), rates=here)
+    return guess.seconds.total, step_seconds(config, batch)
+
+
+# %% tags=["hide-input", "measured"]
+# Table: three steps, predicted from measured constants, and measured
+rows, ratios = [], []
+for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
+    guess, taken = beside(PRESETS[name], batch)
+    ratios.append(guess / taken)
+    rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
+show.timed(1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four")
+show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
+
+# %% [markdown]
+# As a rule such a prediction is within a factor of two.
+# It takes one rate for all products, while small ones are slower, and knows nothing of caches. Measured steps of your own correct that, by the fit above.
+#
+# ## How a fit fails
+#
+# **Without priors.** Five steps cannot tell six constants apart.
+# In the second fit below, each guess may be off a hundredfold.
+
+# %%
+loose = {name: (unit, value, 99.0) for name, (unit, value, _) in GUESSES.items()}
+few = steps[::8]
+tight_fit, loose_fit = fitted(list(GUESSES), few), fitted(list(GUESSES), few, loose)
+
+# %% tags=["hide-input"]
+# Table: constants of five rows, with and without priors
+rows = [
+    [name, *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
+    for name in GUESSES
+]
+errors = [off([plain(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)]
+rows.append(["all forty rows, off by", *(f"{error:.0%}" for error in errors)])
+assert errors[0] < 0.75 * errors[1] and loose_fit["node"] > 2e12
+show.table(rows, ["constant, by five rows", "with priors", "without"])
+
+# %% [markdown]
+# Without priors the links inside a node get several terabytes per second, many times what their data sheet says.
+# The fit warns of that: such a constant may be off by thousands of percent.
+#
+# **With slow runs among the others.** Something else used the network, or a GPU was hot.
+# Least squares would follow such runs. `fit` gives less weight to a step the further its prediction is off.
+
+# %%
+slow = [(job, 4 * taken if i % 10 == 0 else taken) for i, (job, taken) in enumerate(steps)]
+among = fitted(list(GUESSES), slow)  # four rows of forty are four times too slow
+moved = {name: among[name] / six[name] - 1 for name in GUESSES}
+print({name: round(x, 2) for name, x in moved.items()})
+
+# %% tags=["hide-input"]
+# Holds the fit among slow runs to that without
+assert abs(moved["products"]) < 0.1 and abs(moved["launch"]) < 0.15 and moved["beyond"] < 0.4
+
+# %% [markdown]
+# The sweep has such runs: in some jobs every message between stages takes a quarter of a second, and in others with the same layout less than a millisecond.
+# No constant predicts them. But beside a prediction you notice them.
+#
+# **With another framework.** Constants hold for the code that they were fitted on.
+# Another framework is faster or slower by nearly the same factor in all rows: fit that one factor.
+#
 # ## What goes wrong, and how it looks
 #
 # | what one sees | what it is |
 # |---|---|
-# | the best layout on paper is slow in practice, and all others as well, by the same factor | rates of another framework: fit that one, from one measured step |
+# | the best layout on paper is slow in practice, and all others as well, by the same factor | constants of another framework: fit one factor, from one measured step |
 # | one layout is many times slower than predicted, its neighbours are not | it needs more than some 96 % of the GPU's memory: the allocator frees and retries |
-# | a small model does not get faster with larger `t` | launches: a layer takes what the CPU takes, however small its share; compile the blocks, or capture the step |
-# | predicted and measured agree on one node and part on two | the wrong network interface, or one card for eight GPUs: [Clusters](cluster.md) asks all ranks |
-# | the planner's first three change places with every new rate | they are equal within its error: take the emptiest, or measure them |
-# | fitted constants are absurd, and their spreads are above 100 % | too few steps for so many constants, and no priors |
+# | a small model does not get faster with larger `t` | launches: a layer takes what the CPU takes, however small each rank's part; compile the blocks, or capture the step |
+# | predicted and measured agree on one node, but not on two | the wrong network interface, or one network card for eight GPUs: [Clusters](cluster.md) asks all ranks |
+# | the planner's first three change places with every new constant | they are equal within its error: take the one that leaves most memory free, or measure them |
+# | fitted constants are absurd, and may be off by more than 100 % | too few steps for so many constants, and no priors |
 #
-# What it does not know: how unevenly tokens choose their experts (it takes a guess), a network that others use at the same time, a batch that is too large to learn from, and what a person's week costs.
+# What no prediction here knows: how unevenly tokens choose their experts (it assumes a number), who else uses the network, and from what size on a batch is too large to learn from.
 #
 # ## Exercises
 #
@@ -810,9 +813,9 @@ shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run
 # :label: ex-strategy-wire
 # ```
 #
-# A layer of $12h^2$ weights with $h = 8192$ is shared by $t = 8$ GPUs of 989 TFLOP/s, in 16 bits.
-# Forward and backward take 6 operations for each weight and token, and four all-reduces of $sbh$ numbers.
-# How many bytes per second must each GPU send, so that the all-reduces take no longer than the products?
+# A layer of width $h = 8192$ has $12h^2$ weights, and $t = 8$ GPUs of 989 TFLOP/s share it. A micro-batch has $b$ sequences of $s$ tokens.
+# Forward and backward together take 6 operations for each weight and token, and four all-reduces of $sbh$ numbers of 16 bits, each as a ring.
+# How many bytes per second must each GPU send, so that the all-reduces take no longer than its products at that rate?
 
 # %%
 answer = ...  # bytes per second
@@ -827,7 +830,7 @@ check(answer, "strategy_wire")
 # :class: dropdown
 # ```
 #
-# An all-reduce sends $2 (t-1)/t$ of its bytes. Tokens cancel, and so does $1/t$ of both.
+# From each GPU an all-reduce sends $2 (t-1)/t$ times its bytes, $2sbh$. A GPU computes a $t$-th of $6 \cdot 12h^2 \cdot sb$ operations. In bytes over seconds $sb$ and $1/t$ cancel.
 
 # %%
 t, h = 8, 8192
@@ -842,7 +845,7 @@ check(answer, "strategy_wire")
 # :label: ex-strategy-days
 # ```
 #
-# A model of 8 billion parameters learns from 15 trillion tokens on 512 H100s, at an MFU of 40 %.
+# A model of 8 billion parameters trains on 15 trillion tokens, on 512 H100s of 989 TFLOP/s, at an MFU of 40 %.
 # How many days is that? Count 6 operations for each parameter and token.
 
 # %%
@@ -871,9 +874,10 @@ check(answer, "strategy_days")
 # :label: ex-strategy-corner
 # ```
 #
-# You have measured layers of several sizes: a list of `(operations, seconds)`.
-# A layer takes the longer of its launch and of its operations at some rate; a measurement scatters by a percent, and now and then one is disturbed and takes several times as long.
-# Write a function that returns `(launch, rate)`, within 5 %. There are small layers and large ones.
+# You have measured layers of several sizes: `layers` is a list of `(operations, seconds)`, in any order.
+# A layer takes `launch` seconds or `operations / rate`, whichever is longer. In the list are some of either kind.
+# Measurements scatter by a percent, and a few are disturbed and take several times as long.
+# Write a function that returns `(launch, rate)`, each within 5 %.
 
 # %%
 def corner(layers):
@@ -892,7 +896,7 @@ check(corner, "strategy_corner")
 # :class: dropdown
 # ```
 #
-# Disturbances only make slower. So the shortest time is a launch, and the highest rate is the rate.
+# A disturbance only makes a layer slower. So the shortest time of all is `launch`, and the largest quotient of operations and seconds is `rate`.
 
 # %%
 def corner(layers):
@@ -911,9 +915,9 @@ check(corner, "strategy_corner")
 # :label: ex-strategy-layout
 # ```
 #
-# Llama 3 70B on 64 A100s with 80 GB, 256 sequences of 8,192 tokens in a step; and each node of eight has a single network card of 100 Gbit/s.
-# Find a layout that fits and is predicted to be within 10 % of the fastest.
-# No plan of `strategy.plan`, please: think first, then ask `strategy.predict` where it waits.
+# Llama 3 70B trains on 64 A100s with 80 GB, with 256 sequences of 8,192 tokens in a step. Each node of eight GPUs has a single network card of 100 Gbit/s.
+# Find a layout that fits and is predicted to take at most 10 % longer than the fastest.
+# Do not call `strategy.plan`. Think first, then look at `.seconds` and `.memory.reserved` of `strategy.predict(MODELS["70B"], machine, layout)`; 76.8 GB may be reserved.
 
 # %%
 machine = replace(MACHINES["a100"], between=100e9 / 8 / 8)
@@ -929,10 +933,10 @@ check(layout, "strategy_layout")
 # :class: dropdown
 # ```
 #
-# A network of 1.6 GB/s for each GPU is the wall: what leaves the node must be small.
-# Gradients of copies are large, and messages between stages are small. So the matrices are cut inside of the node, the layers between nodes, and there are few copies.
-# Two copies of four stages are 6 % faster than one of eight: a step of 128 micro-batches has room for their gradients, and fewer stages wait for one another.
-# Another 6 % are in ranks of the node that share a sequence, for some of those that share its matrices: keys and values are smaller than the stream.
+# A GPU has 1.6 GB/s of network, so little may leave the node.
+# Copies send large gradients; stages send small messages. So cut matrices inside the node and layers between nodes, and take few copies.
+# Two copies of four stages are 6 % faster than one copy of eight stages: in a pipeline of four, ranks wait less, and that is more than the gradients of two copies take.
+# With ranks of the node that share a sequence, in place of some that share matrices, you gain another 6 %: they send keys and values, which are smaller than activations.
 
 # %%
 layout = Layout(dp=2, tp=8, pp=4, zero=1, microbatches=128, sequence_parallel=True)
@@ -944,17 +948,17 @@ check(layout, "strategy_layout")
 #
 # ## Summary
 #
-# - A layer waits for products, memory, the wire or, where nothing is captured, launches; which of them is a question of the chip.
-# - A floor says what is impossible; it does not rank. Six constants do: launches first among them.
-# - Fit logarithms, robustly, with priors; judge by rows that were not fitted.
-# - Rates hold for the code and cluster that they were found on. Another framework is one more factor.
+# - A layer waits for products, memory, the wire or, where nothing is captured, launches; for which depends on the machine.
+# - A floor says what is impossible; it does not rank layouts. Six fitted constants do, and launches matter most of them.
+# - Fit logarithms, with weights that leave slow runs out, and with priors; judge by rows that were not fitted.
+# - Constants hold for the code and the cluster that they were fitted on. Another framework is one more factor.
 # - Size says what does not fit. Links and memory say what to do about it.
-# - Of layouts within 5 % of the first take the emptiest, or measure.
+# - Of layouts within 5 % of the first take the one that leaves most memory free, or measure.
 #
 # ## Further reading
 #
-# - {cite:t}`tazi2025ultrascale`: the sweep, with all its runs, and what its authors make of it.
-# - {cite:t}`austin2025scaling`: the same walls for TPUs and GPUs, from the roofline to whole models.
+# - {cite:t}`tazi2025ultrascale`: the measured runs that this lesson uses, all of them, and what their authors conclude.
+# - {cite:t}`austin2025scaling`: the same limits for TPUs and GPUs, from single products to whole models.
 # - {cite:t}`narayanan2021megatron`, section 3: which cut goes where, with the formulas.
 # - {cite:t}`korthikanti2022recomputation`: layer times, and what a layer keeps.
 # - [Questions: together](../book/questions_together.md) closes this part.

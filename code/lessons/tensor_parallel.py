@@ -23,8 +23,7 @@
 # - predict the memory of a rank to the byte, and the bytes that it sends, and say why the ranks should be joined by one fast switch;
 # - apply the cuts to a plain GPT from outside, and read PyTorch's `parallelize_module` as the same thing.
 #
-# It takes about 50 minutes to read and 40 minutes for the exercises. Running it takes a minute.
-# It needs [Collectives](collectives.md), of which mostly the all-reduce.
+# Of [Collectives](collectives.md) you need mostly the all-reduce.
 #
 # One number to begin with. A *single* block of Llama 3 405B takes 51 GB while it is trained, and the model has 126 of them.
 # [ZeRO](zero.md) and [pipelines](pipeline.md) deal out whole blocks. This lesson cuts the block.

@@ -23,8 +23,7 @@
 # - write a checker that follows these words through forward, backward and the optimizer's step;
 # - check your own parallel model in one call, on a laptop, and name the mistakes that no such check sees.
 #
-# It takes about 35 minutes to read and 40 minutes for the exercises. Running it takes a minute.
-# It needs [Tensor parallelism](tensor_parallel.md), of which mostly the two operators.
+# Of [Tensor parallelism](tensor_parallel.md) you need mostly the two operators.
 
 # %% tags=["hide-input"]
 # Imports, and what the cells share

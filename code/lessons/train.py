@@ -23,9 +23,6 @@
 # - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# It takes about 35 minutes to read and an hour for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md).
-#
 # One thing to wonder about before you start.
 # Here is a script that trains a small GPT, and two ranks that run it. Nothing complains, both losses fall, and both GPUs would be busy.
 

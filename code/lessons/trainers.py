@@ -22,9 +22,6 @@
 # - name what a trainer changes without being asked, and check whether yours did;
 # - train sharded in `float16`, with the same loss scale on all ranks;
 # - read the lines on fp16 in DeepSpeed's configuration.
-#
-# It takes about 20 minutes to read and 15 minutes for the exercises. Running it takes a minute.
-# It needs [Training script](train.md), and is easier after [ZeRO](zero.md).
 
 # %% tags=["hide-input"]
 # Imports

@@ -23,8 +23,7 @@
 # - predict the bytes that each stage sends, and say when they cost time and when they do not;
 # - translate between ZeRO's stages, PyTorch's FSDP2 and DeepSpeed, and recognise the mistakes that raise no error.
 #
-# It takes about 55 minutes to read and 40 minutes for the exercises. Running it takes a minute.
-# It needs [Data parallelism](data_parallel.md), and the reduce-scatter and all-gather of [Collectives](collectives.md).
+# Of [Collectives](collectives.md) you need the reduce-scatter and the all-gather.
 #
 # One number to begin with. A model of 7 billion parameters takes 112 GB while it is trained: 16 bytes for each parameter ([Memory](memory.md)).
 # Eight ranks that train it with data parallelism take 896 GB, and 784 GB of that are copies of the other 112.
@@ -160,6 +159,13 @@ show.table(
 #
 # The table follows from the picture. As in the paper, a parameter takes 2 bytes of weight, 2 of gradient, and 12 of optimizer: float32 master weight and two moments.
 # The last column is from the paper's Figure 1 and Table 1.
+#
+# ```{predict}
+# :row: 1
+# :column: on 64 ranks (GB)
+#
+# A rank without ZeRO holds 16 bytes for each of 7.5 billion parameters. How many GB are left to it in stage 1, on 64 ranks?
+# ```
 
 # %% tags=["hide-input"]
 # Table: bytes of model states by stage, beside the published ones

@@ -53,6 +53,10 @@ COMMANDS = {
         "shardlab.train.steps",
         "from one GPU to many: which of seventeen steps your script has made, on two ranks",
     ),
+    "grade": (
+        "shardlab.grade.command",
+        "an engine of your own, in five files: written empty, and graded on real ranks",
+    ),
     "parity": (
         "shardlab.parity.command",
         "whether a parallel script computes what a plain one does; where not, and why",

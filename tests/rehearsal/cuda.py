@@ -16,7 +16,8 @@ from .factories import GENERATORS
 from .machine import HERE, find
 from .paint import MEMORY, normal
 
-NAME = "Pretended GPU"
+AMD = os.environ.get("REHEARSE_MAKER") == "amd"  # whose torch says "cuda", too
+NAME = "Pretended AMD GPU" if AMD else "Pretended GPU"
 _ids = count()
 
 
@@ -264,7 +265,10 @@ def install() -> None:
     cuda.streams.Stream = torch.Stream = Stream
     cuda.streams.Event = torch.Event = Event
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.version.cuda = "12.8 (pretended)"
+    if AMD:
+        torch.version.hip = "7.2 (pretended)"
+    else:
+        torch.version.cuda = "12.8 (pretended)"
     accelerator.current_accelerator = torch._C._get_accelerator = lambda *_, **__: torch.device(
         "cuda"
     )

@@ -13,13 +13,14 @@ from __future__ import annotations
 import html
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shardlab import show
 
 _EXERCISES: dict[str, Callable[[Any], str | None]] = {}
+_MISTAKES: dict[str, list[str]] = {}
 
 
 class Wrong(Exception):
@@ -45,8 +46,12 @@ class Verdict:
         return {"text/html": self._repr_html_(), "text/plain": repr(self)}
 
 
-def exercise(name: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
+def exercise(
+    name: str, mistakes: Iterable[str] = ()
+) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
     """Register a check under the exercise's `name`, which is unique in the whole course.
+
+    mistakes: the well-known ones, in words, for who teaches.
 
     The decorated function takes the reader's answer. It returns None, or a sentence of praise that
     says what was compared, when the answer is right; it raises Wrong when it is not.
@@ -55,6 +60,7 @@ def exercise(name: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any
     def register(judge: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
         assert name not in _EXERCISES, f"two exercises are called {name}"
         _EXERCISES[name] = judge
+        _MISTAKES[name] = list(mistakes)
         return judge
 
     return register
@@ -65,6 +71,14 @@ def names() -> list[str]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(_EXERCISES)
+
+
+def mistakes(exercise: str) -> list[str]:
+    """What is said of the well-known mistakes in an exercise. Raises ValueError for no exercise."""
+    known = names()
+    if exercise not in known:
+        raise ValueError(f"exercise={exercise!r}: allowed are {', '.join(known)}")
+    return _MISTAKES[exercise]
 
 
 def check(answer: Any, exercise: str | None = None) -> Verdict:

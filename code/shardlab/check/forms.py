@@ -96,7 +96,7 @@ def number(
         one.judge(answer)
         return says
 
-    exercise(name)(judge)
+    exercise(name, (f"{value:,g}: {words}" for value, words in wrong.items()))(judge)
 
 
 def blanks(
@@ -135,7 +135,8 @@ def blanks(
                 raise Wrong(f"{blank!r}: not {given!r}. {hint or otherwise}")
         return says
 
-    exercise(name)(judge)
+    told = (f"{blank!r}, {value!r}: {words}" for (blank, value), words in (wrong or {}).items())
+    exercise(name, told)(judge)
 
 
 # A table of cases.
@@ -237,7 +238,7 @@ def cases(
             raise Wrong(words)
         return words
 
-    exercise(name)(judge_apart if apart else judge)
+    exercise(name, slips)(judge_apart if apart else judge)
 
 
 def _short(value: Any) -> str:

@@ -6,6 +6,7 @@
     python -m shardlab cluster run --help         # an agent: starts a node's ranks, and again
     python -m shardlab cluster watch --help       # what each rank of a job uses
     python -m shardlab cluster hang --help        # which rank a hanging job waits for
+    python -m shardlab cluster files --help       # the course's batch files, made for your site
 
 Of a part that is named, its own module alone is imported.
 """
@@ -23,6 +24,7 @@ PARTS = {
     "run": "elastic.run",
     "watch": "cluster.watch.sample",
     "hang": "cluster.watch.hang",
+    "files": "cluster.site",
 }
 
 

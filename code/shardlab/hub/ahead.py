@@ -2,8 +2,10 @@
 
 As DeepSeek-V3 has them (arXiv 2412.19437, section 2.2): a matrix makes one stream of a token's and
 of the next one's embedding, each behind a norm, then comes a layer as the last one, and a norm
-before the head, which all share: a layer + 2h h + 3h. Files say how many there are, and not how
-they look; other families' may differ in their norms. The standard library alone.
+before the head, which all share: a layer + 2h h + 3h. They stand on the last stage, as
+Megatron-LM's `--mtp-num-layers` puts them, with the head and with an embedding of its own where the
+first stage is another one; tensor ranks cut the matrix by its outputs. Files say how many there
+are, and not how they look; other families' may differ in their norms. The standard library alone.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ def with_modules(found: Structure, given: Mapping[str, Any], number: int) -> Str
     check_whole(0, most, mtp=number)
     if not number:
         return found
-    h = found.hidden
-    more = [
-        entry
-        for n in range(number)
-        for entry in (
-            Entry(f"mtp.{n}.enorm.weight", (h,), "norms", partly=True),
-            Entry(f"mtp.{n}.hnorm.weight", (h,), "norms", partly=True),
-            Entry(f"mtp.{n}.eh_proj.weight", (h, 2 * h), "ffn"),
-            Entry(f"mtp.{n}.norm.weight", (h,), "norms", partly=True),
-        )
-    ]
+    h, last = found.hidden, found.kinds[found.order[-1]]
+    cut = {"tp": 0, "along": "hidden", "units": h}
+    entries = (
+        *(Entry(f"{name}.weight", (h,), "norms", partly=True) for name in ("enorm", "hnorm")),
+        Entry("eh_proj.weight", (h, 2 * h), "ffn", **cut),
+        *last.entries,
+        Entry("norm.weight", (h,), "norms", partly=True),
+    )
+    # Kept: what three norms take, what the matrix takes, and what the head does.
+    kind = replace(last, name=f"{last.name}, ahead", entries=entries, stream=last.stream + 6 * h)
     words = (
         f"{number} of {key}={most}: each a layer as the last, 2h h + 3h more, and the head again"
     )
     kept = tuple(text for text in found.assumed if not text.startswith(key))
     return replace(
         found,
-        order=found.order + (found.order[-1],) * number,
-        outside=(*found.outside[:-1], *more, found.outside[-1]),
+        kinds=(*found.kinds, kind),
+        order=found.order + (len(found.kinds),) * number,
         assumed=(*kept, words),
+        ahead=number,
     )

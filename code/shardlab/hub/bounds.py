@@ -29,6 +29,7 @@ DROPPED = (
     "_experts_implementation", "_experts_implementation_internal", "experts_implementation",
     "_name_or_path", "name_or_path", "dtype", "torch_dtype", "use_kernels",
 )  # fmt: skip
+STORED = "quantization_config", "compression_config"  # of these, how weights lie in a file
 # Keys by what they count, and the least and most of it.
 _POSITIONS = re.compile(r"position|seq|context|_len|length|max_source|n_ctx|theta|base")
 _ANY = re.compile(r"token_id|_id$|_ids$|index_|_index$|seed|version|year")
@@ -57,6 +58,18 @@ def read(text: str) -> dict[str, Any]:
         raise ValueError(f"model_type={told(kind)}: allowed is a name")
     _check(given, "", 0, [0])
     return _without(given)
+
+
+def stored(text: str) -> str:
+    """How a file that `read` takes says that its weights are stored: a key, and a name; or ""."""
+    given = json.loads(text)
+    for part in (given, *(value for value in given.values() if isinstance(value, dict))):
+        for key in STORED:
+            if isinstance(how := part.get(key), dict):
+                name = how.get("quant_method")
+                plain = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,30}", name)
+                return f"{key} ({name})" if plain else key
+    return ""
 
 
 def _whole(text: str) -> int:

@@ -36,9 +36,9 @@ def read(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 
 
-def planned(path: str | Path, name: str = "config") -> Structure:
+def planned(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
     """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
-    found = read(path, name)
+    found = read(path, name, mtp)
     if found.unplanned:
         words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
         raise ValueError(f"{name}={str(path)!r}: {words}")
@@ -49,7 +49,16 @@ def planned(path: str | Path, name: str = "config") -> Structure:
 def _read(text: str) -> Structure:
     given = bounds.read(text)
     with Builder() as builder:
-        return structure(builder.ask({"given": given, "trace": True}))
+        return _built(builder, text, given)
+
+
+def _built(builder: Builder, text: str, given: dict[str, Any], trace: bool = True) -> Structure:
+    """What such a process finds; and that of numbers which are stored in fewer bits none is."""
+    found = structure(builder.ask({"given": given, "trace": trace}))
+    if how := bounds.stored(text):
+        words = f"{how} is not read: weights are counted unquantised, as a training has them"
+        found = replace(found, assumed=(*found.assumed, words))
+    return found
 
 
 def read_many(
@@ -65,7 +74,7 @@ def read_many(
         for path in paths:
             try:
                 text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = structure(asked.ask({"given": bounds.read(text), "trace": trace}))
+                found = _built(asked, text, bounds.read(text), trace)
             except ValueError as error:
                 yield ValueError(f"config={str(path)!r}: {error}")
             else:
@@ -103,7 +112,7 @@ def structure(facts: dict[str, Any]) -> Structure:
 
 def _assumed(facts: dict[str, Any]) -> tuple[str, ...]:
     words = [] if facts["seq"] else [f"no longest sequence is given: {SEQ} tokens"]
-    return (*facts["assumed"], *words)
+    return (*facts["assumed"], *words, *cuts.said(facts["kinds"]))
 
 
 def _kind(layer: dict[str, Any], tokens: int) -> tuple[Kind, str]:
@@ -112,7 +121,9 @@ def _kind(layer: dict[str, Any], tokens: int) -> tuple[Kind, str]:
     traced, mixer = layer["traced"], layer["mixer"]
     core, why = _core(traced, mixer, layer["module"])
     plain, own = cuts.network(entries, False), cuts.network(entries, True)
-    if not why and (plain is None or own is None):
+    _, whole = cuts.unknown(layer)
+    odd = [e for e in entries if e.kind == "ffn" and e.name.startswith(tuple(whole))]
+    if not why and (plain is None or own is None or odd):
         why = f"the network of {layer['module']} has matrices whose place is not known"
     width, _, gated = plain or (0, 0, True)
     routed = None

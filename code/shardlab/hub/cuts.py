@@ -3,15 +3,18 @@
 As Megatron-LM and torchtitan cut (transformers' own plan leaves latent attention, state spaces and
 the experts of several models whole): queries, keys and values by heads, networks by their width,
 out and down by their inputs, the vocabulary by its entries. Latent attention's down-projections,
-norms, routers and what no row of the table knows are whole on every rank. The standard library
+norms and routers are whole on every rank. What no row of the table knows is cut as transformers'
+own plan has it, and whole where that is silent, too: `said` says which. The standard library
 alone.
 """
 
 from __future__ import annotations
 
 import re
-from math import gcd
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from math import gcd, prod
+from typing import Any, NamedTuple
 
 from shardlab.layout.entries import COPIED, Entry
 
@@ -27,17 +30,19 @@ _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
     (r"k_proj|v_proj|key|value|wk|wv", 0, "kv_heads"),
     (r"qkv_proj|query_key_value|c_attn|Wqkv|W_pack|qkv", 0, "both"),
     (r"[qkv]_conv1d|conv1d|in_proj\w*|dt_bias|A_log|D|dt_proj|conv", 0, "mixer"),
-    (r"o_proj|out_proj|dense|c_proj|wo|out|x_proj", 1, "heads"),
+    (r"o_proj|out_proj|dense|c_proj|[wW]o|out|x_proj", 1, "heads"),
 )
 _NETWORK: tuple[tuple[str, int | None, str], ...] = (
     (r"router.*|gate|gate\..*|shared_expert_gate|.*_latent_proj|.*norm\d?", None, ""),
     (r"gate_proj|up_proj|fc1|c_fc|fc_in|w1|w3|dense_h_to_4h|intermediate\.dense", 0, "width"),
-    (r"gate_up_proj|input_linear|gate_and_up|w13", 0, "twice"),
-    (r"down_proj|fc2|c_proj|fc_out|w2|dense_4h_to_h|output_linear|linear_2|wo|down", 1, "width"),
+    (r"gate_up_proj|input_linear|gate_and_up|w13|Wi", 0, "twice"),
+    (r"down_proj|fc2|c_proj|fc_out|w2|dense_4h_to_h|output_linear|linear_2|[wW]o|down", 1, "width"),
     (r"output\.dense", 1, "width"),
 )
 _MIXES = re.compile(r"attn|attention|mamba|temporal|ssm|conv|time_mix|mixer")
 _NORM = re.compile(r"(^|[._])(layer_?)?norm|(^|\.)ln_|norm(_\w|\d)?\.(weight|bias)$|layernorm")
+LEAST = 0.01  # of a layer's parameters: what is smaller is not said to be whole
+MOST = 4  # names in a row
 WORDS = {  # as Config calls it, where it does
     "heads": "heads",
     "kv_heads": COPIED,
@@ -55,28 +60,84 @@ def inside(tensor: dict[str, Any], layer: dict[str, Any]) -> Entry:
     mixes = expert is None and _mixes(name, layer)
     kind = "attention" if mixes else "ffn"
     parts = name.split(".")
+    if _of_norm(name):
+        return Entry(name, shape, "norms", partly=True)
     if len(parts) == 2 and len(shape) == 1 and _NORM.search(name) and not mixes:
         return Entry(name, shape, "norms", partly=True)
-    dimension, by = _row(_stem(name, tensor), mixes)
-    if dimension == 1 and len(shape) == 1:  # the bias behind the sum
+    cut = _cut(tensor, layer, mixes)
+    if cut.dimension == 1 and len(shape) == 1:  # the bias behind the sum
         return Entry(name, shape, kind, partly=True, expert=expert)
-    if dimension is None or (dimension == 1 and len(shape) < 2):
+    if cut.dimension is None:
         return Entry(name, shape, kind, expert=expert)
-    units = _units(by, layer, shape[dimension] // (2 if by == "twice" else 1))
-    if not units or shape[dimension] % units:
-        return Entry(name, shape, kind, expert=expert)
-    along = WORDS["mixer" if mixes and _mixer(layer) else by]
-    if expert is not None:
-        along = "expert_width"
-    return Entry(name, shape, kind, tp=dimension, along=along, units=units, expert=expert)
+    along = cut.along if expert is None else "expert_width"
+    own = {"tp": cut.dimension, "along": along, "units": cut.units}
+    return Entry(name, shape, kind, **own, expert=expert)
 
 
-def _row(stem: str, mixes: bool) -> tuple[int | None, str]:
-    """The dimension that is cut, None if none is, and by what."""
+class _Cut(NamedTuple):
+    """How a tensor of a layer is cut."""
+
+    dimension: int | None = None  # None: not at all
+    along: str = ""
+    units: int = 0
+    known: bool = True  # by the table
+
+
+def _cut(tensor: dict[str, Any], layer: dict[str, Any], mixes: bool) -> _Cut:
+    """By the table; where that lacks the name, or how many there are, as transformers' plan has it.
+
+    By the plan a dimension is cut as it is, whatever heads lie in it.
+    """
+    stem, shape = _stem(tensor), tensor["shape"]
+    if row := _row(stem, mixes):
+        dimension, by = row
+        if dimension is None or dimension >= len(shape):
+            return _Cut(dimension)
+        units = _units(by, layer, shape[dimension] // (2 if by == "twice" else 1))
+        if units and shape[dimension] % units == 0:
+            return _Cut(dimension, WORDS["mixer" if mixes and _mixer(layer) else by], units)
+    if not tensor["cut"]:
+        return _Cut(known=False)
+    dimension, matrices = tensor["cut"]
+    return _Cut(dimension, stem, shape[dimension] // matrices, known=False)
+
+
+def _row(stem: str, mixes: bool) -> tuple[int | None, str] | None:
+    """The dimension that is cut, None if none is, and by what; None: no row has the name."""
     for ends, dimension, by in _ATTENTION if mixes else _NETWORK:
         if re.search(rf"(^|\.)({ends})$", stem):
             return dimension, by
-    return None, ""
+    return None
+
+
+def unknown(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The matrices that the table does not cut, by name: as the plan does, and whole.
+
+    Of the latter those that are no small part of the layer.
+    """
+    planned, whole = [], []
+    sizes = [prod(t["shape"]) * (t["experts"] or 1) for t in layer["tensors"]]
+    for tensor, size in zip(layer["tensors"], sizes, strict=True):
+        if len(tensor["shape"]) < 2 or _of_norm(tensor["name"]):
+            continue
+        cut = _cut(tensor, layer, not tensor["experts"] and _mixes(tensor["name"], layer))
+        if not cut.known and cut.dimension is not None:
+            planned.append(_stem(tensor))
+        elif not cut.known and size > LEAST * sum(sizes):
+            whole.append(_stem(tensor))
+    return planned, whole
+
+
+def said(layers: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The same of several kinds of layers, in words."""
+    words = (
+        "cut by tensor ranks as in transformers' own plan",
+        "whole on every tensor rank, for no cut is known",
+    )
+    for text, names in zip(words, zip(*map(unknown, layers), strict=True), strict=False):
+        if some := list(dict.fromkeys(chain.from_iterable(names))):
+            more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
+            yield f"{text}: {', '.join(some[:MOST])}{more}"
 
 
 def outside(tensor: dict[str, Any], first: bool, last: bool) -> Entry:
@@ -92,8 +153,13 @@ def outside(tensor: dict[str, Any], first: bool, last: bool) -> Entry:
     return Entry(name, shape, kind, partly=kind == "norms", tied=tensor["tied"])
 
 
-def _stem(name: str, tensor: dict[str, Any]) -> str:
-    stem = re.sub(r"\.(weight|bias)$", "", name)
+def _of_norm(name: str) -> bool:
+    """Whether it is a matrix inside of a norm, which some models have."""
+    return bool(re.search(r"norm\w*\.\w+\.", name))
+
+
+def _stem(tensor: dict[str, Any]) -> str:
+    stem = re.sub(r"(\.linear)?\.(weight|bias)$", "", tensor["name"])
     return re.sub(r"_bias$", "", stem) if tensor["experts"] else stem
 
 

@@ -156,8 +156,9 @@ def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:
     first = names.get(id(model.get_input_embeddings()), "-")
     last = names.get(id(head), "-") if head is not None else "-"
 
-    def place(tensor: Tensor) -> int:
-        return 2 * tensor.name.startswith(f"{last}.") - tensor.name.startswith(f"{first}.")
+    def place(tensor: Tensor) -> tuple[int, int]:  # a bias of the head before its matrix
+        head = tensor.name.startswith(f"{last}.")
+        return 2 * head - tensor.name.startswith(f"{first}."), head * len(tensor.shape)
 
     return sorted(outside, key=place)
 

@@ -10,14 +10,15 @@ Blocks stand in the order embedding, layers, last norm and head. Rules:
     nanotron  a layer costs its weights, 4h² + 3hF as that library counts them, the head Vh, all
               else nothing; a stage ends with the block at which the running cost passes its share
 
-Or the layers of each stage, as they are. Where a stage has several chunks of the model, its layers
+Or the layers of each stage, as they are. Modules that predict further tokens are no layers: they
+stand on the head's stage, beside its own. Where a stage has several chunks of the model, its layers
 are dealt out over them, as evenly as it goes, and the model passes through all first chunks, then
 all second ones, and so on ("zb-v": there and back).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.arguments import check_count, check_one_of, is_whole, told
 from shardlab.shapes import Config
@@ -86,7 +87,12 @@ def stages(
         last = 0
     ends = rule == "megatron" and model.layers % pp > 0 and schedule != "zb-v"
     dealt = _dealt(layers, v, route(pp, schedule, v), ends)
-    return [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
+    found = [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
+    if model.ahead:
+        *others, end = found[last].chunks
+        end = range(end.start, end.stop + model.ahead)
+        found[last] = replace(found[last], chunks=(*others, end))
+    return found
 
 
 def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:

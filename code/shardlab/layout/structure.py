@@ -151,18 +151,26 @@ class Structure:
     vocab: int  # [V]
     seq: int  # longest sequence, in tokens
     kinds: tuple[Kind, ...]
-    order: tuple[int, ...]  # the kind of each layer, first to last
+    order: tuple[int, ...]  # the kind of each layer, first to last; then those that are `ahead`
     outside: tuple[Entry, ...]  # embedding first, norm and head last
     tied: bool  # the output layer is the embedding, transposed
     model_type: str = "gpt"  # transformers' word, for a model of it
     assumed: tuple[str, ...] = ()  # what a file left open, in words
     unplanned: str = ""  # why its time and memory are not predicted; "": they are
     own: Config | None = None  # of what shape the course's own model is the same; None: of none
+    # Modules that predict further tokens in training: a layer each, which stands with the head and
+    # reads the embedding, too; the head comes once more for each.
+    ahead: int = 0
 
     @property
     def layers(self) -> int:
-        """[L] how many."""
-        return len(self.order)
+        """[L] how many; those that predict further tokens are none of them."""
+        return len(self.order) - self.ahead
+
+    @property
+    def ends_share(self) -> bool:
+        """Whether first and last stage have the embedding's numbers both."""
+        return self.tied or self.ahead > 0
 
     @property
     def experts(self) -> int:

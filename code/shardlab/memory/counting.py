@@ -132,6 +132,8 @@ def _held(
     ends = [first] if embedding else []
     if head:
         ends += [e for e in last if e.tied is None or not embedding]
+        if model.ahead and not model.tied and not embedding:
+            ends.append(first)  # which modules that predict further tokens read, too
     for entry in ends:
         counts[entry.kind] += entry.elements(cuts[0])
     for kind, n in zip(model.kinds, layers, strict=True):

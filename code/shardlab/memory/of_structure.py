@@ -70,7 +70,7 @@ def estimate_structure(
     again = computed_again(layout.recompute)
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
     layers = sum(n * kept(model, kind, layout, again) for kind, n in by_kind(model, here))
-    logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head
+    logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head * (1 + model.ahead)
     stream = recipe.compute * tokens * model.hidden
     activations = round(recipe.compute * tokens * layers * flying) + tokens * logits
     buffers = 16 * tokens + on_the_way(layout, mine.all * recipe.gradients, bucket)

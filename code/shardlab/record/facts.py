@@ -76,6 +76,7 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "count": count,
         "driver": driver(),
         "cuda": torch.version.cuda or "",
+        **({"hip": torch.version.hip} if torch.version.hip else {}),  # AMD's GPUs are "cuda", too
         "cores": cores(),
     }
 

@@ -3,7 +3,7 @@
     >>> read(root).topics["gemm"].needs
     ['collectives']
 
-`python -m shardlab pairs` writes what is made: the contents, the map, and in four pages what
+`python -m shardlab pairs` writes what is made: the contents, the map, and in some pages what
 stands between <!-- topics: … --> and <!-- end -->.
 """
 
@@ -17,7 +17,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from . import paths
 from .key import lessons
+from .pace import anchor
 
 TOPICS = Path("book/topics.yml")
 CLAIMS = Path("book/claims.md")
@@ -34,6 +36,7 @@ class Topic:
     after: Sequence[str] = ()
     floor: int | str = ""
     module: str = ""
+    exercises: int = 0
     planned: bool = False
 
 
@@ -71,6 +74,10 @@ class Index:
     def here(self) -> list[Topic]:
         """The topics that have a lesson."""
         return [topic for topic in self.topics.values() if not topic.planned]
+
+    def needed_by(self, name: str) -> list[Topic]:
+        """The topics with a lesson that need this one."""
+        return [topic for topic in self.here if name in topic.needs]
 
     def modules(self, floor: Floor) -> list[str]:
         """The modules on a floor."""
@@ -138,6 +145,27 @@ def _check(index: Index, root: Path) -> None:
             raise ValueError(f"{TOPICS}: page {page!r}: there is no {page}.md")
 
 
+def ways(index: Index, root: Path) -> dict[str, paths.Way]:
+    """The paths through the course, by their names."""
+    titles = {topic.topic: topic.title for topic in index.here}
+    return paths.read(root, titles, {topic.topic: topic.exercises for topic in index.here})
+
+
+def assumed(name: str, root: Path) -> str:
+    """What a lesson assumes, in a sentence with links for lessons/; "" for other pages."""
+    topics = read(root).topics if (root / TOPICS).is_file() else {}
+    if name not in topics:
+        return ""
+
+    def linked(names: Sequence[str]) -> str:
+        links = [f"[{topics[name].title}]({name}.md)" for name in names]
+        return " and ".join(filter(None, [", ".join(links[:-1]), *links[-1:]]))
+
+    needs, after = topics[name].needs, topics[name].after
+    said = f"Assumes {linked(needs) or 'PyTorch, and nothing of parallelism'}"
+    return said + (f"; easier after {linked(after)}." if after else ".")
+
+
 def made(root: Path) -> dict[Path, str]:
     """What the files that are made from the index should hold; none where there is no index."""
     if not (root / TOPICS).is_file():
@@ -150,6 +178,12 @@ def made(root: Path) -> dict[Path, str]:
         ("README.md", "lessons"): _lessons(index),
         ("CONTRIBUTING.md", "floors"): _floors(index),
     }
+    if through := ways(index, root):
+        project = (root / "book/project.md").is_file()
+        here = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+        blocks[str(paths.ALL), "paths"] = paths.overview(through, here)
+        for way in through.values():
+            blocks[f"{way.docname}.md", "path"] = paths.table(way, project)
     if (root / CLAIMS).is_file():
         blocks[str(CLAIMS), "checked"] = _checked(index, root)
     found = {
@@ -183,10 +217,9 @@ def _table(index: Index) -> list[str]:
     """The landing page's table of the lessons."""
     lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
-        for i, topic in enumerate(part.topics):
+        for i, topic in enumerate(topic for topic in part.topics if not topic.planned):
             link = f"[{topic.title}](../lessons/{topic.topic}.md)"
-            what = f"{topic.title} (planned)" if topic.planned else link
-            lines.append(f"| {'' if i else part.part} | {what} | {topic.able} |")
+            lines.append(f"| {'' if i else part.part} | {link} | {topic.able} |")
     return lines
 
 
@@ -206,7 +239,7 @@ def _checked(index: Index, root: Path) -> list[str]:
         section, claims = "", []
         for heading, claim in _BOX.findall(text):
             section = heading or section
-            claims += [f"- [{claim}]({link}#{_anchor(section)})"] * bool(claim)
+            claims += [f"- [{claim}]({link}#{anchor(section)})"] * bool(claim)
         if claims:
             title = pages.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
             lines += [f"**[{title}]({link})**", "", *claims, ""]
@@ -215,11 +248,6 @@ def _checked(index: Index, root: Path) -> list[str]:
 
 # A heading, or the claim in the title of a box.
 _BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTILINE)
-
-
-def _anchor(heading: str) -> str:
-    """The address of a section within its page, as MyST makes it."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def _files(part: Part) -> list[str]:

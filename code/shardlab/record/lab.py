@@ -45,7 +45,7 @@ def write(root: Path) -> list[str]:
     new = nbformat.v4.new_markdown_cell
     done = _put(numbered([new(contents)]), folder / CONTENTS, root)
     for name, after in zip(names, [*names[1:], None], strict=True):
-        book = reading(name, root, beside=True)
+        book = reading(name, root, beside=True, needs=index.assumed(name, root))
         next_one = f"Next: {_link(after, root)} · " if after else ""
         book.cells.append(new(f"{next_one}[All lessons]({CONTENTS})", id="next"))
         done += _put(book, folder / f"{Path(name).name}.ipynb", root)

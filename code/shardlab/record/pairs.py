@@ -12,11 +12,13 @@ clone that can be the wrong one. What else is made, `shardlab.record.index` says
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from shardlab import options
 
 from . import course, index, lessons
+from .paths import PATHS
 from .reading import extras
 
 SCRIPTS = Path("code/lessons")
@@ -42,6 +44,8 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
         title, _, prose = book.cells[0].source.partition("\n\n")
         needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
+        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.assumed(topic, root))
+        needs += f"\n\n{assumed}" * bool(assumed)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
     return jupytext.writes(book, fmt="py:percent", config=config)
 
@@ -90,6 +94,7 @@ def _main(chosen: argparse.Namespace) -> int:
     for path, text in late.items():
         name = path.relative_to(root)
         source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
+        source = f"{PATHS} and its parts" if path.stem.startswith("path") else source
         source = TAKE_HOME if name == TAKEN else source
         why = "has no lesson" if text is None else f"differs from {source}"
         print(f"{name} {why}: run `make pairs`")

@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardlab import __version__
 
+from . import quizzes
 from .kernel import KERNELSPEC
 from .key import has_cells, notebook, source
 
 if TYPE_CHECKING:
     import nbformat
 
+# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
+WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
 _MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
     r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
     re.M,
@@ -97,7 +100,7 @@ class Writer:
         beside: bool = False,
         picture: Callable[[str], str] | None = None,
     ):
-        self.folder = source(name, root).parent
+        self.folder, self.root = source(name, root).parent, root
         self.papers = root / "book/references.bib"
         self.labels = set(re.findall(r"(?m)^\(([\w-]+)\)=$", source(name, root).read_text("utf-8")))
         self.beside = beside
@@ -144,7 +147,11 @@ class Writer:
             given = [f"--{option} {value}" for option, value in options.items()]
             line = " ".join(filter(None, ["python -m shardlab", title, place, *given]))
             return f"In a terminal:\n\n```bash\n{line}\n```"
+        if name == "quiz":
+            return self.plain(quizzes.plain(quizzes.read(self.root)[title]))
         text = self.plain(text)
+        if name == "predict":  # the site hides what follows until a number is there
+            return f"**Predict first.** {text}"
         if name == "step-through":
             return f"**{title}**\n\n{text}"
         if name not in _BOXES:
@@ -232,11 +239,13 @@ def reading(
     book: nbformat.NotebookNode | None = None,
     beside: bool = False,
     picture: Callable[[str], str] | None = None,
+    needs: str = "",
 ) -> nbformat.NotebookNode:
     """The page `name` (see `key`) as a notebook to read and to run.
 
     book: the page as a notebook with the outputs that it shall have; without outputs otherwise.
     beside, picture: see `Writer`.
+    needs: what the page assumes, to stand below its title (`index.assumed`).
     """
     import nbformat
 
@@ -274,6 +283,9 @@ def reading(
             else:
                 cells.append(new.new_markdown_cell(plain))
         begins = False
+    if needs:
+        title_line, _, rest = cells[0].source.partition("\n")
+        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
     if not beside and not picture:
         code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
         words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)

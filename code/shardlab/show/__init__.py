@@ -189,7 +189,7 @@ def table(
     def row_html(tag: str, values: Iterable[str]) -> str:
         scope = ' scope="col"' if tag == "th" else ""
         return "".join(
-            f'<{tag}{scope} class="text-{side}">{html.escape(value)}</{tag}>'
+            f'<{tag}{scope} class="text-{side}">{_breakable(value)}</{tag}>'
             for value, side in zip(values, align, strict=True)
         )
 
@@ -200,6 +200,12 @@ def table(
         f"<thead><tr>{row_html('th', head)}</tr></thead><tbody>{body}</tbody></table></div>"
     )
     return _shown(page, f"{caption}\n{text}" if caption else text)
+
+
+def _breakable(cell: str) -> str:
+    """As HTML. A name of more than 20 characters may break after each . and _ and inner hyphen."""
+    longs = re.sub(r"\S{21,}", lambda word: re.sub(r"(?<=\w)([._-])", "\\1\0", word[0]), cell)
+    return html.escape(longs).replace("\0", "<wbr>")
 
 
 def _numeric(cell: str) -> bool:

@@ -15,6 +15,9 @@ prediction.
     python -m shardlab strategy --model llama-3-405b --gpu h100 --batch 2048 \\
         --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence parallelism"
 
+--mtp plans so many of the modules that predict further tokens, of those that a file of --config
+names: they are trained on the last stage, with the head.
+
 --layout takes one layout as it is, in the words of the table, and shows it part by part, whether it
 fits or not; micro-batches that it does not name follow from --batch.
 
@@ -68,7 +71,7 @@ from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import MACHINES, check_named
-from shardlab.shapes import PRESETS
+from shardlab.shapes import PRESETS, Config
 
 from . import files, learn, report, tables
 from .advice import told
@@ -101,7 +104,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
-    add("mtp", "0: modules that predict further tokens are counted by memory, not planned", "N")
+    add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
     add("gpus", "how many", "N")
     add("per-node", "GPUs of a node (as its maker builds it)", "N")
@@ -124,7 +127,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--run", action="store_true", default=None, help=words)
     add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
     add("emit", "the fastest layout as a configuration for it", "ENGINE")
-    add("engine", "with --emit slurm, the whole job of: torchtitan, megatron, course", "ENGINE")
+    add(
+        "engine",
+        "with --emit slurm, the whole job of: torchtitan, megatron, deepspeed, fsdp2, course",
+        "ENGINE",
+    )
+    add("site", "with --emit slurm, what every job wants there: a cluster.yml", "FILE")
     add("into", "with --engine, the folder for its files (job)", "DIR")
     add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
     add("partition", "with --engine, where it runs (the default one)", "NAME")
@@ -171,8 +179,13 @@ def _check_apart(given: dict[str, Any], what: str) -> None:
         options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
     if "layout" in given:
         options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
+    if "config" not in given:
+        words = "alone: allowed with --config, whose file has such modules"
+        options.apart(given, ["mtp"], words)
+    if "run" in given:
+        options.apart(given, ["mtp"], "with --run: the course's own model has no such modules")
     if given.get("emit") != "slurm":
-        options.apart(given, ["engine"], "alone: allowed with --emit slurm")
+        options.apart(given, ["engine", "site"], "alone: allowed with --emit slurm")
     if "engine" not in given:
         more = ["into", "time", "partition"]
         options.apart(given, more, "alone: allowed with --engine, of whose job it is")
@@ -300,8 +313,8 @@ def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
     return how(profile, given["compile"])
 
 
-def _as_own(path: Path, found: Structure) -> Structure:
-    """`found` with the shape in which the course's own model computes the same.
+def _own(path: Path, found: Structure) -> Config:
+    """The shape in which the course's own model computes the same as `found`.
 
     Raises ValueError where none does: an engine would be told of another model.
     """
@@ -311,13 +324,10 @@ def _as_own(path: Path, found: Structure) -> Structure:
     if structure(own).total != found.total:
         words = f"config={str(path)!r}: {found.total:,} parameters"
         raise ValueError(f"{words}; allowed with --emit and --run are {structure(own).total:,}")
-    return replace(found, own=own)
+    return own
 
 
 def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
-    if options.whole("mtp", given.get("mtp", "0"), 0):
-        words = "no stage has a place for modules after the head, and theirs is not predicted"
-        raise ValueError(f"mtp={given['mtp']}: allowed in a plan is 0; {words}: memory counts them")
     if "model" in given:
         name = given["model"]
         check_one_of(PRESETS, model=name)
@@ -325,11 +335,12 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
     else:
         from shardlab import hub  # which no page's calculator needs
 
-        name, config = Path(given["config"]).name, hub.planned(given["config"])
+        path, mtp = Path(given["config"]), options.whole("mtp", given.get("mtp", "0"), 0)
+        name, config = path.name, hub.planned(path, mtp=mtp)
         for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
             print(f"assumed: {words}", file=sys.stderr)
         if "emit" in given or "run" in given:
-            config = _as_own(Path(given["config"]), config)
+            config = replace(config, own=_own(path, hub.planned(path)))
     if "gpu" in given or rates.machine is None:
         machine = check_named(gpu=given.get("gpu", ""))
     else:

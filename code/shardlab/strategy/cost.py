@@ -50,8 +50,8 @@ def flops(
     check_whole(seq=seq, tokens=tokens)
     again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
-    found = 6.0 * model.vocab * model.hidden
-    for kind, layers in zip(model.kinds, model.counted([range(model.layers)]), strict=True):
+    found = 6.0 * (1 + model.ahead) * model.vocab * model.hidden
+    for kind, layers in zip(model.kinds, model.counted([range(len(model.order))]), strict=True):
         core = kind.core.flops(seq, causal) if kind.core else 0.0
         if "latents" in again:
             found += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
@@ -148,7 +148,7 @@ def floor(
 
     tokens = layout.micro_batch * seq * layout.microbatches / layout.cp
     stream = tokens * config.hidden * ELEMENT
-    reduces = (6 if layout.recompute == "full" else 4) * config.layers / layout.pp
+    reduces = (6 if layout.recompute == "full" else 4) * len(structure(config).order) / layout.pp
     near = machine.inside
     if layout.tp > machine.per_node:
         near = min(near, machine.between * machine.per_node)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from shardlab import options
 from shardlab.arguments import check_one_of
-from shardlab.layout.structure import own_config
+from shardlab.cluster import site
+from shardlab.layout.structure import own_config, structure
 
 from . import report
 from .emit import ENGINES, Limits, emit, job
@@ -25,9 +26,14 @@ STEPS = 1000  # of the training, unless --tokens says otherwise
 
 
 def for_engine(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the profile of the engine that a plan is for. Slurm starts any program."""
+    """The options with the profile of the engine that a plan is for. Slurm starts any program.
+
+    And with the GPUs of a node of --site, where --per-node says no others.
+    """
     engine = given["emit"]
     check_one_of(ENGINES, emit=engine)
+    if "site" in given and (n := site.read(given["site"]).gpus_per_node):
+        given = {"per_node": str(n), **given}
     if "engine" in given:
         check_one_of(JOBS, engine=given["engine"])
         engine = given["engine"]
@@ -46,33 +52,41 @@ def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     def text(one: Planned, how: str) -> str:
         return emit(engine, *job, one.layout, asked.seq, how).rstrip("\n")
 
-    return _able(engine, found, text)
+    made = _able(engine, found, text)
+    return site.read(given["site"]).batch(made) if "site" in given else made
 
 
 def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     """Write the whole job of an engine into a folder; what there is, and what comes next."""
     engine = given["engine"]
     known = {name: given[name] for name in ("time", "partition") if name in given}
+    at = site.read(given["site"]) if "site" in given else None
+    if at and at.partition and "," not in at.partition:
+        known = {"partition": at.partition, **known}
     limits, steps = Limits(**known), STEPS
     if partitions := here():
         limits.check(partitions)
     if asked.tokens:
         steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
 
-    def files(one: Planned, how: str) -> dict[str, str]:
+    def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
         config = own_config(asked.config, emit=engine)
-        target = Target(engine, config, asked.machine, one.layout, asked.seq, how)
-        return job(target, limits, steps, one.seconds)
+        ahead = structure(asked.config).ahead
+        target = Target(engine, config, asked.machine, one.layout, asked.seq, how, ahead)
+        return one, job(target, limits, steps, one.seconds)
 
-    texts = _able(engine, found, files)
+    planned, texts = _able(engine, found, files)
+    if at:
+        texts |= {FILE: at.batch(texts[FILE]), SITE: at.script()}
     folder = Path(options.folder("into", given.get("into", "job")))
-    said = [f"{folder}:"]
+    takes = f"{planned.seconds:.3g} s a step and {planned.reserved / 1e9:.1f} GB on the fullest GPU"
+    said = [f"{planned.layout}: {takes}, as predicted", f"{folder}:"]
     for name, text in texts.items():
         kept = name == SITE and (folder / name).exists()
         if not kept:
             options.written("into", folder / name, partial(_write, text))
         said.append(f"  {name}" + (", yours: kept" if kept else ""))
-    said += [f"Put your site's modules and environment into {folder}/{SITE}, then"]
+    said += [f"Put your site's modules and environment into {folder}/{SITE}, then"] * (not at)
     return "\n".join([*said, f"  cd {folder} && sbatch {FILE}"])
 
 

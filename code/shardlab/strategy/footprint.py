@@ -81,7 +81,8 @@ def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
     if (waiting := deferred(layout, stage)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
-    logits = rates.logit * job.tokens * ceil(job.model.vocab / layout.tp) if here.head else 0.0
+    heads = here.head * (1 + job.model.ahead)
+    logits = heads * rates.logit * job.tokens * ceil(job.model.vocab / layout.tp)
     found = Bytes(
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffers(job, rates, here, held.all),

@@ -20,6 +20,7 @@ from .rates import Rates
 # lessons/strategy.md, "Predicted beside measured".
 MARGIN = 0.07
 LITTLE = 0.25  # of the data sheet's operations
+LINE = 90  # characters of a line on the site's pages
 PARTS = {  # of a step's seconds
     "products": "products of matrices, on the slowest stage",
     "attention": "attention's core",
@@ -126,6 +127,8 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
         if "cost" in one:
             cells.append(f"{one['cost']:,.0f}")
         table.append([*cells, one["waits_for"]])
+    if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `--explain`, too
+        table = [cells[:-1] for cells in table]
     lines += aligned(table)
     lines += ["", first(found, rates), *on_host(asked, found.fits[0])]
     lines += [ruled(found), searched(found)]
@@ -135,12 +138,14 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
 
 def aligned(table: list[list[str]]) -> list[str]:
     """Rows with columns of one width: text to the left, numbers to the right."""
-    widths = [max(len(line[k]) for line in table) for k in range(len(table[0]))]
-    last = len(widths) - 1
+    head, *body = table
+    ranges = range(len(head))
+    widths = [max(len(line[k]) for line in table) for k in ranges]
+    right = [all(not line[k] or line[k][0].isdigit() for line in body) for k in ranges]
     return [
         "  ".join(
-            cell.ljust(width) if k in (0, last) else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, right, strict=True)
         ).rstrip()
         for line in table
     ]

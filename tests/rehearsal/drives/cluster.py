@@ -46,7 +46,9 @@ def one_rank():
     assert examine.speed(device, 1)["flops"] > 0
     found = examine.gpu(device)
     assert found["id"].endswith(str(device.index)) and 0 < found["free"] <= found["total"]
-    assert {"cuda", "nccl", "driver"} <= examine.versions(device).keys()
+    said, amd = examine.versions(device), os.environ.get("REHEARSE_MAKER") == "amd"
+    assert {"hip" if amd else "cuda", "nccl", "driver"} <= said.keys()
+    assert ("AMD" in found["name"]) is amd and ("cuda" in said) is not amd
 
 
 @on_caller

@@ -36,7 +36,8 @@ def versions(device: torch.device) -> Facts:
     """Of what has to be equal on all ranks."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
-        found["cuda"] = torch.version.cuda or ""
+        toolkit = "hip" if torch.version.hip else "cuda"  # AMD's GPUs are "cuda" to torch, too
+        found[toolkit] = torch.version.hip or torch.version.cuda or ""
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["driver"] = _driver()
     return found | {"shardlab": sources()}
@@ -169,7 +170,8 @@ def now() -> float:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver; "" where Linux does not tell."""
-    with suppress(OSError):
-        return Path("/sys/module/nvidia/version").read_text("utf-8").strip()
+    """The version of NVIDIA's driver, or of AMD's; "" where Linux does not tell."""
+    for module in ("nvidia", "amdgpu"):
+        with suppress(OSError):
+            return Path(f"/sys/module/{module}/version").read_text("utf-8").strip()
     return ""

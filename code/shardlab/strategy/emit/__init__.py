@@ -11,7 +11,8 @@
 | course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
-`job` is the whole of a job for Slurm: with its environment, its signal and its way to resume.
+`job` is the whole of a job for Slurm, of any of the other engines: with its environment, its signal
+and its way to resume.
 A layout that an engine cannot express is refused, with the field and what comes nearest. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
 Files that are mostly code have a Jinja2 template beside their writer, the others are put together.
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout, Structure
+from shardlab.layout import Layout, Structure, structure
 from shardlab.layout.structure import own_config
 from shardlab.machines import Machine
 from shardlab.shapes import Config
@@ -69,6 +70,6 @@ def emit(
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
     check_one_of(ENGINES, engine=engine)
-    config = own_config(config, emit=engine)
-    seq = config.seq if seq is None else seq
-    return _WRITERS[engine](Target(engine, config, machine, layout, seq, how))
+    own = own_config(config, emit=engine)
+    seq, ahead = own.seq if seq is None else seq, structure(config).ahead
+    return _WRITERS[engine](Target(engine, own, machine, layout, seq, how, ahead))

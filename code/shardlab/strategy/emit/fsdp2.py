@@ -11,19 +11,20 @@ A stage of ZeRO is what fully_shard is told to do between forward, backward and 
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from .target import Target, beside, filled
+from .target import Target, beside, filled, wrapped
 
 FILE = "train_fsdp2.py"
 
 
-def write(target: Target) -> str:
-    """The text of the script; ValueError for what fully_shard and DTensor cannot do."""
+def write(target: Target, job: bool = False) -> str:
+    """The text of the script; ValueError for what fully_shard and DTensor cannot do.
+
+    job: with checkpoints and options, by `loop.py`.
+    """
     _check(target)
-    text = filled(FILE, target, **_words(target))
-    return "\n".join(_wrapped(line) for line in text.splitlines()) + "\n"
+    return wrapped(filled(FILE, target, job=job, **_words(target)))
 
 
 def _words(target: Target) -> dict[str, Any]:
@@ -39,22 +40,15 @@ def _words(target: Target) -> dict[str, Any]:
         del mesh["tensor"]
     gate = ["ffn.gate"] if target.config.mlp == "swiglu" else []
     columns = ["attention.query", "attention.key", "attention.value", "ffn.up", *gate]
-    given = [
-        f"{field.name}={getattr(target.config, field.name)!r}".replace("'", '"')
-        for field in fields(target.config)
-        if getattr(target.config, field.name) != field.default
-    ]
     dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[target.half]
     settings = [
-        (f"SEQ = {target.seq}", "tokens of a sequence"),
-        (f"MICRO_BATCH = {at.micro_batch}", target.why_micro_batch()),
-        (f"MICROBATCHES = {at.microbatches}", target.why_microbatches()),
+        *target.of_a_step(),
         (f"DTYPE = {dtype}", target.why_half()),
     ]
     return {
         "title": "\n".join(target.title()),
         "launch": "\n".join(target.torchrun(FILE)),
-        "shape": ",\n".join(given),
+        "shape": target.shape(),
         "settings": "\n".join(beside(settings)),
         "columns": ", ".join(f'"{name}"' for name in columns),
         "sizes": tuple(mesh.values()),
@@ -69,15 +63,6 @@ def _words(target: Target) -> dict[str, Any]:
         "many": at.microbatches > 1,
         "backward": "scaler.scale(value).backward()" if fp16 else "value.backward()",
     }
-
-
-def _wrapped(line: str) -> str:
-    """A line of more than 100 columns with its comment above it."""
-    code, mark, why = line.partition("  # ")
-    if len(line) <= 100 or not mark:
-        return line
-    indent = " " * (len(code) - len(code.lstrip()))
-    return f"{indent}# {why}\n{code}"
 
 
 def _check(target: Target) -> None:

@@ -3,8 +3,9 @@
     for name, text in job(target, Limits("12:00:00"), steps=1000, seconds=85.0).items(): ...
 
 The batch file asks for a signal some minutes before its end. Then engines that know a signal save
-and leave; torchtitan knows none, and goes back to its last checkpoint. The job returns to the queue
-under its number, and the engine resumes from its folder.
+and leave, as the scripts that are written here do by `loop.py`; torchtitan knows none, and goes
+back to its last checkpoint. The job returns to the queue under its number, and the engine resumes
+from its folder.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import course, megatron, torchtitan
+from . import course, deepspeed, fsdp2, megatron, torchtitan
 from .slurm import options
 from .target import Target
 
 FILE, SITE = "job.sbatch", "site.sh"
 RUN = "run"  # the folder, beside the batch file, of checkpoints and metrics
-ENGINES = {"torchtitan": torchtitan, "megatron": megatron, "course": course}
+ENGINES = ("torchtitan", "megatron", "deepspeed", "fsdp2", "course")
+LOOP = "loop.py"  # of scripts that are made here: steps, checkpoints, the signal
 SIGNAL = 300  # seconds before the end: Slurm may be a minute early, and a save takes its time
 LEAST = 600  # of a time limit: less than that leaves no time to train
 LOST = 0.1  # of a time limit that training may lose, where it ends without a save
@@ -39,6 +41,7 @@ _SITE = """\
 # Compute nodes often have no network: fetch on the login node, and let nobody ask there.
 # export HF_HOME=/shared/me/huggingface HF_HUB_OFFLINE=1
 # export NCCL_SOCKET_IFNAME=ib0     # where nccl takes the wrong interface
+# export GLOO_SOCKET_IFNAME=lo      # for ranks on the CPU of one machine without a network
 """
 
 _BATCH = """\
@@ -65,7 +68,7 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # less is lost between 
 # torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
   bash -c 'trap "" USR1; exec "$@"' job \\
-  {launch} \
+  {launch} \\
   "$@" &
 step=$! again=
 {trap}
@@ -145,12 +148,8 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
 
     Raises ValueError for what the engine cannot do.
     """
-    own = ENGINES[target.engine]
     every = max(1, int(LOST * limits.seconds / seconds))  # steps from one checkpoint to the next
-    files = {own.FILE: own.write(target)}
-    if target.engine == "course":
-        script = Path(__file__).parents[2] / "train/take_home.py"
-        files["train.py"] = script.read_text(encoding="utf-8")
+    files = _files(target)
     launch, more = _launch(target, steps, every)
     lines = [
         "#!/bin/bash",
@@ -172,6 +171,23 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
     return {FILE: "\n".join(lines), SITE: _SITE, **files}
 
 
+def _files(target: Target) -> dict[str, str]:
+    """The engine's own files, by their names."""
+    here = Path(__file__).parent
+    loop = {LOOP: (here / LOOP).read_text(encoding="utf-8")}
+    if target.engine == "torchtitan":
+        return {torchtitan.FILE: torchtitan.write(target)}
+    if target.engine == "megatron":
+        return {megatron.FILE: megatron.write(target)}
+    if target.engine == "deepspeed":
+        settings = {deepspeed.FILE: deepspeed.write(target)}
+        return settings | {deepspeed.SCRIPT: deepspeed.script(target)} | loop
+    if target.engine == "fsdp2":
+        return {fsdp2.FILE: fsdp2.write(target, job=True)} | loop
+    script = here.parents[1] / "train/take_home.py"
+    return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
+
+
 def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
     """What starts a node's ranks and resumes them, in lines; and lines that go before."""
     n = target.ranks_of_node
@@ -187,6 +203,9 @@ def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
         resume = f"--save {RUN} --load {RUN} --save-interval {every} --train-iters {steps}"
         leave = "--exit-signal-handler --exit-signal SIGUSR1"
         return [f"bash {megatron.FILE} {resume}", leave], ""
-    more = f"source ./{course.FILE}\n"
-    own = f'train.py "${{options[@]}}" --steps {steps} --every {every}'
-    return [*torchrun, own, f"--folder {RUN} --resume auto"], more
+    limits = f"--steps {steps} --every {every}"
+    if target.engine != "course":
+        script = deepspeed.SCRIPT if target.engine == "deepspeed" else fsdp2.FILE
+        return [*torchrun, f"{script} {limits} --folder {RUN}"], ""
+    own = f'train.py "${{options[@]}}" {limits}'
+    return [*torchrun, own, f"--folder {RUN} --resume auto"], f"source ./{course.FILE}\n"

@@ -105,17 +105,20 @@ def _stages(target: Target) -> list[tuple[str, str]]:
     parts = target.parts()
     if len(set(parts)) > 1:
         why = "layers (t) of each part, with embedding (E) and head (L)"
-        rows.append((f'--pipeline-model-parallel-layout "{_text(parts)}"', why))
+        if target.ahead:
+            why += ", and before it what predicts further tokens (m)"
+        text = _text(parts, target.ahead)
+        rows.append((f'--pipeline-model-parallel-layout "{text}"', why))
     elif at.chunks > 1:
         why = f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"
         rows.append((f"--num-virtual-stages-per-pipeline-rank {at.chunks}", why))
     return rows
 
 
-def _text(parts: list[int]) -> str:
+def _text(parts: list[int], ahead: int) -> str:
     """Layers of each part, as Megatron writes them: Et*7|(t*8|)*14t*7L."""
     each = [f"t*{n}" if n else "" for n in parts]
-    each[0], each[-1] = f"E{each[0]}", f"{each[-1]}L"
+    each[0], each[-1] = f"E{each[0]}", f"{each[-1]}{'m' * ahead}L"
     runs = [(name, len(list(same))) for name, same in groupby(each)]
     text = "".join(f"({name}|)*{n}" if n > 1 else f"{name}|" for name, n in runs)
     return text[:-1]
@@ -190,6 +193,9 @@ def _shape(target: Target) -> list[tuple[str, str]]:
         rows.append(("--disable-bias-linear", "matrices have no bias"))
     if not c.tied:
         rows.append(("--untie-embeddings-and-output-weights", "the head is a matrix of its own"))
+    if target.ahead:
+        why = "modules that predict further tokens, with the head"
+        rows.append((f"--mtp-num-layers {target.ahead}", why))
     return rows + _experts(target)
 
 

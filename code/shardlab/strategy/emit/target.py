@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Target:
     layout: Layout
     seq: int
     how: str = "captured"  # one of profile's HOW, where the engine has a choice
+    ahead: int = 0  # modules that predict further tokens
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -41,6 +42,9 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        if self.ahead and self.engine != "megatron":
+            words = "of these engines 'megatron' has an argument for it"
+            raise self.refusal(f"mtp={self.ahead}", "is 0", words)
         plain = {"head": None, "qk_norm": False, "window": None, "latent": None, "yarn": None}
         if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
             for name, only in plain.items():
@@ -181,6 +185,20 @@ class Target:
             return f"{self.machine.name} has no bf16: the loss has to be scaled"
         return "products in 16 bits, with float32's range: no loss scaling"
 
+    def of_a_step(self) -> list[tuple[str, str]]:
+        """A script's lines about the tokens of a step, each with its reason."""
+        return [
+            (f"SEQ = {self.seq}", "tokens of a sequence"),
+            (f"MICRO_BATCH = {self.layout.micro_batch}", self.why_micro_batch()),
+            (f"MICROBATCHES = {self.layout.microbatches}", self.why_microbatches()),
+        ]
+
+    def shape(self) -> str:
+        """The model's sizes as a script gives them to `Config`, a line each."""
+        sizes = ((field, getattr(self.config, field.name)) for field in fields(self.config))
+        given = [f"{field.name}={size!r}" for field, size in sizes if size != field.default]
+        return ",\n".join(given).replace("'", '"')
+
     def title(self) -> list[str]:
         """What the file is for, in two lines."""
         gpus = f"{self.layout.ranks} × {self.machine.name}"
@@ -215,3 +233,16 @@ def filled(file: str, target: Target, **words: Any) -> str:
     )
     known = {"target": target, "at": target.layout, "c": target.config, **words}
     return environment.get_template(f"{file}.jinja").render(known)
+
+
+def wrapped(text: str) -> str:
+    """Python, where a comment beside a line that is too long for both is above it."""
+    lines = []
+    for line in text.splitlines():
+        code, mark, why = line.partition("  # ")
+        if len(line) <= WIDTH or not mark:
+            lines.append(line)
+            continue
+        indent = " " * (len(code) - len(code.lstrip()))
+        lines += [f"{indent}# {why}", code]
+    return "\n".join([*lines, ""])

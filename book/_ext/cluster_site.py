@@ -1,0 +1,82 @@
+"""The pages for one centre: `cluster_file` in _config.yml names its cluster.yml, from the root.
+
+Batch files on pages, and those that pages offer to save, are then made for it, and so are commands
+that are typed there: with its account, its partition, its container. Without a name nothing
+changes. `shardlab.cluster.site` knows what is made of a site.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import re
+import tempfile
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ConfigError
+
+from shardlab import show
+from shardlab.cluster import site
+
+_SAVED = re.compile(r'href="data:text/plain;base64,([^"]+)" download="([^"]+\.sbatch)"')
+_SHELL = "bash", "sh", "shell", "console"
+
+
+def check(app: Sphinx, config: Config) -> None:
+    """Stop the build for a file that is none."""
+    if config.cluster_file:
+        try:
+            site.read(Path(app.srcdir, config.cluster_file), "cluster_file")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+
+def make(app: Sphinx, doctree: nodes.document) -> None:
+    """Make the batch files and the commands of a page for the site."""
+    if not app.config.cluster_file:
+        return
+    path = Path(app.srcdir, app.config.cluster_file)
+    at, changed = site.read(path, "cluster_file"), False
+    for block in doctree.findall(nodes.literal_block):
+        text = made(at, block.astext(), block.get("language", ""))
+        if text != block.astext():
+            block.replace_self(nodes.literal_block(text, text, **block.attributes))
+            changed = True
+    for raw in doctree.findall(nodes.raw):
+        if found := _SAVED.search(raw.astext()):
+            text = base64.b64decode(found[1]).decode()
+            page = saved(at.batch(text, launch=False), found[2], at.name)
+            raw.replace_self(nodes.raw(page, page, **raw.attributes))
+            changed = True
+    if changed:
+        app.env.note_dependency(str(path))
+
+
+def made(at: site.Site, text: str, language: str) -> str:
+    """A block of a page, made for the site."""
+    if "#SBATCH" in text:
+        return at.batch(text, launch=False)
+    if language not in _SHELL:
+        return text
+    return "\n".join(at.command(line) for line in text.split("\n"))
+
+
+def saved(text: str, name: str, of: str) -> str:
+    """A batch file as pages show it, with the link that saves it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_text(text, "utf-8")
+        with contextlib.redirect_stdout(io.StringIO()):  # the line for scripts
+            page = show.file(path, "bash").html
+    return page.replace(f">{name}</p>", f">{name}, for {of}</p>", 1) if of else page
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the extension."""
+    app.add_config_value("cluster_file", "", "env", [str])
+    app.connect("config-inited", check)
+    app.connect("doctree-read", make)

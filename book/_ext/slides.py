@@ -1,0 +1,81 @@
+"""Slides of each lesson, made of its finished page when a build ends: slides/<topic>.html.
+
+    python book/_ext/slides.py _build/html      # the same, for the site that lies there
+
+What becomes a slide is a matter of `deck`. A deck is a page of reveal.js, which comes from the
+Python package sphinx-revealjs; its files lie in the site, so decks need no network.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import deck
+from deck_page import Page
+from lesson_page import SLIDES
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+from shardlab import check
+
+REVEAL = "_static/reveal"
+_FILES = ("dist/reset.css", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js", "LICENSE")
+
+logger = logging.getLogger(__name__)
+
+
+def reveal(site: Path) -> None:
+    """Copy the part of reveal.js that decks load."""
+    package = metadata.distribution("sphinx-revealjs")
+    source = Path(str(package.locate_file("sphinx_revealjs/_static/revealjs")))
+    (site / REVEAL).mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        shutil.copy2(source / name, site / REVEAL / Path(name).name)
+
+
+def said(exercise: str) -> list[str]:
+    """What the check of an exercise says of the mistakes that it knows."""
+    return check.mistakes(exercise) if exercise in check.names() else []
+
+
+def write(site: Path, topics: list[str], again: bool = False) -> dict[str, list[deck.Slide]]:
+    """Write the decks of `topics` whose page changed, or all; the slides of those written."""
+    folder = site / SLIDES
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.html"):
+        if path.stem not in topics:
+            path.unlink()  # of a lesson that is no more
+    reveal(site)
+    written = {}
+    for topic in topics:
+        page, path = site / f"lessons/{topic}.html", folder / f"{topic}.html"
+        if not again and path.exists() and path.stat().st_mtime_ns > page.stat().st_mtime_ns:
+            continue
+        written[topic] = deck.deck(Page(page.read_text("utf-8")), said)
+        path.write_text(deck.document(written[topic], f"../lessons/{topic}.html", "../"), "utf-8")
+    return written
+
+
+def make(app: Sphinx, exception: Exception | None) -> None:
+    """Write the decks of the lessons, when their pages are finished."""
+    if exception or app.builder.format != "html":
+        return
+    topics = [name.removeprefix("lessons/") for name in app.env.lesson_outputs]
+    written = write(Path(app.outdir), topics)
+    logger.info("slides: %d decks", len(written))
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the extension."""
+    app.connect("build-finished", make, priority=930)  # of slimmed pages; the archive comes after
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    lessons = sorted(path.stem for path in (place / "lessons").glob("*.html"))
+    for topic, slides in write(place, lessons, again=True).items():
+        minutes = sum(slide.seconds for slide in slides) / 60
+        print(f"{place / SLIDES / topic}.html: {len(slides)} slides, {minutes:.0f} minutes")

@@ -1,0 +1,297 @@
+"""A site, said once: `cluster.yml`, from which its batch files and commands are made.
+
+    python -m shardlab strategy … --emit slurm --engine course --site cluster.yml
+    python -m shardlab cluster files --site cluster.yml --into jobs
+
+What a site asks of every job (its account, its modules, its container) goes into a batch file that
+was written for none: `Site.batch`. Each key may be left out, and a file without a key changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardlab import options
+from shardlab.arguments import told
+
+JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
+LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"
+# With what a container is started: --nv brings NVIDIA's libraries into it, --rocm AMD's.
+RUNTIMES = "apptainer --nv", "apptainer --rocm", "apptainer", "pyxis"
+# What follows a command's name, up to its program: options, on one line or on several.
+_OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
+_HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
+
+
+def _matching(form: str, allowed: str) -> Callable[[object], str]:
+    """A check of a text; it returns what is allowed where the text is something else."""
+
+    def check(value: object) -> str:
+        return "" if isinstance(value, str) and re.fullmatch(form, value) else allowed
+
+    return check
+
+
+def _listed(each: Callable[[object], str]) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if not isinstance(value, list | tuple) or not value:
+            return "allowed is a list, one a line after -"
+        return next((f"{words}, each" for one in value if (words := each(one))), "")
+
+    return check
+
+
+def _whole(value: object) -> str:
+    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 64
+    return "" if good else "allowed are whole numbers, 1 to 64"
+
+
+def _one_of(*names: str) -> Callable[[object], str]:
+    return lambda value: "" if value in names else f"allowed are {', '.join(map(repr, names))}"
+
+
+_WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it")
+_LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
+_PATH = _matching(r"[\w./~${}@:#+-]+", "allowed is a path, without spaces; $USER may stand in it")
+CHECKS: dict[str, Callable[[object], str]] = {
+    "name": _LINE,
+    "account": _WORD,
+    "partition": _matching(r"[\w.,-]+", "allowed are names that sinfo prints"),
+    "reservation": _WORD,
+    "qos": _WORD,
+    "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
+    "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
+    "gpus_per_node": _whole,
+    "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
+    "environment": _PATH,
+    "setup": _listed(_LINE),
+    "container": _PATH,
+    "runtime": _one_of(*RUNTIMES),
+    "interface": _matching(r"[\w.,^=-]+", "allowed is a name that `ip link` prints"),
+    "scratch": _PATH,
+    "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
+    "launcher": _one_of(*LAUNCHERS),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one site asks of every job. Raises ValueError, which names key, value and allowed."""
+
+    name: str = ""  # of the site, for a comment
+    account: str = ""
+    partition: str = ""
+    reservation: str = ""
+    qos: str = ""
+    constraint: str = ""
+    gres: str = ""  # how GPUs are asked for, as gpu:a100; without it, by --gpus-per-node
+    gpus_per_node: int = 0  # without it, as the maker builds a node
+    modules: tuple[str, ...] = ()
+    environment: str = ""  # the folder of a virtual environment
+    setup: tuple[str, ...] = ()  # lines of shell, after the modules
+    container: str = ""  # an image, for `runtime`
+    runtime: str = "apptainer --nv"
+    interface: str = ""  # over which ranks find each other
+    scratch: str = ""  # a folder that all nodes see: caches go there
+    offline: bool = False  # compute nodes reach no other machine
+    launcher: str = "torchrun"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and (words := CHECKS[field.name](value)):
+                raise ValueError(f"{field.name}={told(value)}: {words}")
+        if self.runtime != "apptainer --nv" and not self.container:
+            raise ValueError(f"runtime={self.runtime!r}: allowed beside a container")
+
+    def asks(self) -> dict[str, str]:
+        """Options of sbatch, salloc and srun that every job has here."""
+        names = "account", "partition", "reservation", "qos", "constraint"
+        return {f"--{name}": value for name in names if (value := getattr(self, name))}
+
+    def lines(self) -> list[str]:
+        """What a job's shell does before anything else."""
+        said = [f"module load {' '.join(self.modules)}"] if self.modules else []
+        said += self.setup
+        if self.environment:
+            said.append(f"source {_home(self.environment)}/bin/activate")
+        if self.scratch:
+            said.append(f"export HF_HOME={_home(self.scratch)}/huggingface")
+            said.append(f"export XDG_CACHE_HOME={_home(self.scratch)}/cache")
+        if self.offline:
+            said.append("export HF_HUB_OFFLINE=1  # fetch on the login node")
+        if self.interface:
+            said.append(f"export NCCL_SOCKET_IFNAME={self.interface}")
+            said.append(f"export GLOO_SOCKET_IFNAME={self.interface}")
+        return said
+
+    def script(self) -> str:
+        """The file that a job sources: the same lines in a shell on the login node."""
+        head = f"# {self.name or 'This site'}, from its cluster.yml. `source site.sh` gives a"
+        return "\n".join([f"{head} login shell the same.", *self.lines(), ""])
+
+    def batch(self, text: str, launch: bool = True) -> str:
+        """A batch file for Slurm, made for this site. launch: with the site's launcher, too.
+
+        Raises ValueError where `srun` shall start the ranks of a file in which torchrun does not.
+        """
+        given = [(k, v) for k, v in self.asks().items() if f"#SBATCH {k}=" not in text]
+        if self.gres:
+            text = re.sub(r"(?m)^(#SBATCH )--gpus(?:-per-node)?=(\d+)( *)", self._gres, text)
+        if given:
+            name, asked = f"# {self.name}" if self.name else "", re.compile("#SBATCH [^#]*")
+            last = list(re.finditer(r"(?m)^#(SBATCH .*|!.*)$", text))[-1]
+            room = len(found[0]) if (found := asked.match(last[0])) else 0
+            more = [f"#SBATCH {key}={value}" for key, value in given]
+            more = [f"{line:<{max(room, len(line) + 2)}}{name}".rstrip() for line in more]
+            text = "\n".join([text[: last.end()], *more]) + text[last.end() :]
+        if launch and self.launcher == "srun":
+            text = _by_srun(text)
+        elif launch and self.launcher != "torchrun":
+            text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
+            text = text.replace("command -v torchrun >", "command -v python >")
+            text = text.replace('"no torchrun: ', '"no python: ')
+        return self._shell(self._inside(text))
+
+    def command(self, line: str) -> str:
+        """A line that is typed: srun, salloc and sbatch get the site's options; the planner, it."""
+        word = line.split(" ", 1)[0]
+        if word in ("srun", "salloc") and "--jobid" not in line:
+            given = " ".join(f"{key}={value}" for key, value in self.asks().items())
+            return f"{word} {given} {line[len(word) + 1 :]}" if given else line
+        if "shardlab strategy" in line and "--emit slurm" in line:
+            return f"{line} --site cluster.yml"
+        return line
+
+    def _gres(self, found: re.Match[str]) -> str:
+        asked = f"{found[1]}--gres={self.gres}:{found[2]}"
+        room = len(found[0]) - len(asked)
+        return asked + (" " * max(2, room) if found[3] else "")
+
+    def _shell(self, text: str) -> str:
+        """With the site's lines, where no file brings them."""
+        brought = "source ./site.sh\n"
+        if brought in text:  # what sites write may ask for variables that nobody set
+            return text.replace(brought, f"set +u\n{brought}set -u\n")
+        if not (said := self.lines()):
+            return text
+        text, hinted = _HINT.subn("", text)
+        if "set -euo" in text and (self.modules or self.setup or self.environment):
+            said = ["set +u", *said, "set -u"]
+        place = re.search(r"(?m)^set -euo pipefail\n", text)
+        at = place.end() if place else [m.end() for m in re.finditer(r"(?m)^#.*\n", text)][-1]
+        gap = "" if text[at:].startswith("\n") or hinted else "\n"
+        return text[:at] + "\n" * (not hinted) + "\n".join(said) + "\n" + gap + text[at:]
+
+    def _inside(self, text: str) -> str:
+        """With every program that srun starts inside of the container."""
+        if not self.container:
+            return text
+        image, folders = _home(self.container), ["$PWD"]
+        if self.scratch:
+            folders.append(_home(self.scratch))
+        if self.runtime == "pyxis":
+            mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+            how = f'--container-image="{image}" --container-mounts="{mounts}"'
+            text = re.sub(r"(?m)^srun ", f'srun {how} \\\n  --container-workdir="$PWD" ', text)
+            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
+        else:
+            program, *flag = self.runtime.split()
+            bound = ",".join(folders)
+            how = " ".join([program, "exec", *flag, f'--bind "{bound}" "{image}"'])
+            text = re.sub(rf"(?m)^(srun{_OPTIONS})((?: |\s*\\\n\s*))(?=[^-\s\\])",
+                          lambda m: f"{m[1]} \\\n  {how} \\\n  ", text)  # fmt: skip
+            need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
+        return re.sub(r"(?m)^command -v (?:torchrun|python) .*$", lambda m: need, text)
+
+
+def _home(path: str) -> str:
+    """A path whose ~ a shell replaces inside of quotes, too."""
+    return path.replace("~", "$HOME", 1) if path.startswith("~") else path
+
+
+def _by_srun(text: str) -> str:
+    """The file with a task of Slurm's for each rank, in the place of a torchrun on each node."""
+    form = re.compile(rf"(?m)torchrun(?= --nnodes){_OPTIONS}")
+    found = form.search(text)
+    many = found and re.search(r"--nproc-per-node=(\d+)", found[0])
+    meet = found and re.search(r'--rdzv-endpoint="(\$\w+):(\$\w+)"', found[0])
+    if not (found and many and meet):
+        raise ValueError("launcher='srun': allowed where the batch file itself calls torchrun")
+    n = int(many[1])
+    start = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+    text = form.sub(lambda m: f"bash -c '{start}\n    exec python \"$@\"' rank", text)
+    asked = r"(?m)^(#SBATCH --%s=)(\d+)( *)(#.*)?$"
+
+    def tasks(found: re.Match[str]) -> str:
+        return f"{found[1]}{n}{found[3]}# one task for each rank"
+
+    def cores(found: re.Match[str]) -> str:
+        each = str(max(1, int(found[2]) // n))
+        return f"{found[1]}{each:<{len(found[2] + found[3])}}# for one rank"
+
+    text = re.sub(asked % "ntasks-per-node", tasks, text)
+    text = re.sub(asked % "cpus-per-task", cores, text)
+    text = re.sub(r"\$\(\(SLURM_CPUS_PER_TASK / \d+\)\)", "$SLURM_CPUS_PER_TASK", text)
+    text = re.sub(r"(?m)^(srun )", f"export MASTER_ADDR={meet[1]} MASTER_PORT={meet[2]}\n\\1", text)
+    text = text.replace("# torchrun would die of USR1. It ignores", "# It ignores")
+    text = text.replace("command -v torchrun >", "command -v python >")
+    return text.replace('"no torchrun: ', '"no python: ')
+
+
+def read(given: str | Path, name: str = "site") -> Site:
+    """The site of a file. Raises ValueError for a file, a key or a value that cannot be."""
+    import yaml  # here: nothing else of the course's commands needs it
+
+    text = options.read_text(name, given, "YAML files")
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{name}={str(given)!r}: allowed are YAML files ({words})") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name}={str(given)!r}: allowed are lines of KEY: VALUE")
+    try:
+        return of(found)
+    except ValueError as error:
+        raise ValueError(f"{name}={str(given)!r}: {error}") from None
+
+
+def of(found: Mapping[Any, Any]) -> Site:
+    """The site that these keys and values describe. Raises ValueError."""
+    for key in found:
+        if key not in CHECKS:
+            near = difflib.get_close_matches(str(key), CHECKS, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"key {told(key)}{hint}: allowed are {', '.join(CHECKS)}")
+    for key, value in found.items():
+        if words := CHECKS[key](value):
+            raise ValueError(f"{key}={told(value)}: {words}")
+    return Site(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
+
+
+def add_files(commands: argparse._SubParsersAction) -> None:
+    """Add `cluster files` to the command line: the course's batch files, made for a site."""
+    parser = options.command(commands, "files", add_files.__doc__)
+    options.add(parser, "site", "the site's cluster.yml", "FILE")
+    options.add(parser, "into", "the folder for the batch files (jobs)", "DIR")
+    parser.set_defaults(command=_files)
+
+
+def _files(chosen: argparse.Namespace) -> int:
+    site = read(chosen.site or "")
+    folder = options.folder("into", "jobs" if chosen.into is None else chosen.into)
+    for path in sorted(JOBS.glob("*.sbatch")):
+        text = site.batch(path.read_text("utf-8"), launch=False)
+        options.written(
+            "into", folder / path.name, lambda part, t=text: part.write_text(t, "utf-8")
+        )
+        print(folder / path.name)
+    return 0

@@ -1,0 +1,86 @@
+"""Questions to the reader: where a prediction's number stands, and what a quiz is made of."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardlab import record, show
+from shardlab.record import quizzes
+from shardlab.record.reading import Writer
+
+ROOT = show.ROOT
+FILES = [ROOT / f"lessons/{name}.md" for name in record.lessons(ROOT)]
+FILES += sorted(ROOT.glob("book/*.md"))
+PARTS = "map", "one-gpu", "copies", "cuts", "together"
+
+
+def slugs(page):
+    """The addresses of a page's headings, as MyST makes them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text("utf-8"))
+    headings = re.findall(r"(?m)^##+ (.+)$", text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_twenty_questions_stand_before_and_after_each_part():
+    known = quizzes.read(ROOT)
+    assert list(known) == [f"{part}-{when}" for part in PARTS for when in ("before", "after")]
+    assert sum(len(quiz.questions) for quiz in known.values()) == 20
+    for name in known:
+        (page,) = [path for path in FILES if f"```{{quiz}} {name}\n```" in path.read_text("utf-8")]
+        assert page.name.startswith("questions_") is name.endswith("-after")
+    for quiz in known.values():
+        for question in quiz.questions:
+            assert question.ask.endswith("?") and len(question.choices) == 3
+            assert len({choice.says for choice in question.choices}) == 3
+
+
+def test_what_a_quiz_explains_leads_to_a_section():
+    text = (ROOT / quizzes.QUIZZES).read_text("utf-8")
+    links = set(re.findall(r"\]\(\.\./(lessons/\w+\.md)#([^)]+)\)", text))
+    assert len(links) > 20
+    gone = [f"{page}#{slug}" for page, slug in links if slug not in slugs(page)]
+    assert gone == []
+
+
+def test_a_question_has_one_right_choice(tmp_path):
+    (tmp_path / "book").mkdir()
+    text = (ROOT / quizzes.QUIZZES).read_text("utf-8")
+    (tmp_path / quizzes.QUIZZES).write_text(text.replace("          right: true\n", "", 1))
+    with pytest.raises(ValueError, match="map-before: .* allowed is one right choice"):
+        quizzes.read(tmp_path)
+
+
+def test_a_notebook_has_both_in_plain_form():
+    plain = Writer("zero", ROOT).plain("```{predict}\n:row: 1\n:column: x\n\nHow many?\n```")
+    assert plain == "**Predict first.** How many?"
+    plain = Writer("zero", ROOT).plain("```{quiz} copies-before\n```")
+    assert plain.count("<details><summary>") == 6 and plain.count("**Right.**") == 2
+
+
+def test_predictions_name_a_row_and_a_column_and_ask():
+    found = 0
+    for path in FILES:
+        text = path.read_text("utf-8")
+        for block in re.findall(r"(?ms)^```\{predict\}\n(.*?)^```\n\n(```\{code-cell\})?", text):
+            found += 1
+            form = r":row: \S.*\n:column: \S.*\n\n.*\?\n"
+            assert re.fullmatch(form, block[0]) and block[1], (path.name, block[0])
+    assert found >= 8
+
+
+TABLE = (
+    '<table class="table"><tr><th>ranks</th><th>held (GB)</th><th>of all (%)</th></tr>'
+    "<tr><td>8</td><td>1,024.5</td><td>-</td></tr></table>"
+)
+
+
+def test_the_number_is_the_table_s_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
+    import predict
+
+    assert predict.number(TABLE, "8", "held (GB)") == 1024.5
+    for row, column in (("9", "held (GB)"), ("8", "held"), ("8", "of all (%)")):
+        with pytest.raises(ValueError):
+            predict.number(TABLE, row, column)

@@ -1,0 +1,83 @@
+"""What carries the course on: descriptions for catalogues, versions, a form for a wrong number."""
+
+import json
+import re
+import runpy
+import subprocess
+import zipfile
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+
+from shardlab import record, show
+from shardlab.record import index
+
+ROOT = show.ROOT
+
+
+@pytest.fixture
+def extension(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
+    return __import__
+
+
+TOPICS = index.read(ROOT).topics
+
+
+@pytest.mark.parametrize("docname", sorted(record.pages(ROOT)))
+def test_each_page_says_what_it_teaches_and_how_long_it_takes(docname, extension):
+    learning = extension("learning")
+    name = docname if "/" in docname else f"lessons/{docname}"
+    text = (ROOT / f"{name}.md").read_text("utf-8")
+    topic = TOPICS.get(name.removeprefix("lessons/")) if "lessons/" in name else None
+    minutes = topic.exercises if topic else 0
+    said = json.loads(json.dumps(learning.resource(name, "A title", text, topic, minutes)))
+    assert said["@type"] == "LearningResource" and said["isPartOf"]["@type"] == "Course"
+    if topic is None:
+        return
+    assert said["description"].endswith(f"{topic.able}.")
+    assert said["timeRequired"] == f"PT{topic.exercises}M" and topic.exercises
+    assert len(said["teaches"]) >= 3
+    assert not any(mark in item for item in said["teaches"] for mark in "`$[*")
+
+
+def test_a_wrong_number_is_reported_with_page_and_build(extension):
+    report, Repository = extension("report"), extension("repository").Repository
+    said = report.build(ROOT)
+    commit = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    assert re.fullmatch(rf"[\d.]+, commit {head}, \d{{4}}-\d\d-\d\d", said)
+    for host, path, body in (
+        ("https://github.com/o/n", "/o/n/issues/new", "body"),
+        ("https://gitlab.com/o/n", "/o/n/-/issues/new", "issue[description]"),
+    ):
+        link = urlsplit(report.form(Repository(host, "main"), "lessons/zero", said))
+        asked = parse_qs(link.query)
+        assert link.path == path
+        assert f"Page: lessons/zero\nBuild: {said}\nSection:\n" in asked[body][0]
+
+
+def test_sites_of_releases_stand_beside_the_newest(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/versions.json").write_text('[{"name": "0.3.0", "path": ""}]')
+    for tag in ("v0.2", "v0.10", "v0.9", "no-site"):
+        (tmp_path / "kept" / tag).mkdir(parents=True)
+        if tag != "no-site":
+            with zipfile.ZipFile(tmp_path / "kept" / tag / "course.zip", "w") as archive:
+                archive.writestr("course/index.html", tag)
+    main = runpy.run_path(str(ROOT / ".github/versions.py"))["main"]
+    for _ in range(2):  # and once more over its own result
+        listed = main(tmp_path / "site", tmp_path / "kept")
+    assert [one["name"] for one in listed] == ["0.3.0", "v0.10", "v0.9", "v0.2"]
+    for one in listed[1:]:
+        page = tmp_path / "site" / one["path"] / "index.html"
+        assert page.read_text() == one["name"]
+    assert json.loads((tmp_path / "site/versions.json").read_text()) == listed
+
+
+def test_the_citation_has_a_place_for_a_doi():
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.search(r"^(# )?doi: 10\.", text, re.MULTILINE)
+    given = re.sub(r"(?m)^# (doi: \S+).*$", r"\1", text)
+    assert yaml.safe_load(given)["doi"].startswith("10.")

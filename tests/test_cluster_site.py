@@ -1,0 +1,239 @@
+"""A site's own file: what it may say, and what batch files, commands and pages are made of it."""
+
+import base64
+import re
+import subprocess
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+from commands import ran
+from test_cluster_slurm import ended, losses
+from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, put
+
+from shardlab import show
+from shardlab.cluster import site, slurm
+from shardlab.layout import Layout
+from shardlab.shapes import PRESETS
+from shardlab.strategy.emit import Limits, emit, job
+from shardlab.strategy.emit.job import FILE, SITE
+from shardlab.strategy.emit.target import Target
+
+EXAMPLES = sorted(site.EXAMPLES.glob("*.yml"))
+COURSE = sorted(site.JOBS.glob("*.sbatch"))
+LIGHTNING = show.ROOT / "code/shardlab/trainers/lightning.sbatch"
+PLAIN = Layout(dp=4, zero=3, microbatches=2)
+
+
+def planned(at, engine="course", config=LLAMA, layout=PLAIN):
+    files = job(Target(engine, config, PAIR, layout, config.seq), Limits("00:50:00"), 30, 60.0)
+    return files | {FILE: at.batch(files[FILE]), SITE: at.script()}
+
+
+def all_of(at):
+    """Every batch file that the course has or writes, made for the site."""
+    texts = {path.name: at.batch(path.read_text(), launch=False) for path in [*COURSE, LIGHTNING]}
+    texts["plan"] = at.batch(emit("slurm", LLAMA, PAIR, PLAIN))
+    for engine in ENGINES:
+        if engine != "megatron" or at.launcher != "srun":
+            texts[engine] = planned(at, engine)[FILE]
+    return texts
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_batch_file_is_made_for_each_example(path):
+    at = site.read(path)
+    texts = all_of(at)
+    for name, text in texts.items():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        head = text[: re.search("(?m)^[^#\n]", text).start()]
+        for key, value in at.asks().items():
+            assert head.count(f"#SBATCH {key}={value}") == 1, (name, key)
+        assert ("--gres=gpu:" in head) == bool(at.gres), name
+        assert not (at.gres and "--gpus" in head), name
+        started = len(re.findall("(?m)^srun ", text))
+        if at.container:
+            flag = (
+                "--container-image=" if at.runtime == "pyxis" else f"{at.runtime.split()[0]} exec"
+            )
+            assert text.count(flag) == started, name
+            assert f'"{at.container}"' in text or name == "devices.sbatch", name
+        lines = at.lines()
+        assert ("source ./site.sh" in text) or all(line in text for line in lines), name
+    subprocess.run(["bash", "-n"], input=at.script(), text=True, check=True)
+    if at.launcher == "srun":
+        assert "torchrun --" not in texts["course"] and "--ntasks-per-node=2 " in texts["course"]
+
+
+def test_a_file_without_a_key_changes_no_batch_file():
+    for path in COURSE:
+        text = path.read_text()
+        made = site.of({}).batch(text)
+        assert made == text
+
+
+def test_a_site_s_shell_may_ask_for_variables_that_nobody_set(tmp_path):
+    at = site.of({"setup": ['echo "[$NOBODY_SET_THIS]"'], "environment": "~/venv"})
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text("export ACTIVE=yes\n")
+    text = at.batch((site.JOBS / "one.sbatch").read_text())
+    text = text.replace("srun --cpus-per-task", "echo $ACTIVE $-; : --cpus-per-task")
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "SLURM_CPUS_PER_TASK": "4"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[]\nyes ") and "u" in done.stdout.split()[-1]
+
+
+def test_the_keys_are_those_that_the_page_explains():
+    page = (show.ROOT / "book/your_cluster.md").read_text("utf-8")
+    table = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    named = [key for row in table for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(site.CHECKS)
+    assert [field.name for field in fields(site.Site)] == [*site.CHECKS]
+    for path in EXAMPLES:
+        assert f'"{path.name}"' in page
+
+
+WRONG = {
+    "partitions: gpu": "key 'partitions' (did you mean partition?): allowed are name, account,",
+    "gpus_per_node: four": "gpus_per_node='four': allowed are whole numbers, 1 to 64",
+    "gpus_per_node: true": "gpus_per_node=True: allowed are whole numbers, 1 to 64",
+    "gpus_per_node: 0": "gpus_per_node=0: allowed are whole numbers, 1 to 64",
+    "account: a b": "account='a b': allowed is one word",
+    "account: 12": "account=12: allowed is one word",
+    "modules: CUDA": "modules='CUDA': allowed is a list",
+    "modules: [CUDA, 'a b']": "modules=['CUDA', 'a b']: allowed is NAME or NAME/VERSION, each",
+    "launcher: mpirun": "launcher='mpirun': allowed are 'torchrun', ",
+    "runtime: docker": "runtime='docker': allowed are 'apptainer --nv', ",
+    "runtime: pyxis": "runtime='pyxis': allowed beside a container",
+    "scratch: /a b": "scratch='/a b': allowed is a path",
+    "offline: sometimes": "offline='sometimes': allowed are true and false",
+    "gres: gpu:a100:4": "gres='gpu:a100:4': allowed is gpu, or gpu:TYPE",
+    "- account": "allowed are lines of KEY: VALUE",
+    "account: [": "allowed are YAML files",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_a_file_cannot_say_is_one_clear_error(text, tmp_path, capsys):
+    path = tmp_path / "cluster.yml"
+    path.write_text(text)
+    status, _, error = ran(capsys, "cluster", "files", "--site", str(path), "--into", str(tmp_path))
+    assert status == 2 and error.count("\n") == 1
+    assert f"site={str(path)!r}: " in error and WRONG[text] in error
+    assert not list(tmp_path.glob("*.sbatch"))
+
+
+def test_the_planner_takes_the_file(tmp_path, capsys):
+    ask = ["strategy", "--model", "nano", "--gpu", "a100", "--gpus", "8", "--batch", "16"]
+    given = ["--site", str(site.EXAMPLES / "university-modules.yml")]
+    status, out, error = ran(capsys, *ask, "--emit", "slurm", *given)
+    assert status == 0, error
+    assert "#SBATCH --nodes=2 " in out and "#SBATCH --gres=gpu:a100:4" in out
+    status, out, _ = ran(capsys, *ask, "--emit", "slurm", *given, "--per-node", "8")
+    assert status == 0 and "#SBATCH --nodes=1 " in out
+    whole = [*ask, "--emit", "slurm", "--engine", "course", *given, "--into", str(tmp_path / "job")]
+    status, out, error = ran(capsys, *whole, "--partition", "long")
+    assert status == 0 and "Put your site's modules" not in out, error
+    text = (tmp_path / "job" / FILE).read_text()
+    assert text.count("--partition=") == 1 and "--partition=long" in text
+    assert "module load Python/3.12 CUDA/12.6" in (tmp_path / "job" / SITE).read_text()
+    assert ran(capsys, *ask, *given)[::2] == (
+        2,
+        "python -m shardlab: --site alone: allowed with --emit slurm\n",
+    )
+    given = ["--site", str(site.EXAMPLES / "hpc-container.yml")]
+    whole = [*ask, "--emit", "slurm", "--engine", "megatron", *given]
+    status, _, error = ran(capsys, *whole, "--into", str(tmp_path / "no"))
+    assert status == 2 and "launcher='srun': allowed where the batch file itself" in error
+    assert not (tmp_path / "no").exists()
+
+
+def test_typed_commands_get_what_the_site_asks_for():
+    at = site.of({"account": "mine", "partition": "gpu"})
+    assert at.command("srun --nodes=2 hostname").startswith("srun --account=mine --partition=gpu -")
+    inside = "srun --overlap --jobid=7 --pty bash"  # of a job that has them
+    assert at.command(inside) == inside and at.command("squeue --me") == "squeue --me"
+    line = "python -m shardlab strategy --model nano --emit slurm --engine course"
+    assert at.command(line) == f"{line} --site cluster.yml"
+
+
+@NEEDS
+def test_slurm_takes_what_is_made(tmp_path):
+    """The small Slurm knows no account, reservation or type of GPU: these are left out."""
+    with slurm.up(tmp_path / "box", cpus=8) as box:
+        for path in EXAMPLES:
+            at = replace(site.read(path), **dict.fromkeys(("account", "reservation", "gres"), ""))
+            for name, text in all_of(replace(at, partition="all")).items():
+                folder = put({f"{name}.sh": text}, tmp_path / path.stem)
+                box.run(["sbatch", "--test-only", f"{name}.sh"], cwd=folder)
+
+
+@NEEDS
+def test_srun_starts_the_ranks_of_a_planned_job(tmp_path, request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("trains once more: another job's ranks are torchrun's each day")
+    nano, at = replace(PRESETS["nano"], seq=16), site.of({"launcher": "srun"})
+    folder = put(planned(at, "course", nano, Layout(dp=2, zero=1)), tmp_path / "job")
+    with slurm.up(tmp_path / "box", cpus=8) as box:
+        more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+        how = {"cwd": folder, "env": {**box.environment, **more, "CUDA_VISIBLE_DEVICES": ""}}
+        options = ["--limit", "4000", "--report", "1", "--steps", "3"]
+        number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
+        said = folder / f"train-{number}.err"
+        assert ended(box, number) == "COMPLETED", said.read_text()
+        assert len(losses(folder / "run")) == 3
+        assert "rank 1 of 2" in (folder / f"train-{number}.out").read_text()
+
+
+PAGE = """\
+
+```bash
+srun hostname
+squeue --me
+```
+
+```bash
+#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8
+srun torchrun train.py
+```
+
+```{code-cell} ipython3
+from IPython.display import HTML
+HTML(open("shown.html").read())
+```
+"""
+
+
+def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
+    from throwaway import Book  # seconds
+
+    book = Book(tmp_path)
+    shown = show.file(site.JOBS / "one.sbatch", "bash").html
+    book.write("shown.html", shown)
+    book.write("lessons/shown.html", shown)
+    book.edit("lessons/small.md", "See [the code]", f"{PAGE}\nSee [the code]")
+    book.edit("_config.yml", 'cluster_file: ""', "cluster_file: mine.yml")
+    book.write("mine.yml", "accounts: mine\n")
+    assert book.build() != 0
+    assert "cluster_file='" in book.log and "key 'accounts'" in book.log, book.log
+    book.write("mine.yml", "name: mine\naccount: me\ncontainer: a.sif\nmodules: [CUDA]\n")
+    text = _page(book.built())
+    page = re.sub("<[^>]+>", "", text)
+    assert "srun --account=me hostname\nsqueue --me" in page
+    assert "#SBATCH --account=me" in page and "apptainer exec --nv" in page
+    (saved,) = re.findall(r'base64,([^"]+)" download="one.sbatch"', text)
+    assert base64.b64decode(saved).decode() == site.of(yaml.safe_load(
+        (tmp_path / "mine.yml").read_text()
+    )).batch((site.JOBS / "one.sbatch").read_text(), launch=False)  # fmt: skip
+    book.write("mine.yml", "account: you\n")  # and a page is made anew when its site changes
+    assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _page(book.built()))
+
+
+def _page(book):
+    return (book.root / "_build/html/lessons/small.html").read_text("utf-8")

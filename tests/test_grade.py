@@ -1,0 +1,130 @@
+"""Right engines pass, wrong ones do not, and whoever is told learns which case, not the answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from commands import ran
+from grade_mutants import MUTANTS
+
+from shardlab.grade import core, report
+from shardlab.grade.command import PARTS
+
+RIGHT = Path(__file__).parent / "grade_right"
+ENGINES = sorted(path.name for path in RIGHT.iterdir())
+# Of each part: a case that the plain engine passes each day, and mutants that another one finds.
+DAILY = {
+    "data_parallel": (13, {10: 2, 6: 7}),
+    "zero": (6, {22: 1, 14: 12}),
+    "tensor_parallel": (10, {16: 1, 17: 9}),
+    "pipeline": (13, {16: 4, 14: 12}),
+    "experts": (8, {12: 6, 13: 3}),
+}
+ALL = [(part, number) for part, mutants in MUTANTS.items() for number in range(len(mutants))]
+
+
+def mutant(part: str, number: int, folder: Path) -> Path:
+    old, new = MUTANTS[part][number]
+    text = (RIGHT / f"plain/{part}.py").read_text("utf-8")
+    assert old in text, old
+    file = folder / f"{part}.py"
+    file.write_text(text.replace(old, new, 1), "utf-8")
+    return file
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_right_case_passes(part):
+    case = PARTS[part].cases(7)[DAILY[part][0] - 1]
+    result = core.judge(PARTS[part], RIGHT / f"plain/{part}.py", case)
+    assert result.passed, result.message
+    assert 0 < result.bytes[0] <= result.bytes[1] and 0 < result.messages[0] <= result.messages[1]
+
+
+@pytest.mark.parametrize(
+    ("part", "number", "case"),
+    [(p, *one) for p, (_, ones) in DAILY.items() for one in ones.items()],
+)
+def test_a_mutant_fails_the_case_that_is_for_it(part, number, case, tmp_path):
+    case = PARTS[part].cases(7)[case - 1]
+    assert not core.judge(PARTS[part], mutant(part, number, tmp_path), case).passed
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_right_engine_passes_all(engine, part, request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("a dozen times two to four ranks")
+    grade = core.grade(PARTS[part], RIGHT / engine / f"{part}.py", seed=11)
+    assert [one.message for one in grade.results if not one.passed] == []
+
+
+@pytest.mark.parametrize(("part", "number"), ALL)
+def test_a_mutant_is_killed(part, number, tmp_path, request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("up to a dozen times two to four ranks")
+    file = mutant(part, number, tmp_path)
+    cases = PARTS[part].cases(11)
+    assert core.unfit(PARTS[part], file) or any(
+        core.judge(PARTS[part], file, case).message for case in cases
+    ), MUTANTS[part][number]
+
+
+def test_there_are_fifty_mutants_and_five_engines():
+    assert len(ALL) >= 50 and len(set(ALL)) == len(ALL) and len(ENGINES) >= 5
+    assert all((RIGHT / engine / f"{part}.py").is_file() for engine in ENGINES for part in PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_cases_are_drawn_from_the_seed(part):
+    first, again, other = (PARTS[part].cases(seed) for seed in (1, 1, 2))
+    assert first == again
+    assert [c for c in first if not c.hidden] == [c for c in other if not c.hidden]
+    assert all(a.seed != b.seed for a, b in zip(first, other, strict=True) if a.hidden)
+
+
+def test_empty_files_are_written_once_and_fail(tmp_path, capsys):
+    folder = tmp_path / "engine"
+    status, out, _ = ran(capsys, "grade", "--start", str(folder))
+    assert status == 0 and out.count("wrote") == len(PARTS)
+    mine = folder / "data_parallel.py"
+    empty = mine.read_text("utf-8")
+    mine.write_text(f"{empty}\nMINE = 1\n", "utf-8")
+    status, out, _ = ran(capsys, "grade", "--start", str(folder))
+    assert (
+        status == 0 and f"kept {mine}" in out and mine.read_text("utf-8") == f"{empty}\nMINE = 1\n"
+    )
+    options = ["--part", "data_parallel", "--json", "o.json", "--junit", "o.xml"]
+    paths = [str(tmp_path / word) if word.startswith("o.") else word for word in options]
+    status, out, _ = ran(capsys, "grade", str(folder), *paths)
+    assert status == 1 and "case 1 (2 ranks): " in out and "NotImplementedError" in out
+    found = json.loads((tmp_path / "o.json").read_text("utf-8"))
+    total = found["total"]
+    assert found["passed"] == 0 and len(found["parts"][0]["cases"]) == total > 5
+    assert all(case["message"] for case in found["parts"][0]["cases"])
+    suite = ElementTree.parse(tmp_path / "o.xml").getroot().find("testsuite")
+    assert suite.get("tests") == suite.get("failures") == str(total) == str(len(suite))
+
+
+def test_what_cannot_be_imported_is_said_once(tmp_path):
+    part, file = PARTS["data_parallel"], tmp_path / "data_parallel.py"
+    assert core.unfit(part, file) == "there is no data_parallel.py in this folder"
+    file.write_text("class DataParallel: pass\n", "utf-8")
+    assert core.unfit(part, file) == "data_parallel.py does not define joined_loss"
+    file.write_text("import tochr\n", "utf-8")
+    grade = core.grade(part, file, 0)
+    assert grade.passed == 0 and "No module named 'tochr'" in grade.results[0].message
+    assert len(list(report.lines(grade))) < 9
+
+
+def test_a_report_holds_what_xml_cannot():
+    case = PARTS["data_parallel"].cases(0)[0]
+    result = core.Result(case, "an \x1b[31m error & <more>\nof two lines")
+    (failure,) = ElementTree.fromstring(report.as_junit([core.Grade("zero", [result])])).iter(
+        "failure"
+    )
+    assert failure.get("message") == "an ?[31m error & <more>" and failure.text.endswith(
+        "two lines"
+    )

@@ -48,6 +48,7 @@ def usable() -> list[tuple[dict[str, str], Job, float]]:
 
 
 USED = usable()
+PLACES = [n for n, row in enumerate(ROWS) if any(row is used for used, _, _ in USED)]
 
 
 def off(rates: Rates, numbers: list[int]) -> dict[int, float]:
@@ -80,21 +81,40 @@ def medians(found: dict[int, float]) -> dict[str, float]:
     return {name: median(errors) for name, errors in groups.items()}
 
 
+def by_half(others: dict[int, float]) -> dict[str, float]:
+    """The medians of what each half of the table is predicted by the other."""
+    assert sorted(others) == PLACES
+    return medians({i: abs(others[n] / USED[i][2] - 1) for i, n in enumerate(PLACES)})
+
+
 def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
-    """Medians as they were measured, a little rounded up: 6, 18 and 11 %; by source 24 at most."""
-    others = learn.by_others(ROWS)
-    places = [place for place, row in enumerate(ROWS) if any(row is used for used, _, _ in USED)]
-    assert sorted(others) == places
-    halves = {}
-    for i, place in enumerate(places):  # which the table keeps, for a picture
-        assert float(ROWS[place]["by_others_s"]) == pytest.approx(others[place], rel=2e-3)
-        halves[i] = abs(others[place] / USED[i][2] - 1)
-    assert [bool(row["by_others_s"]) for row in ROWS] == [n in others for n in range(len(ROWS))]
-    found = medians(halves)
+    """As the table keeps it, for a picture. Medians as measured, a little rounded up: 6, 12, 10 %.
+
+    By source 29 at most, NeMo Automodel's: one fitted factor says how long all its eight steps
+    take, and another half gives another one. Over several halves it is 18: see the test below.
+    """
+    assert [bool(row["by_others_s"]) for row in ROWS] == [n in PLACES for n in range(len(ROWS))]
+    found = by_half({n: float(ROWS[n]["by_others_s"]) for n in PLACES})
     assert found.pop("dense") < 0.08
-    assert found.pop("with experts") < 0.20
+    assert found.pop("with experts") < 0.15
     assert found.pop("8 bits") < 0.125
-    assert len(found) == 7 and max(found.values()) < 0.25
+    assert len(found) == 7 and max(found.values()) < 0.30
+    assert sorted(found.values())[-2] < 0.20
+
+
+def test_so_are_other_halves(request) -> None:
+    """Five shufflings, of which the first is the table's: the median of each median over them."""
+    if not request.config.getoption("--whole"):
+        pytest.skip("ten fits; --whole runs them")
+    first, *more = (learn.by_others(ROWS, seed) for seed in range(1, 6))
+    kept = {n: float(ROWS[n]["by_others_s"]) for n in PLACES}
+    assert kept == pytest.approx(first, rel=2e-3)
+    each = [by_half(others) for others in (first, *more)]
+    found = {name: median(one[name] for one in each) for name in each[0]}
+    assert found.pop("dense") < 0.10 and found.pop("8 bits") < 0.20
+    assert found.pop("with experts") < 0.15
+    assert max(found.values()) < 0.25
+    assert median(max(v for name, v in one.items() if name in found) for one in each) < 0.25
 
 
 def test_sources_are_predicted_by_others(request) -> None:

@@ -416,7 +416,7 @@ show.table(rows, ["", "of what", "off in the median", "at most"])
 #
 # Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `--fit` takes such a table with `--profile engines`, and says which of its lines it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
 #
-# ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.08 (11), NeMo 24.07 0.94 (11), Automodel 1.02 (8), Megatron-LM examples 1.04 (3).](../figures/strategy_engines.svg)
+# ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
 #
 # One limit of that: for one configuration of Qwen3-30B on eight GB200s, 23,766 tokens per second and GPU are published with NVIDIA's container 25.11, and 39,936 with 26.08. No column says why, so no constant can.
 #

@@ -128,7 +128,7 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     kept = held.shard(layout) if layout.zero else held.all
     step = _optimizer(job, rates, held.all, kept)
     there = host.seconds(job, rates, kept, busy)
-    messages = _messages(job, rates)
+    messages = _messages(job, rates, busy)
     total = busy + bubble + messages + data + step + there
     retries = total * (rates.retries - 1) * _likely(job, rates, needed)
     parts = {name: m * value for name, value in vars(slowest).items()}
@@ -327,15 +327,21 @@ def _head(job: Job, rates: Values) -> _Work:
     return _Work(products=taken, elementwise=read)
 
 
-def _messages(job: Job, rates: Values) -> float:
-    """Seconds of a step's messages between stages, there and back."""
+def _messages(job: Job, rates: Values, busy: float) -> float:
+    """Seconds of a step's messages between stages, there and back.
+
+    Where an interleaved schedule posts them early, they travel while other chunks compute, but for
+    those with which the pipeline fills and drains, and for what takes longer than that work.
+    """
     layout = job.layout
     if layout.pp == 1:
         return 0.0
     far = job.nodes > 1
     rate = rates.network * job.machine.between if far else rates.node * job.machine.inside
     each = rates.message + job.stream / layout.tp / rate
-    return 2 * layout.chunks * each * (layout.microbatches + layout.pp - 2)
+    ends = 2 * layout.chunks * each * (layout.pp - 1)
+    every = ends + 2 * layout.chunks * each * (layout.microbatches - 1)
+    return max(ends, every - busy) if job.profile.posts and layout.chunks > 1 else every
 
 
 def _optimizer(job: Job, rates: Values, held: float, kept: float) -> float:

@@ -94,11 +94,11 @@ def from_table(
     return fit(rates, steps, ENGINES, words, rounds), left
 
 
-def by_others(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def by_others(rows: Sequence[Mapping[str, Any]], seed: int = 1) -> dict[int, float]:
     """Seconds of each line of a table of throughputs that can be predicted, by its place in it.
 
-    Lines are shuffled, always alike, and halved: each half is predicted by rates that are fitted
-    on the other. Raises ValueError where a half tells nothing.
+    Lines are shuffled, as `seed` has it, and halved: each half is predicted by rates that are
+    fitted on the other. Raises ValueError where a half tells nothing.
     """
     jobs = {}
     for place, row in enumerate(rows):
@@ -109,7 +109,7 @@ def by_others(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
             continue  # `from_table` says why
         jobs[place] = job
     shuffled = list(jobs)
-    random.Random(1).shuffle(shuffled)
+    random.Random(seed).shuffle(shuffled)
     halves = shuffled[::2], shuffled[1::2]
     found = {}
     for half, other in (halves, halves[::-1]):

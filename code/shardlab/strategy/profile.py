@@ -53,6 +53,10 @@ class Profile:
     engine: str = ""  # the rate that says how much longer its steps take than its family's
     compiled: bool = True  # element-wise work is fused
     hides: bool = False  # keys and values of other ranks come behind attention
+    posts: bool = False  # messages of interleaved stages, before they are waited for
+    # Numbers of 2 B that are read and written where experts have biases: for each that one gives,
+    # and that its first product gives. In bf16, and in 8 bits with a scale for each tensor.
+    biased: tuple[int, int] = (0, 0)
     once: bool = False  # a token goes to each node once, however many experts it chose there
 
 
@@ -186,13 +190,23 @@ DEEPSPEED = replace(
 
 # Today's engines in one family, whose rates are found together: Megatron Core, and what differs in
 # others. Tokens go to experts by DeepEP or HybridEP, and rings of context hide behind attention.
+# Megatron-Bridge sets overlap_p2p_comm where stages are interleaved, and only there (its
+# training/comm_overlap.py); torch.distributed.pipelining, which the others use, waits for each.
+# Biases of experts' second products are added expert by expert, in float32 (`_apply_bias` in
+# experts.py of Megatron Core 0.16.1 and of NeMo Automodel): times a token's weight 4 B written, the
+# sum 4 + 2 read and 4 written, put together 4 and 4, and made 16-bit again 4 and 2: 28. What the
+# first gives is clamped before its activation and put together (fused_bias_geglu.py there): 8.
+# Bridge's recipes in mxfp8 have one kernel for all of an expert (cutedsl_fused_grouped_mlp).
 ENGINES = replace(
     MEGATRON, name="engines", attention="flash", waves=False, ahead=True, sequence_parallel=True,
-    zeros=(0, 1, 2, 3), hides=True, once=True,
+    zeros=(0, 1, 2, 3), hides=True, once=True, posts=True, biased=(14, 4),
 )  # fmt: skip
 BY_ENGINE = {
     "megatron": ENGINES,
-    **{name: replace(ENGINES, engine=name) for name in ("torchtitan", "automodel", "fsdp")},
+    **{
+        name: replace(ENGINES, engine=name, posts=False)
+        for name in ("torchtitan", "automodel", "fsdp")
+    },
 }
 
 # How torch runs a model: operation by operation; compiled; compiled, and a step as one CUDA graph.

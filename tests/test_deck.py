@@ -46,6 +46,14 @@ def test_a_table_s_numbers_come_with_the_next_step_and_its_labels_before():
     assert "held (MB)" in made.ask
 
 
+def test_a_question_of_the_page_is_the_slide_s():
+    asked = '<div class="predict"><p class="predict-title">Predict first</p><p>How many MB?</p>'
+    asked += f'<div class="predict-answer">{TABLE}</div></div>'
+    (_, made) = slides(f"<h2>Bytes</h2><p>Each rank holds a share of them.</p>{asked}")
+    assert made.ask == "How many MB?" and '<p class="lead">How many MB?' in made.body
+    assert 'data-fragment-index="0">12.5</td>' in made.body
+
+
 def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
     (_, short) = slides(f"<h2>Code</h2>{cell(5, out='right 42')}")
     assert short.body.index("x4 = 4") < short.body.index("right 42")

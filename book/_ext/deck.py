@@ -290,6 +290,9 @@ def pieces(section: Section) -> list[Piece]:
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         plainest = re.search(r"\bplain|\blines\b", f"{section.title} {block.sub}".lower())
         lead, claim = around(section, place, last, used)
+        asked = blocks[place - 1] if place and blocks[place - 1].kind == "question" else None
+        if asked and len(plain(asked.html)) <= LONG:
+            lead = asked.html
         slide, rank = None, 9
         for said in ((lead, claim), (None, claim), (lead, None), (None, None)):
             high = room(title, kicker, *said)
@@ -309,6 +312,7 @@ def pieces(section: Section) -> list[Piece]:
                 break
         if slide is None:
             continue
+        slide.ask = asked.html if asked else slide.ask
         slide.title, slide.kicker, slide.anchor = title, kicker, section.anchor
         used |= {one for one in (lead, claim) if one and one in slide.body}
         found.append(Piece(place, last, rank, slide, "slide" in block.tags))

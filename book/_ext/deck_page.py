@@ -158,6 +158,15 @@ class Page:
                     yield from self._blocks(child, sub)
         elif "cell" in classes:
             yield from self._cell(one, sub, frozenset(c[4:] for c in classes if c[:4] == "tag_"))
+        elif "quiz" in classes:
+            return
+        elif "predict" in classes:  # a question, and the cell that answers it
+            for child in one.find_all(True, recursive=False):
+                if "predict-answer" in child.get("class", []):
+                    for cell in child.find_all(True, recursive=False):
+                        yield from self._blocks(cell, sub)
+                elif "predict-title" not in child.get("class", []):
+                    yield Block("question", self._inner(child), sub, _words(child))
         elif "steps" in classes:
             title = one.find(class_="steps-title")
             yield Block("steps", self._outer(one), sub, _words(one), title=title.get_text())

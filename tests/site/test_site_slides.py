@@ -118,8 +118,8 @@ def test_a_deck_s_minutes_are_the_lesson_s(site, topic):
     page = deck_page.Page((site / f"lessons/{topic}.html").read_text("utf-8"))
     read = [s for s in (page.opening, *page.sections) if s.title != "Exercises"]
     whole = sum(section.seconds for section in read) / 60
-    stated = visible.stated_minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
-    assert whole == pytest.approx(stated, rel=0.25)
+    wanted = visible.minutes((show.ROOT / f"lessons/{topic}.md").read_text("utf-8"))
+    assert whole == pytest.approx(wanted, rel=0.2)
 
 
 @pytest.mark.parametrize("topic", TOPICS)

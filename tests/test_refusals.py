@@ -134,7 +134,7 @@ for part in {*PARTS.values()}:
     importlib.import_module(f"shardlab.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
-PLACED = *FOLDER, "steps"  # which asks for a file
+PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
 PRINT = {  # what prints something, and takes no time
     "list": [],
@@ -225,6 +225,7 @@ MISTAKES = {  # arguments: a word of the line that they get
     **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in PLACED},
     **{("cluster", part, "none", "--no-such"): "--no-such" for part in FOLDER},
     ("steps", "none.py", "--no-such"): "--no-such",
+    ("grade", "none", "--no-such"): "--no-such",
     ("memory", "--modle", "gpt-2"): "did you mean --model?",
     ("memori",): "did you mean memory?",
     ("cluster", "wacth"): "did you mean watch?",

@@ -58,7 +58,7 @@ def shapes(case: Case) -> list[tuple[int, ...]]:
     random, n = case.random("shapes"), case.size
     number = random.randint(n + 1, n + 3)
     if case.has(FEW):
-        number = n - 1
+        number = max(1, n - 2)
     elif case.has(MANY):
         number = 3 * n + 1
     width, samples = random.randint(5, 9), random.randint(3, 5)
@@ -169,7 +169,7 @@ def budget(case: Case, copy: int, rank: int) -> Budget:
 PART = Part(
     "pipeline",
     ("train_step",),
-    visible=((2, ()), (3, ()), (2, (TOKENS,)), (4, (MANY,))),
+    visible=((2, ()), (4, (FEW,)), (2, (TOKENS,)), (4, (MANY,))),
     hidden=(
         (TWO_GROUPS,),
         (FEW,),

@@ -48,9 +48,9 @@ def direct(index: Index) -> dict[str, list[str]]:
     behind: dict[str, set[str]] = {}  # all that a topic needs, and what that needs
     needs: dict[str, list[str]] = {}
     for topic in index.here:
-        behind[topic.topic] = {*topic.needs}.union(*(behind[other] for other in topic.needs))
-        found = [n for n in topic.needs if not any(n in behind[one] for one in topic.needs)]
-        needs[topic.topic] = found
+        here = [name for name in topic.needs if name in behind]
+        behind[topic.topic] = {*here}.union(*(behind[other] for other in here))
+        needs[topic.topic] = [n for n in here if not any(n in behind[one] for one in here)]
     return needs
 
 
@@ -68,7 +68,8 @@ def alt(index: Index) -> str:
         if others:
             said.append(f"{title[name]} needs {listed([title[other] for other in others])}")
     for topic in index.here:
-        said += [f"{topic.title} is easier after {title[other]}" for other in topic.after]
+        after = [title[other] for other in topic.after if other in needs]
+        said += [f"{topic.title} is easier after {listed(after)}"] * bool(after)
     return f"The lessons, and what each needs. {'. '.join(said)}."
 
 
@@ -82,7 +83,7 @@ def layout(index: Index) -> list[Box]:
     def put(topic: Topic, below: str, depth: int) -> None:
         also = [title[other] for other in needs[topic.topic] if other != below]
         said = [f"also needs {listed(also)}"] * bool(also)
-        after = [title[other] for other in topic.after if other != below]
+        after = [title[other] for other in topic.after if other in needs and other != below]
         said += [f"easier after {listed(after)}"] * bool(after)
         left = 1 + depth * INDENT
         notes = textwrap.wrap("; ".join(said), int((WIDE - left - 2 * PAD - 3) / LETTER))

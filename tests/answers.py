@@ -955,7 +955,7 @@ CLUSTER = {
 ELASTIC = {
     "my_first_ranks": [
         (Swap("sum(sizes[:node])", "sum(sizes[: node + 1])"), "Ranks 0 to 3 are on the first"),
-        (Swap("sum(sizes[:node])", "node * sizes[0]"), "One rank is on the first node"),
+        (Swap("sum(sizes[:node])", "node * sizes[0]"), "4 and 5 on the second"),
         (nothing, "a list of ranks"),
     ],
     "my_silent": [

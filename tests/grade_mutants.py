@@ -163,7 +163,7 @@ MUTANTS = {
          "            mine = (of == e).nonzero()[:, 0]\n            if not len(mine):\n"
          "                continue\n"),
         ("            mine = (of == e).nonzero()[:, 0]\n",
-         "            mine = (of == e).nonzero()[:8, 0]\n"),
+         "            mine = (of == e).nonzero()[:4, 0]\n"),
         ("expert(rows[mine])", "torch.cat([expert(r[None]) for r in rows[mine]] or [rows[:0]])"),
         ("expert(rows[mine])", "self.experts[0](rows[mine])"),
         ("expert(rows[mine])", "expert(rows[mine]).detach()"),

@@ -333,9 +333,15 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "the validation loss changes": "nothing is trained by it",
         "now and then a checkpoint": FILE,
         "bytes per step grow": BYTES,
-        "losses rise after an overflow": "data: one rank skips a step",
         "a spike after each restart": "checkpoint: the optimizer's state is forgotten",
         "the job never ends": HANGS,
+    },
+    "trainers": {
+        "losses differ from the script's": "data: the same share on every rank",
+        "with `ModelParallelStrategy`": SECONDS,
+        "a job is ended at its time limit": "no number is wrong",
+        "losses rise after an overflow": "data: one rank skips a step",
+        "the run ends with an exception": RAISES,
     },
     "zero": {
         "Reading weights outside forward": "what is read is not trained by",
@@ -358,7 +364,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "Two messages swapped": "pipeline: two messages swapped",
         "A stage that raises": RAISES,
         "Gradients m times too large, or too small": "pipeline: micro-batches count whole",
-        "does it twice": "pipeline: micro-batches divided twice",
+        "you divide twice": "pipeline: micro-batches divided twice",
     },
     "tensor_parallel": {
         "The forgotten all-reduce": "tensor: sum of the input's gradient forgotten",
@@ -408,7 +414,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "the twins do not meet": "pipeline: a tied matrix's gradient of one end",
         "norms are not summed": "sequence: gradients of norms not summed",
         "copies weigh the same": "data: a mean of means over other counts",
-        "a seed for each rank": "dropout: other masks on each rank",
+        "A seed for each rank": "dropout: other masks on each rank",
     },
     "deepspeed_engine": {
         "A misspelt name": "DeepSpeed: clipped unasked",
@@ -416,11 +422,11 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "`loss.backward()` in place of": "it is right, or refused",
         "Pipeline with stage 2 or 3": RAISES,
         "A machine without a compiler": RAISES,
-        "torch's AdamW decays weights": "zero: weight decay twice",
+        "torch's AdamW has a weight decay": "zero: weight decay twice",
         "How one sees": "signs of those above",
     },
     "model_parallelism": {
-        "everything stands still": HANGS,
+        "nothing goes on": HANGS,
         "the first loss is right": "tensor: sum of the input's gradient forgotten",
         "the norm of the gradients is": "data: summed, not averaged",
         "ZeRO-3 runs out of memory": BYTES,

@@ -298,7 +298,7 @@ LINES = {
     "memory --model gpt-2 --stages half": "stages='half': allowed are equal, ",
     "memory --model gpt-2 --pp 2 --stages 6,5": "allowed are those with 12 layers",
     "memory --model gpt-2 --pp 2 --stage 2": "stage=2: allowed are whole numbers, 0 to 1",
-    "memory --model gpt-2 --cp 3": "cp=3: allowed are divisors of seq=8192",
+    "memory --model gpt-2 --cp 3": "cp=3: allowed are divisors of seq=1024",
     "memory --params 1e9 --dp 2 3": "unrecognized arguments: 3",
     "mesh --dp two": "dp='two': allowed are whole numbers, 1 or more",
     "mesh --tp 3": "heads=2: allowed on 3 ranks are multiples of 3",
@@ -326,7 +326,7 @@ LINES = {
     f"strategy {JOB} --tokens 0": "tokens=0: allowed are numbers above 0",
     f"strategy {JOB} --tp 3": "tp=3: allowed are divisors of heads=32",
     f"strategy {JOB} --tp 16": "tp=16: allowed are 1 to 8, those of a node",
-    f"strategy {JOB} --pp 5": "pp=5: allowed with course are divisors of 32 layers",
+    f"strategy {JOB} --pp 5": "pp=5: allowed are divisors of gpus=16",
     f"strategy {JOB} --dp 3": "dp=3: allowed are divisors of batch=",
     f"strategy {JOB} --cp 3": "cp=3: allowed are divisors of seq=8192",
     f"strategy {JOB} --ep 2": "ep=2: allowed is 1, for a model without experts",
@@ -335,7 +335,7 @@ LINES = {
     f"strategy {JOB} --emit nemo": "emit='nemo': allowed are 'deepspeed'",
     f"strategy {JOB} --pp 2 --emit fsdp2": "emit='fsdp2': none of the 38 layouts",
     f"strategy {JOB} --config x.json": "--model and --config: allowed is exactly one",
-    "strategy --model llama-3-405b --gpu h100 --gpus 16": "128 of these GPUs would be enough",
+    "strategy --model llama-3-405b --gpu h100 --gpus 16": "32 of these GPUs would be enough",
     "strategy --model llama-3-8b --gpu rtx-4090 --gpus 1 --seq 1000001": "larger ones would",
 }
 

@@ -51,6 +51,7 @@ TOPICS: dict[str, tuple[str, ...] | str] = {
     "parity": "it is the comparison itself",
     "zero": ("zero 1 llama 2", "zero 2 clipped 2", "zero 3 2", "FSDP2 3 accumulated 2"),
     "checkpoint": ("resumed 1 2",),
+    "trainers": "a trainer's loop is around a model that one of the others wraps",
     "pipeline": ("pipeline 1f1b 2", "pipeline zb-v 2", "torch's pipeline 2"),
     "tensor_parallel": ("tensor llama 2", "DTensor 2", "tensor in copies 3"),
     "tensor_types": "it runs on pretended ranks, without numbers",

@@ -134,6 +134,7 @@ for part in {*PARTS.values()}:
     importlib.import_module(f"shardlab.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
+PLACED = *FOLDER, "steps"  # which asks for a file
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
 PRINT = {  # what prints something, and takes no time
     "list": [],
@@ -221,8 +222,9 @@ MEET = [*AT, "127.0.0.1:29400"]
 WATCH = ["cluster", "watch", "none"]
 MINE = [*WATCH, "--pid", "1"]  # one that there always is: a name of a test is the same everywhere
 MISTAKES = {  # arguments: a word of the line that they get
-    **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in FOLDER},
+    **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in PLACED},
     **{("cluster", part, "none", "--no-such"): "--no-such" for part in FOLDER},
+    ("steps", "none.py", "--no-such"): "--no-such",
     ("memory", "--modle", "gpt-2"): "did you mean --model?",
     ("memori",): "did you mean memory?",
     ("cluster", "wacth"): "did you mean watch?",

@@ -1,7 +1,7 @@
 """What a page teaches, for catalogues that read pages: schema.org's LearningResource in its head.
 
 Nothing here is written twice: title and place come from the contents, what one is able to do from
-topics.yml and the lesson's first list, minutes from the lesson's own sentence.
+topics.yml and the lesson's first list, minutes from the count that the page shows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from shardlab.record import index
+from shardlab.record import index, paths
 
 LICENSE = "https://creativecommons.org/licenses/by/4.0/"  # of text and figures: LICENSE-TEXT
-_MINUTES = re.compile(r"^It takes (?:about )?(\d+) minutes(?: to (?:read|follow))?", re.MULTILINE)
-_EXERCISES = re.compile(r"and (?:(\d+) minutes|an hour) for the exercises")
 _ABLE = re.compile(r"^After this lesson you can\n\n((?:- .+\n(?: +.+\n)*)+)", re.MULTILINE)
 
 
@@ -28,8 +26,10 @@ def plain(text: str) -> str:
     return re.sub(r"[`*$]", "", " ".join(text.split()))
 
 
-def resource(docname: str, title: str, text: str, topic: index.Topic | None) -> dict[str, Any]:
-    """The description of a page whose source is `text`."""
+def resource(
+    docname: str, title: str, text: str, topic: index.Topic | None, minutes: int = 0
+) -> dict[str, Any]:
+    """The description of a page whose source is `text`; minutes: to read it and for exercises."""
     lesson = docname.startswith("lessons/")
     kind = "lesson" if lesson else "quiz" if "/questions_" in docname else "reading"
     said: dict[str, Any] = {
@@ -49,9 +49,8 @@ def resource(docname: str, title: str, text: str, topic: index.Topic | None) -> 
     if found := _ABLE.search(text):
         items = re.split(r"(?m)^- ", found[1])[1:]
         said["teaches"] = [plain(item).rstrip(";.").removesuffix("; and") for item in items]
-    if found := _MINUTES.search(text):
-        more = _EXERCISES.search(text)
-        said["timeRequired"] = f"PT{int(found[1]) + (int(more[1] or 60) if more else 0)}M"
+    if minutes:
+        said["timeRequired"] = f"PT{minutes}M"
     return {key: value for key, value in said.items() if value}
 
 
@@ -66,7 +65,11 @@ def describe(
     known = index.read(Path(app.srcdir)).topics if topics.exists() else {}
     title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
     topic = known.get(pagename.removeprefix("lessons/")) if "lessons/" in pagename else None
-    said = resource(pagename, title, path.read_text("utf-8"), topic)
+    minutes = 0
+    if topic is not None:
+        read = 5 * max(1, round(paths.page(topic.topic, Path(app.srcdir)).read / 5))
+        minutes = read + topic.exercises
+    said = resource(pagename, title, path.read_text("utf-8"), topic, minutes)
     if topic is not None and topic.needs:
         said["competencyRequired"] = [known[name].title for name in topic.needs]
     text = json.dumps(said, ensure_ascii=False).replace("</", "<\\/")

@@ -103,8 +103,8 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     found = job.stages
     alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
-    for stage in found:
-        key = job.model.counted(stage.chunks), stage.head
+    for stage, layers in zip(found, job.counted, strict=True):
+        key = layers, stage.head
         if key not in alike:
             alike[key] = _stage(job, rates, each, key[0], stage.head)
         work.append(alike[key])
@@ -119,7 +119,7 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
         others -= sum(stage.launches for stage in work) - slowest.launches
         left = _left(layout, forward.total, backward.total, weights)
         bubble = others * left * _largest(found)
-    fullest = max(found, key=lambda stage: job.held(stage).all)
+    fullest = job.fullest
     busy = slowest.total * m
     # What hides the weights that come for it.
     first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))

@@ -22,7 +22,7 @@ LEAST_DRAWN = 15
 ROOM = 1180  # pixels between the margins
 LONG = 190  # characters of a sentence that a slide takes
 CODE_LINES = 20
-_MONO, _PROSE = 0.603, 0.56  # width of a character in sizes of its font
+_MONO, _PROSE = 0.603, 0.62  # width of a character in sizes of its font
 
 _KEPT = re.compile(r"<svg\b.*?</svg>|<pre\b.*?</pre>", re.DOTALL)
 _STAND_IN = re.compile(r'<x-kept n="(\d+)"></x-kept>')
@@ -335,7 +335,7 @@ def table_size(html: str, most: float) -> int:
     word = [
         max((_wide(w) for cell in column for w in cell.split()), default=1) for column in columns
     ]
-    for size in range(30, LEAST - 1, -2):
+    for size in range(28, LEAST - 1, -2):
         across = (ROOM - 26 * len(columns)) / (size * _PROSE)
         if sum(word) > across:
             continue
@@ -348,7 +348,7 @@ def table_size(html: str, most: float) -> int:
             folds = [_wide(cell) / max(1.0, w * 0.97) for cell, w in zip(row, widths, strict=True)]
             high += max(map(math.ceil, folds)) * 1.3 * size + 10
         caption = 1.5 * size if "<caption" in html else 0
-        if high + caption <= most:
+        if 1.06 * (high + caption) <= most:
             return size
     return 0
 

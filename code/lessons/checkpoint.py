@@ -24,8 +24,7 @@
 # - compute how often to save, how many bytes that writes, and what saving in the background gains;
 # - load a model of Hugging Face's hub into any layout, and write it back bit for bit.
 #
-# It takes about 40 minutes to read and 40 minutes for the exercises. Running it takes a minute.
-# You need [Data parallelism](data_parallel.md), and should know [ZeRO](zero.md): most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3. That is, each rank holds some rows of every weight, its *shard*.
+# Most models here are sharded by `fully_shard`, PyTorch's own ZeRO-3. That is, each rank holds some rows of every weight, its *shard*.
 #
 # What can go wrong?
 # A job saves with PyTorch's `torch.distributed.checkpoint` into one folder, over the last checkpoint, and is killed while it writes.

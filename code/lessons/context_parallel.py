@@ -23,8 +23,7 @@
 # - predict bytes sent, work and memory for each way, and how many tokens fit;
 # - find wrong positions and wrong messages in the first step, before a long run is lost to them.
 #
-# It takes about 40 minutes to read and 45 minutes for the exercises. Running it takes less than a minute.
-# It needs [Memory](memory.md) and [Data parallelism](data_parallel.md). [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
+# [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains

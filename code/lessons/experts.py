@@ -23,8 +23,7 @@
 # - predict what a rank holds and sends, and which ranks wait for which;
 # - keep a router from sending all tokens to the same experts, in two ways, and see when it does.
 #
-# It takes about 30 minutes to read and 40 minutes for the exercises. Running it takes less than a minute.
-# It needs [Data parallelism](data_parallel.md), and of [Collectives](collectives.md) the all-to-all.
+# Of [Collectives](collectives.md) you need the all-to-all.
 #
 # DeepSeek-V3 has more parameters than Llama 3 405B, and uses less than a tenth as many for a token.
 

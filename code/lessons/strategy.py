@@ -23,10 +23,6 @@
 # - choose a layout for a model and its machines, and say which constant would change the choice;
 # - fit such a prediction to a few steps of your own, and see when the fit fails.
 #
-# It takes about 30 minutes to read and 30 minutes for the exercises.
-# Running it takes under a minute.
-# You need [Model parallelism](model_parallelism.md), or the words data, tensor, pipeline and context parallelism, ZeRO and recomputation.
-#
 # One question to begin with: Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step.
 # How should it be split?
 

@@ -54,8 +54,6 @@ Each takes --profile: whose implementation is predicted.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import sys
 from dataclasses import replace
@@ -73,12 +71,10 @@ from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardlab.machines import MACHINES, check_named
 from shardlab.shapes import PRESETS, Config
 
-from . import files, learn, report, tables
+from . import report
 from .advice import told
-from .footprint import GIB
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
-from .predict import check_rates, first_rank, of_job
 from .profile import HOW, PROFILES, Profile, how, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
@@ -90,7 +86,6 @@ FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"z
 WORDS = "recompute", "offload"  # and those that it keeps by name
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
-ADDED = "predicted_seconds", "predicted_memory_gib", "note"
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -152,18 +147,24 @@ def _main(chosen: argparse.Namespace) -> int:
         return _planned(given)
     if not given.get("rates"):
         raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
+    from . import measurements  # which no page's calculator needs
+
     if entries[0] in ("measure", "fit"):
         options.written("rates", given["rates"])  # before anything is measured or fitted
         left: list[str] = []
-        rates = _measured(given) if entries == ["measure"] else _fitted(given, left)
+        if entries == ["measure"]:
+            rates = _measured(given)
+        else:
+            rates = measurements.fitted(Path(given["fit"]), _profile(given), left)
         options.written("rates", given["rates"], rates.write)
         print("\n".join([table(rates), *left]))
         return 0
     profile, rates = _rates(given)
     if entries == ["predict"]:
-        print(predicted_rows(Path(given["predict"]), profile, rates), end="")
+        print(measurements.predicted_rows(Path(given["predict"]), profile, rates), end="")
     else:
-        print(json.dumps(predicted_cases(Path(given["case"]), profile, rates), indent=1))
+        found = measurements.predicted_cases(Path(given["case"]), profile, rates)
+        print(json.dumps(found, indent=1))
     return 0
 
 
@@ -391,19 +392,6 @@ def _measured(given: dict[str, Any]) -> Rates:
     return measure(_profile({"profile": "course", **given}).name)
 
 
-def _fitted(given: dict[str, Any], left: list[str]) -> Rates:
-    """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
-    profile, source = _profile(given), Path(given["fit"])
-    if source.suffix == ".json":
-        return learn.from_cases(files.read_cases("fit", source), profile, source.name)
-    rows = files.read_rows("fit", source)
-    if not tables.of_throughputs(rows, profile):
-        return learn.from_rows(rows, profile, source.name)
-    rates, out = learn.from_table(rows, source.name)
-    left += [f"line {line} is left out: {why}" for line, why in out]
-    return rates
-
-
 def table(rates: Rates) -> str:
     """Rates as text: value, how far off it may be, what it is, where it comes from."""
     lines = [f"{'rate':<12} {'value':>9}  {'±':>5}  what, and its origin"]
@@ -411,49 +399,3 @@ def table(rates: Rates) -> str:
         spread = f"{100 * rate.spread:.0f} %"
         lines.append(f"{name:<12} {rate.value:>9.4g}  {spread:>5}  {rate.unit}; {rate.origin}")
     return "\n".join(lines)
-
-
-def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
-    """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
-    rows = files.read_rows("predict", path)
-    values = check_rates(profile, rates)
-    published = tables.of_throughputs(rows, profile)
-    columns = [name for name in (rows[0] if rows else files.COLUMNS) if name not in (None, *ADDED)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        found: dict[str, Any] = dict.fromkeys(ADDED, "")
-        try:
-            job = tables.row_job(row) if published else files.row_job(row, profile)
-            size = min(first_rank(job, values), _all_there_is(job.machine.memory))
-            found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
-            found["predicted_memory_gib"] = f"{size / GIB:.4g}"
-        except ValueError as error:
-            found = dict.fromkeys(ADDED, "") | {"note": str(error)}
-        writer.writerow({**row, **found})
-    return text.getvalue()
-
-
-def _all_there_is(memory: float) -> float:
-    """Bytes that an allocator can reserve: tools report 6 % more than the product's name says.
-
-    A job that needs a little more gives back what it lost to fragments, and goes on.
-    """
-    return 1.06 * memory
-
-
-def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
-    """What is predicted of each case, in order. Raises ValueError for the file."""
-    values = check_rates(profile, rates)
-    listed = []
-    for case in files.read_cases("case", path):
-        found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
-        try:
-            prediction = of_job(files.case_job(case["config"], profile), values)
-            found["seconds"] = float(f"{prediction.seconds.total:.6g}")
-            found["memory_gib"] = float(f"{prediction.memory.allocated / GIB:.4g}")
-        except ValueError as error:
-            found["note"] = str(error)
-        listed.append(found)
-    return listed

@@ -18,15 +18,13 @@
 #
 # After this lesson you can
 #
-# - say in bytes what training holds on a GPU, and which technique divides which part of it;
-# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in some twenty lines each, and compare each with one process;
-# - say what each of them sends, and what it waits for;
+# - say in bytes what training holds on a GPU, and what each technique divides, sends and waits for;
+# - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in a dozen lines each, and compare each with one process;
 # - choose among them for a given model on given machines.
 #
-# Each technique has a lesson of its own; a link to it ends its section.
+# A link to each technique's own lesson ends its section.
 #
 # The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
-# And training holds four times as much as the weights, before it reads the first word.
 #
 # ```{quiz} map-before
 # ```
@@ -71,44 +69,41 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
+def step_alone(model, optimizer):
+    """What one process does after backward."""
+    optimizer.step()
+
+
 def batch(step):
     """All of a step's text: tokens, targets: [8, 64]."""
     tokens, targets = text.batch(SHAPE.seq, BATCH, start=step * BATCH)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def local_batch(*tensors):
-    """Of each tensor the sequences that are this rank's: two of eight on four ranks."""
-    return [tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors]
-
-
 # %% [markdown]
 # ## One model, one process
 #
 # This page trains one small GPT, of four layers and 853,120 parameters, in several ways.
-# The first way is one process: five steps of AdamW, with eight sequences in each.
-# Helpers, proofs and tables are folded under a line that says what they do; you can skip them.
+# The first is one process: five steps of AdamW, with eight sequences in each.
+# Folded code helps, proves or tabulates; you can skip it.
 
 # %%
-def train(model, batch=batch):
-    optimizer = adamw(model.parameters())
+def train(model, batch=batch, update=step_alone, parameters=None):
+    optimizer = adamw(parameters or model.parameters())
     losses = []
     for step in range(STEPS):
         tokens, targets = batch(step)  # eight sequences of 64 tokens
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
-        optimizer.step()
+        update(model, optimizer)  # here no more than optimizer.step()
         losses.append(value.item())
     return losses, model, optimizer
 
 
-def one_process():
-    return train(small_gpt())
-
-
 # %% [markdown]
-# Every other way has to end with these losses and these weights, up to rounding.
+# Every other way has to end with these losses and weights, up to rounding.
+# Most call this same loop, with another `model`, `batch` or `update`.
 
 # %% tags=["hide-input"]
 # Trains it, and keeps losses and weights as the measure
@@ -156,6 +151,10 @@ def counted(technique, *args):
     return Trained(losses, weights, states, *each)
 
 
+def one_process():
+    return train(small_gpt())
+
+
 ONE = ranks.run(counted, 1, one_process)[0]
 assert ONE.states == 16 * P and ONE.sent == 0
 print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
@@ -165,15 +164,13 @@ print("losses of one process:", ", ".join(f"{x:.4f}" for x in ONE.losses))
 # ## It does not fit, and it is too slow
 #
 # This loop holds each weight, its gradient, and two running means that AdamW keeps.
-# In float32 these are four numbers of 4 bytes: **16 bytes for each parameter**.
-# They are called the *model states*.
+# In float32 these *model states* are 4 × 4 = **16 bytes for each parameter**.
 # Then there are the *activations*: everything that forward computes and backward needs again.
 #
 # ![Memory of one GPU during a step of Llama 3 8B in float32. Weights and AdamW's two means, 96 GB together, are there all the time. Activations pile up during forward, to 101 GB. During backward they go, and gradients come in their place, up to 32 GB. The peak of 198 GB is at the end of forward; the four parts add up to 230 GB.](../figures/model_parallelism_step.svg)
 #
-# Forward makes activations and keeps them.
-# Backward frees them, from the last layer to the first, and makes gradients meanwhile.
-# So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: for Llama 3 8B it is 198 GB, and not 230.
+# Backward frees activations, from the last layer to the first, and makes gradients meanwhile.
+# So the *peak*, the most that a GPU holds at any moment, is less than the sum of the parts: here 198 GB, not 230.
 
 # %% tags=["hide-input"]
 # Table: what training of one sequence holds on a GPU, in float32
@@ -194,52 +191,22 @@ assert [row[1:] for row in rows] == [
 head = ["model", "weights (GB)", "all states (GB)", "activations (GB)", "peak (GB)"]
 show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 
-
 # %% [markdown]
-# Neither fits on an RTX 4090 (24 GB), an A100 or an H100 (80 GB), or an H200 (141 GB).
-# The same formulas predict our small GPT, where each byte can be counted.
-
-# %% tags=["hide-input"]
-# Counts every byte of a step of the small GPT, beside the prediction
-def bytes_of_a_step():
-    model = small_gpt()
-    optimizer, (tokens, targets) = adamw(model.parameters()), batch(0)
-    for _ in range(2):  # the first step makes AdamW's means
-        with count.held(model, optimizer, tokens, targets) as held:
-            optimizer.zero_grad()
-            loss(model(tokens), targets).backward()
-            optimizer.step()
-    return held.peak
-
-
-want, found = (
-    memory.estimate(SHAPE, Layout(micro_batch=BATCH), precision="fp32"),
-    ranks.run(bytes_of_a_step, 1, device="cpu")[0],  # CPU: bytes held by CPU kernels
-)
-assert abs(found / want.peak - 1) < 0.05
-print(f"states: predicted {16 * P:,} B, counted {ONE.states:,} B")
-print(
-    f"peak: predicted {want.peak:,} B, counted {found:,} B, "
-    f"{100 * (found / want.peak - 1):+.1f} %"
-)
-
-# %% [markdown]
+# Neither fits: an A100 or H100 has 80 GB, an H200 141.
+#
 # `````{admonition} Checked: "a 70B model needs 280 GB"
 # :class: checked
 #
-# Its *weights* need that, in float32.
-# To train it takes 1,129 GB of states, and 449 GB for the activations of one sequence.
+# Its *weights* do, in float32; its states are 1,129 GB, and activations come on top.
 # `````
 #
 # To compute in 16 bits halves the activations.
-# The states stay at 16 bytes: 2 for the weight, 2 for its gradient, and 12 for AdamW, which needs a float32 copy of the weight beside its two means.
-# To *recompute* is to keep only each layer's input, and to run its forward again during backward.
-# That leaves few activations, for a third more arithmetic at most.
-# [Memory](memory.md) counts all of this.
+# The states stay at 16 bytes, because AdamW then keeps a float32 copy of each weight.
+# To *recompute* is to keep only each layer's input, and to run its forward again in backward: a third more arithmetic at most.
+# [Memory](memory.md) predicts all this, and counts it to the byte.
 #
 # The other trouble is time.
-# In forward each weight takes 2 operations for each token: it is multiplied, and the product is added.
-# Backward takes 4, because it computes two gradients: the weight's, and that of the layer's input.
+# For each token a weight takes 2 operations in forward, a product and a sum, and 4 in backward, for two gradients: its own, and that of the layer's input.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
 # One H100 does 989 trillion operations a second in 16 bits; to reach 40 % of that is good.
 
@@ -247,10 +214,7 @@ print(
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
 print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 
-
 # %% [markdown]
-# So the work has to be divided.
-#
 # ## Four ways to divide the work
 #
 # A step takes a batch through layers; layers have weights; weights have gradients and optimizer states.
@@ -259,24 +223,9 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # ![Four ways to train one model of four layers on four ranks. Data parallelism: each rank has a quarter of the batch and all four layers; gradients are sent. ZeRO, stage 3: each rank has a quarter of the batch, and of every layer's weights, gradients and optimizer states a quarter; weights and gradients are sent. Pipeline: each rank has one layer, and the whole batch passes through all of them; activations are sent to the next rank. Tensor parallelism: each rank has the whole batch and a quarter of every layer's matrices; activations are summed in every layer.](../figures/model_parallelism_ways.svg)
 #
 # A *rank* is a process with a number; usually it has a GPU of its own.
-# On this page ranks are real processes that send each other real messages.
-# `ranks.run(function, 4)` starts four of them, lets each run the function, and returns four results.
-
-# %%
-def hello():
-    number = torch.tensor(dist.get_rank())
-    dist.all_reduce(number)  # afterwards every rank has the sum of all
-    return number.item()
-
-
-print(ranks.run(hello, 4))
-
-# %% [markdown]
-# Each rank brought its own number, 0 to 3, and each got the sum, 6.
-# This operation is an *all-reduce*.
+# Here four ranks are real processes, and each technique is compared with one process.
 # Operations that all ranks call together are *collectives*.
-#
-# Each technique below trains on four ranks; `beside_one_process` compares them with one process.
+# After an *all-reduce* every rank has the sum, or the mean, of what all ranks brought.
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`: the same losses, and the same weights?
@@ -325,25 +274,23 @@ def beside_one_process(name, technique, *args, device="auto"):
 # ![Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its own. An all-reduce averages the gradients; then all four ranks have the same gradients and make the same optimizer step.](../figures/data_parallel_replicas.svg)
 
 # %%
+def local_batch(step):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    return [tensor.chunk(n)[rank] for tensor in batch(step)]  # two of the eight sequences
+
+
+def average_and_step(model, optimizer):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+    optimizer.step()
+
+
 def data_parallel():
-    model = small_gpt()
-    optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(STEPS):
-        tokens, targets = local_batch(*batch(step))  # two of the eight sequences
-        optimizer.zero_grad()
-        value = loss(model(tokens), targets)
-        value.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
-        optimizer.step()
-        losses.append(value.item())
-    return losses, model, optimizer
+    return train(small_gpt(), local_batch, average_and_step)
 
 
 # %% [markdown]
-# Two things are new: `local_batch`, and the all-reduce after backward.
-# It averages because a loss is a mean: the mean of four means over equally many sequences is the mean over all.
+# A loss is a mean, and the mean of four means over equally many sequences is the mean over all.
 # No weight is sent: the copies begin equal, and equal gradients keep them equal.
 
 # %% tags=["hide-input"]
@@ -351,8 +298,8 @@ def data_parallel():
 beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
-# An all-reduce can be done in a ring, where each of $N$ ranks sends to the next one.
-# For $S$ bytes a rank then sends $2\frac{N-1}{N}S$, never more than $2S$; [Collectives](collectives.md) shows why.
+# In a ring each rank sends to the next one.
+# When $N$ ranks all-reduce $S$ bytes so, each sends $2\frac{N-1}{N}S$; [Collectives](collectives.md) shows why.
 #
 # Copies divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
@@ -361,8 +308,7 @@ beside_one_process("data parallel", data_parallel)
 # :class: checked
 #
 # They do while the gradients travel in less time than backward takes.
-# With more GPUs each has fewer sequences, and its backward gets shorter; its gradients stay as large.
-# The table predicts both for Llama 3 8B on H100s, with 4 million tokens in a step.
+# With more GPUs each has fewer sequences, and a shorter backward; gradients stay as large.
 # `````
 
 # %% tags=["hide-input"]
@@ -379,19 +325,17 @@ for n in (64, 512, 4096):
     rows.append((f"{n:,}", *(f"{x:,.0f}" for x in cells)))
 assert [round(100 * SPEEDUP[n] / n) for n in SPEEDUP] == [100, 99, 17]
 head = ["GPUs", "backward (ms)", "gradients travel (ms)", "times as fast as one GPU"]
-show.table(rows, head)
+show.table(rows, head, caption="Predicted: Llama 3 8B on H100s, 4 million tokens in a step")
 
 
 # %% [markdown]
-# The plain loop sends each of 35 tensors by itself, when backward is over.
-# [Data parallelism](data_parallel.md) packs gradients into *buckets* and sends them while backward runs, as PyTorch's `DistributedDataParallel` does.
+# `average_and_step` sends 35 tensors one by one, after backward.
+# [Data parallelism](data_parallel.md) packs them into *buckets* and sends those during backward, as PyTorch's `DistributedDataParallel` does.
 
 # %% tags=["hide-input"]
 # Holds that lesson's module against one process, and counts its calls
 def in_buckets():
-    return train(
-        DataParallel(small_gpt(), dist.group.WORLD), lambda step: local_batch(*batch(step))
-    )
+    return train(DataParallel(small_gpt(), dist.group.WORLD), local_batch)
 
 
 beside_one_process("data parallel, buckets", in_buckets)
@@ -409,13 +353,12 @@ assert plain == 35 and packed < 4
 # If the model does not fit, give each rank some of its layers: a {term}`stage`.
 # Rank 0 has the embedding and the first layer, rank 3 the last layer and the head.
 # Activations go to the next rank, and in backward their gradients come back.
-# Nothing else is sent.
 
 # %% tags=["hide-input"]
 # Defines `receive`, and `my_stage`: a rank's layers of the small GPT
-def receive(shape, source):
-    """What a neighbour sends: activations, or their gradient: [b, s, h]."""
-    x = torch.empty(shape)
+def receive(like, source):
+    """What a neighbour sends for these sequences: activations, or their gradient: [b, s, h]."""
+    x = torch.empty(*like.shape[:2], SHAPE.hidden)
     dist.recv(x, source)
     return x.requires_grad_()
 
@@ -427,39 +370,27 @@ def my_stage():
 
 
 # %%
-def forward(stage, tokens, targets):
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    shape = (*tokens.shape, SHAPE.hidden)
-    x = tokens if rank == 0 else receive(shape, rank - 1)
-    y = stage(x)
-    if rank == last:
-        return x, loss(y, targets)
-    dist.send(y.detach(), rank + 1)
-    return x, y
-
-
-def backward(x, y, m):
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    if rank == last:
-        (y / m).backward()  # a loss, of one of m micro-batches
-    else:
-        y.backward(receive(y.shape, rank + 1))
-    if rank > 0:
-        dist.send(x.grad, rank - 1)
-
-
 def pipeline_step(stage, micro_batches):
-    kept = [forward(stage, *part) for part in micro_batches]
+    rank, last, kept = dist.get_rank(), dist.get_world_size() - 1, []
+    for tokens, targets in micro_batches:
+        x = tokens if rank == 0 else receive(tokens, rank - 1)
+        y = stage(x)
+        if rank < last:
+            dist.send(y.detach(), rank + 1)
+        else:
+            y = loss(y, targets) / len(micro_batches)
+        kept.append((x, y))
     for x, y in kept:
-        backward(x, y, len(micro_batches))
+        y.backward(receive(y, rank + 1) if rank < last else None)
+        if rank > 0:
+            dist.send(x.grad, rank - 1)
     return kept
 
 
 # %% [markdown]
 # A batch is cut into $m$ *micro-batches*.
-# With $m = 1$ this is the *naive pipeline*: one rank works, and three wait for it.
-# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: this is GPipe {cite}`huang2019gpipe`.
-# The loop around `pipeline_step` is the one you know.
+# With $m = 1$ this is the *naive pipeline*: one rank works, and three wait.
+# With $m = 4$ a stage begins the next micro-batch as soon as it has sent the one before: GPipe {cite}`huang2019gpipe`.
 
 # %% tags=["hide-input"]
 # Holds both pipelines against one process
@@ -471,7 +402,7 @@ def in_stages(m):
         optimizer.zero_grad()
         pairs = zip(*(tensor.chunk(m) for tensor in batch(step)), strict=True)
         kept = pipeline_step(stage, list(pairs))
-        losses.append(sum(y.item() for _, y in kept) / m if last else None)
+        losses.append(sum(y.item() for _, y in kept) if last else None)
         optimizer.step()
     return losses, stage, optimizer
 
@@ -483,13 +414,11 @@ beside_one_process("pipeline", in_stages, 4, device="cpu")
 
 
 # %% [markdown]
-# They differ in how long a stage waits.
-#
 # ![Three timelines of four stages on one axis; a backward takes twice as long as a forward. Naive: the whole batch at once, one stage computes at a time, each is busy 25 % of the time. GPipe with four micro-batches: all forwards, then all backwards; stages overlap, each is busy 57 % of the time. 1F1B with four micro-batches: each backward begins as early as it can; it takes exactly as long as GPipe.](../figures/model_parallelism_bubble.svg)
 #
 # The time in which a stage is idle is the *bubble*.
-# With $p$ stages a step takes $m + p - 1$ turns, and each stage works in $m$ of them: the bubble is $\frac{p-1}{m+p-1}$ of the step.
-# The table measures it with the functions above, on stages that sleep instead of computing.
+# Each of $p$ stages works in $m$ of $m+p-1$ turns, so the bubble is $\frac{p-1}{m+p-1}$ of the step.
+# The table measures it, on stages that sleep instead of computing.
 
 # %% tags=["hide-input", "measured"]
 # Table: how busy four stages are, by the formula and by the clock
@@ -538,48 +467,23 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 # %% [markdown]
 # More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
-# {term}`1F1B <one forward, one backward>` does each backward as early as it can, which frees what its forward kept.
-# It waits as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
+# {term}`1F1B <one forward, one backward>` does each backward as early as it can: it waits as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
 #
 # A rank holds about a quarter of the states, and no other technique here sends so little.
 # The price is the bubble, and that all stages have to take equal time.
-# [Pipeline parallelism](pipeline.md) builds 1F1B and its successors, down to no bubble at all.
+# [Pipeline parallelism](pipeline.md) builds 1F1B and its successors.
 #
 # (mp-tensor)=
 # ## Tensor parallelism: a cut through every matrix
 #
-# A pipeline cannot cut a layer.
 # Tensor parallelism cuts every matrix, and all ranks work on the same layer at the same time {cite}`shoeybi2019megatron`.
 # A feed-forward network shows how: $Y = \operatorname{GELU}(X W_1)\,W_2$.
 #
 # ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
-# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$.
-# GELU changes each number by itself, and needs no other columns.
+# $W_1$ is cut by columns, so a rank computes some columns of $X W_1$; GELU needs no others.
 # $W_2$ is cut by the rows that meet these columns.
 # What comes out is a *summand* of $Y$; one all-reduce adds up the summands.
-
-# %%
-class CutFeedForward(nn.Module):
-    """This rank's columns of the first matrix, and its rows of the second."""
-
-    def __init__(self, full):
-        super().__init__()
-        rank, n = dist.get_rank(), dist.get_world_size()  # nn.Linear keeps W transposed
-        self.up = nn.Parameter(full.up.weight.chunk(n, 0)[rank].clone())
-        self.down = nn.Parameter(full.down.weight.chunk(n, 1)[rank].clone())
-
-    def forward(self, x_BSH):
-        inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)
-        return Sum.apply(inner_BSf @ self.down.T)
-
-
-# %% [markdown]
-# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
-#
-# `Sum` is the all-reduce; in backward it does nothing.
-# `Copy` is the opposite.
-# Every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
 
 # %% tags=["hide-input"]
 # Defines `Copy` and `Sum`: an all-reduce in backward, and one in forward
@@ -611,10 +515,19 @@ class Sum(torch.autograd.Function):
         return gradient
 
 
-# %% [markdown]
-# Every rank has the whole batch, and the loop is that of one process.
-
 # %%
+class CutFeedForward(nn.Module):
+    def __init__(self, full):
+        super().__init__()
+        rank, n = dist.get_rank(), dist.get_world_size()  # nn.Linear keeps W transposed
+        self.up = nn.Parameter(full.up.weight.chunk(n, 0)[rank].clone())
+        self.down = nn.Parameter(full.down.weight.chunk(n, 1)[rank].clone())
+
+    def forward(self, x_BSH):
+        inner_BSf = F.gelu(Copy.apply(x_BSH) @ self.up.T)
+        return Sum.apply(inner_BSf @ self.down.T)
+
+
 def tensor_parallel():
     model = small_gpt()
     for block in model.blocks:
@@ -623,8 +536,12 @@ def tensor_parallel():
 
 
 # %% [markdown]
+# A tensor's name ends in its axes: $B$ sequences, $S$ tokens, $H$ numbers for each token; $f$ is this rank's part of the $F$ columns of $W_1$.
+#
+# `Sum` is the all-reduce; in backward it does nothing.
+# `Copy` is the opposite: every rank used all of $X$, so the gradient of $X$ is a sum over the ranks.
+#
 # Attention is cut in the same way, by heads.
-# The course's module does that, and cuts embedding and head as well.
 
 # %% tags=["hide-input"]
 # Holds both against one process: some matrices cut, and all of them
@@ -647,16 +564,15 @@ beside_one_process("tensor parallel", everything_cut)
 
 # %% [markdown]
 # States and arithmetic of each layer are divided, and there is no bubble.
-# The price is four all-reduces a layer, two in forward and two in backward, and the next product has to wait for each.
-# So these ranks are usually the GPUs of one *node*: one machine, with fast links inside.
+# The price is four all-reduces a layer, two in forward and two in backward, and the next product waits for each.
+# So these ranks are usually the GPUs of one *node*, a machine with fast links inside.
 #
 # `````{admonition} Checked: "tensor parallelism sends less than data parallelism"
 # :class: checked
 #
 # Often it sends more.
-# A copy sends gradients: two numbers for each parameter, whatever the batch.
-# A rank with cut matrices sends activations: for each layer and token, eight times the model's width.
-# The last column says from how many tokens on that is more.
+# A copy sends two numbers for each parameter, whatever the batch.
+# A rank with cut matrices sends eight times the model's width for each layer and token.
 # `````
 
 # %% tags=["hide-input"]
@@ -683,24 +599,23 @@ assert [
     False,
 ]
 head = ["model", "GPUs", "tokens in a step", "a copy sends (MB)", "with cut matrices (MB)"]
-show.table(rows, [*head, "equal at (tokens in a step)"])
+show.table(rows, [*head, "more from (tokens in a step)"])
 
 
 # %% [markdown]
-# [Tensor parallelism](tensor_parallel.md) cuts the whole model, and hides a part of the waiting.
+# [Tensor parallelism](tensor_parallel.md) cuts embedding and head as well, and hides a part of the waiting.
 #
 # (mp-zero)=
 # ## ZeRO: copies that divide their states
 #
-# Data parallelism keeps the same states on every rank.
-# ZeRO is data parallelism in which each rank *owns* one part of the states {cite}`rajbhandari2020zero`.
+# ZeRO is data parallelism in which each rank *owns* a part of the states, in place of a copy of all {cite}`rajbhandari2020zero`.
 #
 # ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
 # All weights are put into one flat tensor, of which each rank owns a quarter.
 # A *reduce-scatter* gives each rank the averaged gradients of its quarter alone.
 # The rank steps its quarter, with a quarter of AdamW's means.
-# An *all-gather* then gives the new weights to all.
+# An *all-gather* gives the new weights to all.
 
 # %%
 def zero_2():
@@ -708,33 +623,27 @@ def zero_2():
     flat = parameters_to_vector(model.parameters()).detach()
     vector_to_parameters(flat, model.parameters())  # each weight is a view into `flat`
     mine = nn.Parameter(flat.chunk(n)[rank])  # and so is this rank's quarter
-    optimizer = adamw([mine])
-    losses = []
-    for step in range(STEPS):
-        tokens, targets = local_batch(*batch(step))
-        value = loss(model(tokens), targets)
-        value.backward()
+
+    def update(model, optimizer):
         gradients = parameters_to_vector(p.grad for p in model.parameters())
         mine.grad = torch.empty_like(mine)
         reduce_scatter_single(mine.grad, gradients / n, group=dist.group.WORLD)
         model.zero_grad()  # of the gradients this rank keeps its quarter
         optimizer.step()
         all_gather_single(flat, mine.detach().clone(), group=dist.group.WORLD)
-        losses.append(value.item())
-    return losses, model, optimizer
+
+    return train(model, local_batch, update, [mine])
 
 
 # %% [markdown]
 # This is stage 2; stage 1 would keep all gradients until the next step begins.
-# The course's module sends gradients while backward makes them, so that they are never all there at once.
-#
 # Stage 3 divides the weights, too: it gathers a layer's weights just before they are needed, and frees them afterwards.
 # With the course's module that is one line.
 
 # %%
 def zero_3():
     model = zero.shard(small_gpt(), dist.group.WORLD, stage=3)
-    return train(model, lambda step: local_batch(*batch(step)))
+    return train(model, local_batch)
 
 
 # %% tags=["hide-input"]
@@ -745,27 +654,7 @@ beside_one_process("ZeRO-2", zero_2, device="cpu")
 beside_one_process("ZeRO-3", zero_3, device="cpu")
 
 # %% [markdown]
-# What does a stage save?
-# Take 7 billion parameters in float32 on 8 GPUs, with 10 GB of activations on each.
-
-# %% tags=["hide-input"]
-# Table: what one of 8 GPUs holds of 7 billion parameters, by stage
-ACTIVATIONS, rows, SEVEN = 10e9, [], {}
-for stage in range(4):
-    found = memory.states(7e9, Layout(dp=8, zero=stage), "fp32")
-    sizes = found.parameters, found.gradients, found.optimizer, ACTIVATIONS
-    SEVEN[stage] = sum(sizes)
-    cells = [f"{size / GB:g}" for size in (*sizes, SEVEN[stage])]
-    rows.append((stage, *cells, f"{SEVEN[0] / SEVEN[stage]:.1f}"))
-assert list(SEVEN.values()) == [122e9, 73e9, 48.5e9, 24e9] and SEVEN[0] / 8 == 15.25e9
-head = ["stage", "weights (GB)", "gradients (GB)", "optimizer (GB)", "activations (GB)"]
-show.table(
-    rows, [*head, "together (GB)", "times less"], caption="One of 8 GPUs, float32"
-)
-
-# %% [markdown]
-# Activations are not divided: each GPU has those of its own sequences.
-# So stage 3 holds 24 GB, and not an eighth of 122.
+# Activations are not divided: each rank has those of its own sequences.
 #
 # Stages 1 and 2 send what data parallelism sends, because an all-reduce *is* a reduce-scatter and an all-gather.
 # Stage 3 gathers the weights once more, for backward: 1.5 times as much at most.
@@ -774,7 +663,7 @@ show.table(
 # (mp-together)=
 # ## The four side by side
 #
-# One GPT, one batch, four ranks: here is what each technique held and sent.
+# This is what each technique held and sent on four ranks.
 
 # %% tags=["hide-input"]
 # Table: states and traffic of four ranks, predicted and counted
@@ -818,16 +707,16 @@ head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]
-# None is the best everywhere.
+# None is the best everywhere; all figures are of four ranks.
 #
-# | technique | use it when | what it costs |
+# | technique | use it when | price |
 # |---|---|---|
 # | data parallelism | the model fits | 16 bytes per parameter on every GPU |
-# | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes on four ranks | stage 2 sends after each micro-batch |
-# | ZeRO-3 | states do not fit: 4 bytes on four ranks | up to 1.5 times the bytes, in many more calls |
+# | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes | stage 2 sends after each micro-batch |
+# | ZeRO-3 | states do not fit: 4 bytes | up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or there are fewer sequences than GPUs | 14 times a pipeline's bytes here, most of them waited for |
-# | pipeline | it has to span nodes, over slow links | idle 43 % of the time with as many micro-batches as stages |
+# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | 14 times a pipeline's bytes, most waited for |
+# | pipeline | it has to span nodes | idle 43 % of the time with as many micro-batches as stages |
 
 # %% tags=["hide-input"]
 # Holds the table to the numbers of this page
@@ -846,46 +735,41 @@ print("all numbers of the table are those of this page")
 # (mp-choose)=
 # ## How to choose
 #
-# Each technique has a price, so take the cheapest that fits.
-# First comes what changes no line of the model, then what needs fast links, last what needs a schedule.
+# Take the first that fits: first come techniques that change no line of the model, then one that needs fast links, last one that needs a schedule.
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
 # A *layout* says how a job is divided.
-# The course's planner predicts memory and seconds of every layout, and `choose` follows the chart.
+# The course's planner predicts memory and seconds of each, and `choose` follows the chart.
 
 # %%
-h100 = strategy.MACHINES["h100"]
 for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
-    found = strategy.plan(PRESETS[name], h100, gpus=64, batch=512)
+    found = strategy.plan(PRESETS[name], strategy.MACHINES["h100"], gpus=64, batch=512)
     print(name, "on 64 H100s:", strategy.choose(found).layout)
 
 
 # %% [markdown]
-# In that output $d$ is the number of copies.
-# The chart takes what changes least; a later rung may be faster, and [Strategy](strategy.md) predicts by how much.
+# Here $d$ is the number of copies.
+# A later rung of the chart may be faster; [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs combine the techniques.
-# They divide matrices among the GPUs of a node and layers among nodes, and make copies of all that, with ZeRO-1.
+# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine them: matrices are cut inside a node, layers among nodes, and all that is copied, with ZeRO-1.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
-#
-# [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md) works such a job out.
 #
 # (mp-deepspeed)=
 # ## DeepSpeed in practice
 #
-# Nobody writes all this anew.
 # DeepSpeed, a production engine, takes a model and a dictionary of settings {cite}`rasley2020deepspeed`.
-# It does backward, averaging and the step.
+# [Its lesson](deepspeed_engine.md) shows the loop and explains the settings.
 
-# %%
+# %% tags=["hide-input"]
+# Trains by DeepSpeed on two ranks, and holds it against one process
 def by_deepspeed(stage):
     settings = de.config(Layout(dp=2, zero=stage, micro_batch=4))
     engine = de.initialize(small_gpt(), settings)
     losses = []
     for step in range(STEPS):
-        tokens, targets = local_batch(*batch(step))
+        tokens, targets = local_batch(step)
         value = loss(engine(tokens), targets)
         engine.backward(value)
         engine.step()
@@ -893,8 +777,6 @@ def by_deepspeed(stage):
     return losses, de.weights(engine)
 
 
-# %% tags=["hide-input"]
-# Holds DeepSpeed on two ranks against one process
 de.prepare()  # imports DeepSpeed once, before any rank starts
 for stage in (2, 3):
     # CPU: its losses are compared with those of CPU ranks
@@ -911,31 +793,27 @@ for stage in (2, 3):
     )
 
 # %% [markdown]
-# [DeepSpeed](deepspeed_engine.md) explains the settings line by line.
-#
 # (mp-more)=
 # ## Three more cuts
 #
 # ![Six things that four ranks can share. Activations are a block of sequences, tokens and width: data parallelism cuts the sequences of the batch, context parallelism the tokens of each sequence, tensor parallelism the width of each layer. Of the model, a pipeline cuts the layers, ZeRO the states of every layer, and expert parallelism deals out the experts, to which each token is sent by a router.](../figures/model_parallelism_cuts.svg)
 #
 # [**Sequence parallelism**](sequence_parallel.md) divides by tokens the activations that tensor parallelism leaves whole, for the same bytes.
-# [**Context parallelism**](context_parallel.md) divides the tokens everywhere, for sequences too long for one GPU; attention's keys and values then travel among the ranks.
-# [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few of them for each token {cite}`deepseek2024v3`.
+# [**Context parallelism**](context_parallel.md) divides the tokens everywhere, for sequences too long for one GPU; attention's keys and values then travel.
+# [**Experts**](experts.md) are many feed-forward networks in one layer, on different ranks; a router picks a few for each token {cite}`deepseek2024v3`.
 #
 # ## What goes wrong, and how it looks
 #
-# A run is set up right when its first loss and the norm of its first gradients are those of one process, and a rank holds and sends the predicted bytes.
+# A run is right when its first loss and gradient norm are those of one process, and each rank holds and sends the predicted bytes.
 # If not, look here, then at [Symptoms](../book/symptoms.md):
 #
-# | what you see | what it often is | more in |
-# |---|---|---|
-# | nothing goes on, without an error | a rank left out a collective, or two stages follow two schedules | [Collectives](collectives.md), [Pipeline parallelism](pipeline.md) |
-# | the first loss is right, later ones are not | a missing all-reduce in backward | [Tensor parallelism](tensor_parallel.md) |
-# | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a mean | [Data parallelism](data_parallel.md) |
-# | ZeRO-3 runs out of memory though the states fit | activations, or the whole model gathered at once | [ZeRO](zero.md) |
-# | more GPUs, and no shorter step | gradients travel longer than backward takes | [Data parallelism](data_parallel.md) |
-#
-# Bytes and losses on this page are those of any cluster; times are not.
+# | what you see | what it often is |
+# |---|---|
+# | nothing goes on, without an error | a rank left out a [collective](collectives.md), or two stages follow two [schedules](pipeline.md) |
+# | the first loss is right, later ones are not | a missing [all-reduce in backward](tensor_parallel.md) |
+# | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a [mean](data_parallel.md) |
+# | ZeRO-3 runs out of memory though the states fit | activations, or the whole model [gathered](zero.md) at once |
+# | more GPUs, and no shorter step | [gradients travel](data_parallel.md) longer than backward takes |
 #
 # ## Exercises
 #
@@ -1215,13 +1093,10 @@ check(layout, "my_layout")
 #
 # - Training holds 16 bytes for each parameter, and activations.
 # - Copies divide the batch, a pipeline the layers, tensor parallelism the matrices, ZeRO the states that copies hold many times.
-# - Each is some twenty lines in its plain form, and trains the model that one process trains.
-# - They differ in what they hold, send and wait for.
-# - Take the first rung of the chart that fits; the planner says what a later one would gain.
 #
 # ## Further reading
 #
 # - [Questions: the map](../book/questions_map.md): what you can say now without running anything.
-# - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: the papers that tensor parallelism, micro-batches and ZeRO come from.
-# - {cite:t}`narayanan2021megatron`: the three together, with the formulas behind the choice, on up to 3,072 GPUs.
+# - {cite:t}`shoeybi2019megatron`, {cite:t}`huang2019gpipe` and {cite:t}`rajbhandari2020zero`: where tensor parallelism, micro-batches and ZeRO come from.
+# - {cite:t}`narayanan2021megatron`: the three together, on up to 3,072 GPUs.
 # - {cite:t}`dubey2024llama3`, section 3.3: how Llama 3 405B was laid out, and what went wrong.

@@ -93,6 +93,7 @@ def test_a_script_that_was_stopped_goes_on_as_if_it_was_not(name, tmp_path, requ
     rounded = engine == "deepspeed"
     ahead = rounded and layout.zero == 0
     (plain,) = alone([(layout, NANO, *HALF, rounded, ahead, done + 2)])
+    # Optimizer states that were lost move the next two losses by 6e-3 and 13e-3 (seen).
     assert [row["loss"] for row in rows] == pytest.approx(plain, abs=ROUNDED)
 
 

@@ -31,7 +31,6 @@ import math
 import warnings
 
 import matplotlib.pyplot as plt
-import pytorch_lightning as L
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +41,14 @@ from shardlab import deepspeed_engine as de
 from shardlab import ranks, show, text
 from shardlab.check import check
 from shardlab.model import GPT, PRESETS, loss
-from shardlab.trainers import beside
-from shardlab.trainers import core as lightning
 from shardlab.trainers.scaler import LossScaler
+
+with warnings.catch_warnings():  # in a notebook, of missing widgets
+    warnings.simplefilter("ignore")
+    import pytorch_lightning as L
+
+    from shardlab.trainers import beside
+    from shardlab.trainers import core as lightning
 
 show.style()
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)

@@ -79,7 +79,7 @@ def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
 
 def test_the_large_end_has_layouts_as_they_are_run() -> None:
     """Llama 3 405B on 16,384 GPUs: 41 % MFU as it ran. The course's profile had 13 % at best."""
-    for name, best, floor_ in (("course", "t 4 · p 16 · c 2", 0.40), ("torchtitan", "", 0.34)):
+    for name, best, floor_ in (("course", "t 4 · p 16 · c 2", 0.40), ("torchtitan", "", 0.33)):
         profile = today(PROFILES[name])
         found = plan(BIG, H100, 16_384, 2048, 8192, profile)
         assert len(found.fits) > 300 and floor_ < found.fits[0].mfu < 0.45

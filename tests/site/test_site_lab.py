@@ -87,6 +87,7 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
     shown = page.locator(".jp-Notebook")
     solution, folded = shown.locator("details"), shown.locator(".jp-InputPlaceholder")
     assert not solution.evaluate("node => node.open")
+    folded.nth(1).wait_for()  # JupyterLab draws a cell when there is time
     assert folded.count() == 2 and "# Solution to exercise 1" in folded.nth(1).inner_text()
     assert "2 * 3 / 4" not in shown.inner_text()  # the solution's number
 

@@ -69,6 +69,7 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if torch is None or not (used or torch.cuda.is_initialized()):
         return {"kind": "cpu", "name": cpu_name(), "count": 1, "cores": cores()}
     count = torch.cuda.device_count()
+    hip = getattr(torch.version, "hip", None)  # AMD's GPUs are "cuda", too
     names = {torch.cuda.get_device_name(index): None for index in range(count)}
     return {
         "kind": "cuda",
@@ -76,7 +77,7 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "count": count,
         "driver": driver(),
         "cuda": torch.version.cuda or "",
-        **({"hip": torch.version.hip} if torch.version.hip else {}),  # AMD's GPUs are "cuda", too
+        **({"hip": hip} if hip else {}),
         "cores": cores(),
     }
 

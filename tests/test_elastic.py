@@ -142,7 +142,15 @@ def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
 
 
 def alive(found: dict[int, dict]) -> list[int]:
-    return [r for r, of in found.items() if psutil.pid_exists(of["pid"])]
+    """Ranks that run: one whose end nobody has asked for yet, as of an orphan, does not."""
+    return [r for r, of in found.items() if runs(of["pid"])]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture

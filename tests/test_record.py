@@ -332,7 +332,7 @@ FILES = {  # one of each kind that lessons open by a name made up at run time
     "code/shardlab/elastic/restarts.json": "elastic",
     "code/shardlab/cluster/captured/order.txt": "cluster",
     "code/shardlab/cluster/jobs/srun.sbatch": "cluster",
-    "code/shardlab/cluster/slurm/recorded/ranks.txt": "cluster",
+    "code/shardlab/cluster/slurm/recorded/usr1.txt": "cluster",
     "code/shardlab/strategy/published/rates_megatron.json": "strategy",
 }
 

@@ -495,9 +495,10 @@ def document(slides: list[Slide], lesson: str, up: str) -> str:
     body = "\n".join(slide.html(lesson) for slide in slides)
     if "\\(" in body or "\\[" in body:
         scripts.insert(0, "mathjax/tex-chtml.js")
+    links = [f'<link rel="stylesheet" href="{up}_static/{name}">' for name in styles]
     return PAGE.format(
         title=escape(plain(slides[0].title)),
-        head="\n".join(f'<link rel="stylesheet" href="{up}_static/{name}">' for name in styles),
+        head="\n".join([f'<link rel="icon" href="{up}_static/favicon.svg">', *links]),
         slides=body,
         scripts="\n".join(f'<script defer src="{up}_static/{name}"></script>' for name in scripts),
     )

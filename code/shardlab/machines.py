@@ -119,6 +119,7 @@ def named(name: str, memory: float | None = None) -> Machine | None:
 def check_named(**names: str) -> Machine:
     """The same for an argument, given by its name; ValueError with the list where it is unknown."""
     ((argument, name),) = names.items()
-    if (machine := named(name)) is None:
+    # A name of the table is itself; calculators on pages offer those alone, and have no patterns.
+    if (machine := MACHINES.get(name) or named(name)) is None:
         raise ValueError(f"{argument}={told(name)}: allowed are {listed(MACHINES)}, and like names")
     return machine

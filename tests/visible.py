@@ -97,7 +97,7 @@ def shown(text: str) -> dict[Path, set[int]]:
     """
     names: dict[str, object] = {}
     for cell in cells(text):
-        for node in ast.parse(cell.source).body:
+        for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 exec(compile(ast.Module([node], []), "imports", "exec"), names)
     seen: dict[Path, set[int]] = {}

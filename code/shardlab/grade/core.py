@@ -156,6 +156,8 @@ class Grade:
 def loaded(file: Path) -> ModuleType:
     """On a rank: the file as a module; its folder comes first where it imports others."""
     sys.dont_write_bytecode = True
+    for own in file.parent.glob("*.py"):  # whoever started the rank may have imported a namesake
+        sys.modules.pop(own.stem, None)
     sys.path.insert(0, str(file.parent))
     return importlib.import_module(file.stem)
 

@@ -126,7 +126,7 @@ def _imported(cells: list[str]) -> dict[str, Name]:
     """What each name that the cells import stands for."""
     names: dict[str, Name] = {}
     for cell in cells:
-        for node in ast.parse(cell).body if "import" in cell else []:
+        for node in ast.walk(ast.parse(cell)) if "import" in cell else []:
             names |= _names(node, ())
     return names
 

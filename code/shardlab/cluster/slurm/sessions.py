@@ -28,6 +28,8 @@ JOBS = Path(__file__).parents[1] / "jobs"
 RECORDED = Path(__file__).parent / "recorded"
 # What srun says when the job before is not quite gone: sometimes it is, sometimes not.
 _WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources\n"
+# A step's own word and srun's come by two ways, and sometimes srun's is first.
+_OVERTAKEN = r"(srun: error: .*\n)(slurmstepd-.*\n)"
 
 
 def session(name: str, live: bool = True) -> show.Shown:
@@ -74,7 +76,7 @@ def replayed(text: str) -> str:
                 quiet = " >/dev/null 2>&1" if line.startswith("%") else ""
                 script += [f"cat <<'COMMAND'\n{line}\nCOMMAND", f"{{ {line[2:]}\n}}{quiet}"]
         said = box.run(["bash", "-c", "\n".join(script)], cwd=work).stdout
-    return re.sub(_WAITED, "", said, flags=re.MULTILINE)
+    return re.sub(_OVERTAKEN, r"\2\1", re.sub(_WAITED, "", said, flags=re.MULTILINE))
 
 
 def record(name: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from shardlab import options
 from shardlab.arguments import check_one_of
 from shardlab.cluster import site
-from shardlab.layout.structure import own_config, structure
 
 from . import report
 from .emit import ENGINES, Limits, emit, job
@@ -28,12 +27,13 @@ STEPS = 1000  # of the training, unless --tokens says otherwise
 def for_engine(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the profile of the engine that a plan is for. Slurm starts any program.
 
-    And with the GPUs of a node of --site, where --per-node says no others.
+    And --site as it was read, with the GPUs of its node where --per-node says no others.
     """
     engine = given["emit"]
     check_one_of(ENGINES, emit=engine)
-    if "site" in given and (n := site.read(given["site"]).gpus_per_node):
-        given = {"per_node": str(n), **given}
+    if "site" in given:
+        given = {**given, "site": (at := site.read(given["site"]))}
+        given = {"per_node": str(at.gpus_per_node), **given} if at.gpus_per_node else given
     if "engine" in given:
         check_one_of(JOBS, engine=given["engine"])
         engine = given["engine"]
@@ -53,14 +53,14 @@ def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
         return emit(engine, *job, one.layout, asked.seq, how).rstrip("\n")
 
     made = _able(engine, found, text)
-    return site.read(given["site"]).batch(made) if "site" in given else made
+    return given["site"].batch(made) if "site" in given else made
 
 
 def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     """Write the whole job of an engine into a folder; what there is, and what comes next."""
     engine = given["engine"]
     known = {name: given[name] for name in ("time", "partition") if name in given}
-    at = site.read(given["site"]) if "site" in given else None
+    at = given.get("site")
     if at and at.partition and "," not in at.partition:
         known = {"partition": at.partition, **known}
     limits, steps = Limits(**known), STEPS
@@ -70,9 +70,7 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
         steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
 
     def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
-        config = own_config(asked.config, emit=engine)
-        ahead = structure(asked.config).ahead
-        target = Target(engine, config, asked.machine, one.layout, asked.seq, how, ahead)
+        target = Target.of(engine, asked.config, asked.machine, one.layout, asked.seq, how)
         return one, job(target, limits, steps, one.seconds)
 
     planned, texts = _able(engine, found, files)

@@ -20,11 +20,10 @@ Files that are mostly code have a Jinja2 template beside their writer, the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import ModuleType
 
 from shardlab.arguments import check_one_of
-from shardlab.layout import Layout, Structure, structure
-from shardlab.layout.structure import own_config
+from shardlab.layout import Layout, Structure
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -34,23 +33,17 @@ from .target import Target
 
 __all__ = ["ENGINES", "FILES", "Limits", "emit", "job"]
 
-_WRITERS: dict[str, Callable[[Target], str]] = {
-    "deepspeed": deepspeed.write,
-    "fsdp2": fsdp2.write,
-    "torchtitan": torchtitan.write,
-    "megatron": megatron.write,
-    "course": course.write,
-    "slurm": slurm.write,
+_WRITERS: dict[str, ModuleType] = {
+    "deepspeed": deepspeed,
+    "fsdp2": fsdp2,
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "course": course,
+    "slurm": slurm,
 }
 ENGINES = tuple(_WRITERS)
-FILES = {  # what each engine's text is called, where it has to be called something
-    "deepspeed": deepspeed.FILE,
-    "fsdp2": fsdp2.FILE,
-    "torchtitan": torchtitan.FILE,
-    "megatron": megatron.FILE,
-    "course": course.FILE,
-    "slurm": slurm.FILE,
-}
+# What each engine's text is called, where it has to be called something.
+FILES = {engine: writer.FILE for engine, writer in _WRITERS.items()}
 
 
 def emit(
@@ -70,6 +63,4 @@ def emit(
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
     check_one_of(ENGINES, engine=engine)
-    own = own_config(config, emit=engine)
-    seq, ahead = own.seq if seq is None else seq, structure(config).ahead
-    return _WRITERS[engine](Target(engine, own, machine, layout, seq, how, ahead))
+    return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq, how))

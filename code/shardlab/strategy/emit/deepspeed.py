@@ -56,13 +56,6 @@ def script(target: Target) -> str:
     if at.pp > 1 and at.zero == 0:
         why = "DeepSpeed cannot load that checkpoint; nearest is 1"
         raise target.refusal("zero=0", f"with pp={at.pp} is 1", why)
-    share = "share = dist.get_rank()  # of the data"
-    if at.tp > 1:
-        share = (
-            f"share = dist.get_rank() // {at.tp}  # of the data: ranks that share matrices share it"
-        )
-    elif at.pp > 1:
-        share = f"share = dist.get_rank() % {at.dp}  # of the data: stages of a copy share it"
     text = filled(
         SCRIPT,
         target,
@@ -72,7 +65,6 @@ def script(target: Target) -> str:
         shape=target.shape(),
         settings="\n".join(beside(target.of_a_step())),
         full=at.recompute == "full" and at.pp == 1,
-        share=share,
     )
     return wrapped(text)
 

@@ -174,18 +174,18 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
 def _files(target: Target) -> dict[str, str]:
     """The engine's own files, by their names."""
     here = Path(__file__).parent
-    loop = {LOOP: (here / LOOP).read_text(encoding="utf-8")}
     if target.engine == "torchtitan":
         return {torchtitan.FILE: torchtitan.write(target)}
     if target.engine == "megatron":
         return {megatron.FILE: megatron.write(target)}
-    if target.engine == "deepspeed":
-        settings = {deepspeed.FILE: deepspeed.write(target)}
-        return settings | {deepspeed.SCRIPT: deepspeed.script(target)} | loop
+    if target.engine == "course":
+        script = here.parents[1] / "train/take_home.py"
+        return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
+    loop = {LOOP: (here / LOOP).read_text(encoding="utf-8")}
     if target.engine == "fsdp2":
-        return {fsdp2.FILE: fsdp2.write(target, job=True)} | loop
-    script = here.parents[1] / "train/take_home.py"
-    return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
+        return {fsdp2.FILE: fsdp2.write(target, job=True), **loop}
+    own = {deepspeed.FILE: deepspeed.write(target), deepspeed.SCRIPT: deepspeed.script(target)}
+    return own | loop
 
 
 def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:

@@ -56,8 +56,9 @@ def run(
         loss = step(done).float()
         told = torch.stack([loss, torch.full_like(loss, len(asked))])
         dist.all_reduce(told)  # [2]: so that all ranks stop after the same step
-        done, stopped = done + 1, told[1].item() > 0
-        line = {"step": done, "time": time.time(), "loss": told[0].item() / world}
+        total, signals = told.tolist()
+        done, stopped = done + 1, signals > 0
+        line = {"step": done, "time": time.time(), "loss": total / world}
         line["seconds"] = time.perf_counter() - then
         if first:
             with open(folder / "metrics.jsonl", "a") as file:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.arguments import check_whole, listed
-from shardlab.layout import Layout
-from shardlab.layout.structure import check_expert_degree, check_tensor_degree
+from shardlab.layout import Layout, Structure, structure
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
 from shardlab.machines import Machine
 from shardlab.shapes import Config
 
@@ -28,6 +28,15 @@ class Target:
     seq: int
     how: str = "captured"  # one of profile's HOW, where the engine has a choice
     ahead: int = 0  # modules that predict further tokens
+
+    @classmethod
+    def of(
+        cls, engine: str, config: Config | Structure, machine: Machine, layout: Layout,
+        seq: int | None, how: str,
+    ) -> Target:  # fmt: skip
+        """Of any model that the course's own GPT can be; seq: by default the model's longest."""
+        own, ahead = own_config(config, emit=engine), structure(config).ahead
+        return cls(engine, own, machine, layout, own.seq if seq is None else seq, how, ahead)
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -92,6 +101,16 @@ class Target:
         if vocab % t:
             why = f"nearest is a vocabulary filled up to {-(-vocab // t) * t}, or tp=1"
             raise self.refusal(f"vocab={vocab}", f"with tp={t} are multiples of {t}", why)
+
+    @property
+    def share(self) -> str:
+        """A script's line that says which share of the data a rank takes."""
+        at, rank = self.layout, "share = dist.get_rank()"
+        if at.tp > 1:
+            return f"{rank} // {at.tp}  # of the data: ranks that share matrices share it"
+        if at.pp > 1:
+            return f"{rank} % {at.dp}  # of the data: stages of a copy share it"
+        return f"{rank}  # of the data"
 
     def torchrun(self, program: str) -> list[str]:
         """The lines that start `program` on each node."""

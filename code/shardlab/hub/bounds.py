@@ -41,8 +41,11 @@ _MANY = re.compile(r"layers|heads|experts|n_layer|n_head|top_?k|n_group|per_tok|
 _WIDE = re.compile(r"size|dim|rank|width|hidden|channels|n_embd|n_inner|d_ff|kernel|window|chunk")
 
 
-def read(text: str) -> dict[str, Any]:
-    """What such a file says, without what is dropped. Raises ValueError for its first fault."""
+def read(text: str) -> tuple[dict[str, Any], str]:
+    """What such a file says, without what is dropped; and how its weights are stored, or "".
+
+    Raises ValueError for its first fault.
+    """
     try:
         given = json.loads(text, parse_int=_whole, parse_constant=_constant)
     except RecursionError:
@@ -57,12 +60,11 @@ def read(text: str) -> dict[str, Any]:
     if not isinstance(kind, str) or not re.fullmatch(r"[\w.-]{1,80}", kind):
         raise ValueError(f"model_type={told(kind)}: allowed is a name")
     _check(given, "", 0, [0])
-    return _without(given)
+    return _without(given), _stored(given)
 
 
-def stored(text: str) -> str:
-    """How a file that `read` takes says that its weights are stored: a key, and a name; or ""."""
-    given = json.loads(text)
+def _stored(given: dict[str, Any]) -> str:
+    """How a file says that its weights are stored: a key, and a name; or ""."""
     for part in (given, *(value for value in given.values() if isinstance(value, dict))):
         for key in STORED:
             if isinstance(how := part.get(key), dict):

@@ -31,7 +31,7 @@ def read(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
     text = read_text(name, path, "JSON files", bounds.BYTES)
     try:
         found = _read(text)
-        return with_modules(found, bounds.read(text), mtp) if mtp else found
+        return with_modules(found, bounds.read(text)[0], mtp) if mtp else found
     except ValueError as error:
         raise ValueError(f"{name}={str(path)!r}: {error}") from None
 
@@ -47,15 +47,15 @@ def planned(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Structure:
-    given = bounds.read(text)
     with Builder() as builder:
-        return _built(builder, text, given)
+        return _built(builder, text)
 
 
-def _built(builder: Builder, text: str, given: dict[str, Any], trace: bool = True) -> Structure:
+def _built(builder: Builder, text: str, trace: bool = True) -> Structure:
     """What such a process finds; and that of numbers which are stored in fewer bits none is."""
+    given, how = bounds.read(text)
     found = structure(builder.ask({"given": given, "trace": trace}))
-    if how := bounds.stored(text):
+    if how:
         words = f"{how} is not read: weights are counted unquantised, as a training has them"
         found = replace(found, assumed=(*found.assumed, words))
     return found
@@ -74,7 +74,7 @@ def read_many(
         for path in paths:
             try:
                 text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = _built(asked, text, bounds.read(text), trace)
+                found = _built(asked, text, trace)
             except ValueError as error:
                 yield ValueError(f"config={str(path)!r}: {error}")
             else:
@@ -85,8 +85,9 @@ def structure(facts: dict[str, Any]) -> Structure:
     """What the process said, as a value. Raises ValueError where its counts do not agree."""
     unplanned = facts["unplanned"]
     kinds, names = [], []
-    for layer in facts["kinds"]:
-        kind, why = _kind(layer, facts["tokens"])
+    unknown = [cuts.unknown(layer) for layer in facts["kinds"]]
+    for layer, (_, whole) in zip(facts["kinds"], unknown, strict=True):
+        kind, why = _kind(layer, facts["tokens"], whole)
         names.append(kind.name)
         kinds.append(replace(kind, name=f"{kind.name} {names.count(kind.name)}"))
         unplanned = unplanned or why
@@ -99,10 +100,11 @@ def structure(facts: dict[str, Any]) -> Structure:
         cuts.outside(tensor, number == 0, number == last and last > 0)
         for number, tensor in enumerate(facts["outside"])
     )
+    words = [] if facts["seq"] else [f"no longest sequence is given: {SEQ} tokens"]
     found = Structure(
         facts["hidden"], facts["vocab"], facts["seq"] or SEQ, _told_apart(kinds),
         tuple(facts["order"]), ends, facts["tied"], facts["model_type"],
-        _assumed(facts), unplanned,
+        (*facts["assumed"], *words, *cuts.said(unknown)), unplanned,
     )  # fmt: skip
     if found.total != facts["total"]:
         words = f"its layers and ends have {found.total:,} parameters, its class {facts['total']:,}"
@@ -110,19 +112,13 @@ def structure(facts: dict[str, Any]) -> Structure:
     return found
 
 
-def _assumed(facts: dict[str, Any]) -> tuple[str, ...]:
-    words = [] if facts["seq"] else [f"no longest sequence is given: {SEQ} tokens"]
-    return (*facts["assumed"], *words, *cuts.said(facts["kinds"]))
-
-
-def _kind(layer: dict[str, Any], tokens: int) -> tuple[Kind, str]:
-    """A kind of layer; and why it cannot be planned, or ""."""
+def _kind(layer: dict[str, Any], tokens: int, whole: list[dict[str, Any]]) -> tuple[Kind, str]:
+    """A kind of layer, with `whole` tensors of `unknown`; and why it cannot be planned, or ""."""
     entries = tuple(cuts.inside(tensor, layer) for tensor in layer["tensors"])
     traced, mixer = layer["traced"], layer["mixer"]
     core, why = _core(traced, mixer, layer["module"])
     plain, own = cuts.network(entries, False), cuts.network(entries, True)
-    _, whole = cuts.unknown(layer)
-    odd = [e for e in entries if e.kind == "ffn" and e.name.startswith(tuple(whole))]
+    odd = {e.name for e in entries if e.kind == "ffn"} & {tensor["name"] for tensor in whole}
     if not why and (plain is None or own is None or odd):
         why = f"the network of {layer['module']} has matrices whose place is not known"
     width, _, gated = plain or (0, 0, True)

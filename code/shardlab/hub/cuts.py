@@ -110,8 +110,8 @@ def _row(stem: str, mixes: bool) -> tuple[int | None, str] | None:
     return None
 
 
-def unknown(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The matrices that the table does not cut, by name: as the plan does, and whole.
+def unknown(layer: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The matrices that the table does not cut: those that are cut by the plan, and whole ones.
 
     Of the latter those that are no small part of the layer.
     """
@@ -122,20 +122,20 @@ def unknown(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
             continue
         cut = _cut(tensor, layer, not tensor["experts"] and _mixes(tensor["name"], layer))
         if not cut.known and cut.dimension is not None:
-            planned.append(_stem(tensor))
+            planned.append(tensor)
         elif not cut.known and size > LEAST * sum(sizes):
-            whole.append(_stem(tensor))
+            whole.append(tensor)
     return planned, whole
 
 
-def said(layers: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The same of several kinds of layers, in words."""
+def said(layers: Iterable[tuple[list[dict[str, Any]], ...]]) -> Iterator[str]:
+    """What is `unknown` of several kinds of layers, in words."""
     words = (
         "cut by tensor ranks as in transformers' own plan",
         "whole on every tensor rank, for no cut is known",
     )
-    for text, names in zip(words, zip(*map(unknown, layers), strict=True), strict=False):
-        if some := list(dict.fromkeys(chain.from_iterable(names))):
+    for text, tensors in zip(words, zip(*layers, strict=True), strict=False):
+        if some := list(dict.fromkeys(map(_stem, chain.from_iterable(tensors)))):
             more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
             yield f"{text}: {', '.join(some[:MOST])}{more}"
 

@@ -10,7 +10,6 @@ network, E experts, k chosen, s tokens of a sequence. The standard library alone
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -133,6 +132,12 @@ class Kind:
         return tuple(found)
 
     @cached_property
+    def biased(self) -> int:
+        """Numbers that an expert's first product gives, where it has biases; 0: it has none."""
+        biases = any(e.expert is not None and len(e.shape) == 1 for e in self.entries)
+        return next(one.outputs for one in self.products if one.expert) if biases else 0
+
+    @cached_property
     def raised(self) -> tuple[Product, ...]:
         """Of its matrices those that make queries, keys and values, where there are latents."""
         made = [e for e in self.entries if e.kind == "attention" and e.tp == 0]
@@ -208,7 +213,8 @@ class Structure:
             found.append(tuple(n + (k == kind) for k, n in enumerate(found[-1])))
         return tuple(found)
 
-    def counted(self, chunks: Iterable[range]) -> tuple[int, ...]:
+    @lru_cache(maxsize=4096)  # noqa: B019  which keeps a process's few structures
+    def counted(self, chunks: tuple[range, ...]) -> tuple[int, ...]:
         """How many of the layers of these chunks are of each kind."""
         ends = [(self._before[chunk.start], self._before[chunk.stop]) for chunk in chunks]
         return tuple(sum(end[k] - start[k] for start, end in ends) for k in range(len(self.kinds)))

@@ -88,11 +88,11 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
 
     All on the same GPUs, with the same batch; fragments are left out as if none were lost.
     """
-    before = planned(found, layout)
+    before = planned(found, found.job(layout))
     listed = []
     for name, changed in _changes(found, layout):
         try:
-            after = planned(found, changed)
+            after = planned(found, found.job(changed))
         except ValueError:  # a shape that cannot be cut so
             continue
         reserved = after.reserved

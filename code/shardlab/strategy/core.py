@@ -103,10 +103,10 @@ def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
     found = job.stages
     alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
     work = []
-    for stage, layers in zip(found, job.counted, strict=True):
-        key = layers, stage.head
+    for stage in found:
+        key = job.model.counted(stage.chunks), stage.head
         if key not in alike:
-            alike[key] = _stage(job, rates, each, key[0], stage.head)
+            alike[key] = _stage(job, rates, each, *key)
         work.append(alike[key])
     slowest = max(work, key=lambda stage: stage.total)
     others = sum(stage.total for stage in work) - slowest.total

@@ -51,7 +51,7 @@ def flops(
     again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
     found = 6.0 * (1 + model.ahead) * model.vocab * model.hidden
-    for kind, layers in zip(model.kinds, model.counted([range(len(model.order))]), strict=True):
+    for kind, layers in zip(model.kinds, model.counted((range(len(model.order)),)), strict=True):
         core = kind.core.flops(seq, causal) if kind.core else 0.0
         if "latents" in again:
             found += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)

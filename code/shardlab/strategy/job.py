@@ -42,20 +42,10 @@ class Job:
         """What stands on each stage; ValueError for layers that the stages cannot share."""
         return self.layout.parts(self.model)
 
-    # These are the same whatever the rates are, and a fit predicts each job a thousand times.
-    @cached_property
-    def counted(self) -> list[tuple[int, ...]]:
-        """How many layers of each kind each stage has."""
-        return [self.model.counted(stage.chunks) for stage in self.stages]
-
-    @cached_property
+    @cached_property  # the same whatever the rates are: a fit predicts each job a thousand times
     def fullest(self) -> Stage:
         """The stage of whose parameters a rank has most."""
         return max(self.stages, key=lambda stage: self.held(stage).all)
-
-    @cached_property
-    def _held(self) -> dict[Stage, Held]:
-        return {}
 
     @property
     def flops(self) -> float:
@@ -92,9 +82,7 @@ class Job:
 
     def held(self, stage: Stage) -> Held:
         """Parameters of one rank of a stage."""
-        if stage not in self._held:
-            self._held[stage] = held_by(self.model, self.layout, stage)
-        return self._held[stage]
+        return held_by(self.model, self.layout, stage)
 
     def layers(self, stage: Stage) -> list[tuple[Kind, int]]:
         """The kinds of layers of a stage, and how many of each it has."""

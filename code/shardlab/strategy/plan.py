@@ -67,6 +67,10 @@ class Plan:
     # Parts of the space: "" where it was searched, or else why it was not.
     searched: dict[str, str] = field(default_factory=dict)
 
+    def job(self, layout: Layout) -> Job:
+        """What is predicted of a layout."""
+        return Job(self.config, self.machine, layout, self.profile, self.seq, self.dtype)
+
 
 def plan(
     config: Config | Structure,
@@ -127,19 +131,15 @@ def check_dtype(machine: Machine, dtype: str) -> None:
     check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
-def planned(found: Plan, layout: Layout, values: Values | None = None) -> Planned:
-    """What comes of one layout, whether it fits or not. Raises ValueError as `predict` does."""
+def planned(found: Plan, job: Job, values: Values | None = None) -> Planned:
+    """What comes of one of its jobs, which fits or not. Raises ValueError as `predict` does."""
     values = check_rates(found.profile, found.rates) if values is None else values
-    prediction = of_job(_job(found, layout), values)
+    prediction = of_job(job, values)
     taken = prediction.seconds.total
     tokens = found.batch * found.seq
     work = flops(found.config, tokens, found.seq, causal=False)
     mfu = work / taken / (found.gpus * found.machine.flops)
-    return Planned(layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
-
-
-def _job(found: Plan, layout: Layout) -> Job:
-    return Job(found.config, found.machine, layout, found.profile, found.seq, found.dtype)
+    return Planned(job.layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
 
 
 def alone(
@@ -156,7 +156,7 @@ def alone(
     there = room(machine, check_rates(profile, rates))
     job = config, machine, layout.ranks, layout.batch, seq, profile, rates, there
     found = Plan(*job, dtype=dtype)
-    one = planned(found, layout)
+    one = planned(found, found.job(layout))
     if one.reserved <= there:
         found.fits.append(one)
     else:
@@ -168,14 +168,14 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
     """Fill `found` with what of the space fits, and with what comes nearest."""
     there = found.room
     easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
-    near: tuple[float, Layout] | None = None
+    near: tuple[float, Job] | None = None
 
-    def reserved(layout: Layout) -> tuple[float, float]:
+    def reserved(job: Job) -> tuple[float, float]:
         """Bytes, and those of them that a larger layout may not have."""
         nonlocal near
-        taken = fullest(_job(found, layout), values)
+        taken = fullest(job, values)
         if taken.reserved > there and (near is None or taken.reserved < near[0]):
-            near = taken.reserved, layout
+            near = taken.reserved, job
         return taken.reserved, taken.late
 
     for base in bases(space, found.ruled if offload == "none" else Counter()):
@@ -183,20 +183,22 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
         if easy.get(copies, base.cp) < base.cp and "cp" not in space.fixed:
             found.ruled["context ranks where the same fits without them"] += 1
             continue
-        check_job(_job(found, base))
+        check_job(found.job(base))
         for least, rows in series(space, base, offload):
-            if min(space.gpus, space.machine.per_node) * on_host(_job(found, least)) > host.MEMORY:
+            job = found.job(least)
+            if min(space.gpus, space.machine.per_node) * on_host(job) > host.MEMORY:
                 found.ruled[CROWDED] += sum(map(len, rows))
                 continue
-            size, late = reserved(least)
+            size, late = reserved(job)
             if size - late > there:
                 found.ruled[LACKS] += sum(map(len, rows))
                 continue
             for row in rows:
                 for number, layout in enumerate(row):
-                    size, late = reserved(layout)
+                    job = found.job(layout)
+                    size, late = reserved(job)
                     if size <= there:
-                        found.fits.append(planned(found, layout, values))
+                        found.fits.append(planned(found, job, values))
                         if layout.recompute == "none" and _bubble(layout) <= IDLE:
                             easy.setdefault(copies, base.cp)
                     elif size - late > there and layout.chunks == 1:
@@ -224,22 +226,22 @@ def _operators(found: Plan, values: Values) -> None:
     fastest = min(one.seconds for one in found.fits)
     between: list[tuple[float, Layout]] = []
 
-    def fits(layout: Layout) -> bool:
-        return fullest(_job(found, layout), values).reserved <= found.room
+    def fits(job: Job) -> bool:
+        return fullest(job, values).reserved <= found.room
 
     for one in found.fits if some else ():
         plain = replace(one.layout, recompute="none")
         least = replace(plain, recompute=some[-1])
-        if one.layout.recompute == "full" and plain not in fitting and fits(least):
-            parts = of_job(_job(found, plain), values).seconds
+        if one.layout.recompute == "full" and plain not in fitting and fits(found.job(least)):
+            parts = of_job(found.job(plain), values).seconds
             between.append((parts.total - parts.retries, plain))
     for least, plain in sorted(between, key=lambda pair: pair[0]):
         if least >= fastest:
             break
         for name in some:
-            layout = replace(plain, recompute=name)
-            if fits(layout):
-                found.fits.append(planned(found, layout, values))
+            job = found.job(replace(plain, recompute=name))
+            if fits(job):
+                found.fits.append(planned(found, job, values))
                 fastest = min(fastest, found.fits[-1].seconds)
                 break
 

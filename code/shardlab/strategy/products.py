@@ -90,7 +90,7 @@ def formats(job: Job, rates: Values, kind: Kind) -> float:
     if kind.routed and rates.routes:
         rows = kind.routed.chosen * job.layout.cut / job.layout.tp
         width += rates.routes * rows * kind.routed.inputs
-        if (first := _biased(kind)) and job.dtype in ("bf16", "fp8"):
+        if (first := kind.biased) and job.dtype in ("bf16", "fp8"):
             given, between = job.profile.biased
             width += rows * (given * kind.routed.inputs + between * first / job.layout.cut)
     return passes(job, rates, width)
@@ -107,13 +107,6 @@ def _ends(kind: Kind, tp: int, cut: int) -> float:
         both = one.outputs / (t if one.tp == 0 else 1) + one.inputs / (t if one.tp == 1 else 1)
         found += times * both
     return found
-
-
-@lru_cache(maxsize=4096)
-def _biased(kind: Kind) -> int:
-    """Numbers that an expert's first product gives, where experts have biases; 0: they have not."""
-    biases = any(one.expert is not None and len(one.shape) == 1 for one in kind.entries)
-    return next(one.outputs for one in kind.products if one.expert) if biases else 0
 
 
 def passes(job: Job, rates: Values, width: float) -> float:

@@ -121,10 +121,11 @@ def add_line(
 
 
 def note_ways(app: Sphinx) -> None:
-    """Read the course's index and the paths through it, where there are some."""
+    """Read the course's index, its lessons and the paths through it, where there are some."""
     root = Path(app.srcdir)
     app.course = index.read(root) if (root / index.TOPICS).is_file() else None
-    app.ways = index.ways(app.course, root) if app.course else {}
+    app.lesson_pages = index.pages(app.course, root) if app.course else {}
+    app.ways = index.ways(app.course, root, app.lesson_pages) if app.course else {}
 
 
 def assumes(app: Sphinx, docname: str) -> str:
@@ -144,8 +145,7 @@ def assumes(app: Sphinx, docname: str) -> str:
 
     said = f"Assumes {linked(topic.needs) or 'PyTorch, and nothing of parallelism'}"
     said += f"; easier after {linked(topic.after)}" if topic.after else ""
-    read = 5 * max(1, round(paths.page(topic.topic, Path(app.srcdir)).read / 5))
-    time = f"{read} minutes to read"
+    time = f"{app.lesson_pages[topic.topic].stated} minutes to read"
     if app.ways:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'

@@ -145,10 +145,14 @@ def _check(index: Index, root: Path) -> None:
             raise ValueError(f"{TOPICS}: page {page!r}: there is no {page}.md")
 
 
-def ways(index: Index, root: Path) -> dict[str, paths.Way]:
-    """The paths through the course, by their names."""
-    titles = {topic.topic: topic.title for topic in index.here}
-    return paths.read(root, titles, {topic.topic: topic.exercises for topic in index.here})
+def pages(index: Index, root: Path) -> dict[str, paths.Page]:
+    """The lessons' pages, by their names."""
+    return {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+
+
+def ways(index: Index, root: Path, lessons: dict[str, paths.Page]) -> dict[str, paths.Way]:
+    """The paths through the course, by their names; `lessons` are their pages."""
+    return paths.read(root, {topic.topic: topic.title for topic in index.here}, lessons)
 
 
 def assumed(name: str, root: Path) -> str:
@@ -178,9 +182,9 @@ def made(root: Path) -> dict[Path, str]:
         ("README.md", "lessons"): _lessons(index),
         ("CONTRIBUTING.md", "floors"): _floors(index),
     }
-    if through := ways(index, root):
+    here = pages(index, root)
+    if through := ways(index, root, here):
         project = (root / "book/project.md").is_file()
-        here = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
         blocks[str(paths.ALL), "paths"] = paths.overview(through, here)
         for way in through.values():
             blocks[f"{way.docname}.md", "path"] = paths.table(way, project)

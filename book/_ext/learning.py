@@ -45,7 +45,6 @@ def resource(
     }
     if topic is not None:
         said["description"] = f"After the lesson you can {topic.able}."
-        said["competencyRequired"] = [*topic.needs]
     if found := _ABLE.search(text):
         items = re.split(r"(?m)^- ", found[1])[1:]
         said["teaches"] = [plain(item).rstrip(";.").removesuffix("; and") for item in items]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from bs4 import BeautifulSoup, Tag
 
-from shardlab.record.reading import LINES_A_MINUTE, WORDS_A_MINUTE
+from shardlab.record import pace
 
 LEAST = 20  # pixels of text; in a picture LEAST_DRAWN
 LEAST_DRAWN = 15
@@ -57,7 +57,7 @@ class Block:
     @property
     def seconds(self) -> float:
         """How long it takes to read."""
-        return 60 * (self.words / WORDS_A_MINUTE + self.lines / LINES_A_MINUTE)
+        return 60 * pace.minutes(self.words, self.lines)
 
     @property
     def at_home(self) -> bool:

@@ -125,7 +125,7 @@ class Page:
 
     def solve(self, numbers: Sequence[int]) -> int:
         """Minutes for the exercises of these numbers: their shares of the time for all."""
-        weights = [weight for _, weight in pace.exercises(self.text)]
+        weights = pace.exercises(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
 
 

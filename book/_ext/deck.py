@@ -28,10 +28,10 @@ from deck_page import (
     code_size,
     drawn,
     fitting,
-    plain,
     room,
     table_size,
 )
+from markup import CELL, ROW, plain
 
 LEAST, MOST = 12, 25  # slides
 EACH = 3  # of a section, but where a deck has fewer than LEAST
@@ -198,12 +198,11 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
     if not size:
         return None
     hides = block.kind == "table"
-    head = [plain(c).strip() for c in re.findall(r"<th\b[^>]*>(.*?)</th>", block.html, re.DOTALL)]
+    head = [plain(text).strip() for tag, _, text in CELL.findall(block.html) if tag == "th"]
 
     def row(match: re.Match[str]) -> str:
-        cells = re.findall(r"<(t[hd])\b([^>]*)>(.*?)</t[hd]>", match[0], re.DOTALL)
         made = ""
-        for number, (tag, attributes, text) in enumerate(cells):
+        for number, (tag, attributes, text) in enumerate(CELL.findall(match[0])):
             right = "right" if "text-right" in attributes else ""
             step = _LATER if hides and number and tag == "td" else ""
             classes = " ".join(filter(None, [right, "fragment" if step else ""]))
@@ -212,7 +211,7 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
             made += f"<{tag}{scope}{named}{step}>{text}</{tag}>"
         return f"<tr>{made}</tr>"
 
-    table = re.sub(r"<tr\b.*?</tr>", row, block.html, flags=re.DOTALL)
+    table = ROW.sub(row, block.html)
     table = re.sub(r"<table[^>]*>", f'<table style="font-size:{size}px">', table)
     table = re.sub(r"<(thead|tbody|colgroup|caption)[^>]*>", r"<\1>", table)
     ask = ""

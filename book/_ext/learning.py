@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
+import markup
 from sphinx.application import Sphinx
 
 from shardlab.record import index
@@ -61,7 +61,7 @@ def describe(
     if doctree is None or not path.exists():
         return
     known = app.course.topics if app.course else {}
-    title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
+    title = markup.plain(str(context.get("title", "")))
     topic = known.get(pagename.removeprefix("lessons/")) if "lessons/" in pagename else None
     minutes = 0
     if topic is not None:

@@ -16,11 +16,11 @@ number is there, and keeps it in the reader's browser.
 from __future__ import annotations
 
 import re
-from html import unescape
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from markup import CELL, ROW, plain
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -57,9 +57,7 @@ class PredictDirective(SphinxDirective):
 
 def cells(table: str) -> list[list[str]]:
     """The texts of a table of `show.table`, its head first."""
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
-    texts = (re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
-    return [[unescape(re.sub(r"<[^>]+>", "", text)) for text in row] for row in texts]
+    return [[plain(text) for *_, text in CELL.findall(row)] for row in ROW.findall(table)]
 
 
 def number(page: str, row: str, column: str) -> float:

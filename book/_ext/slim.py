@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import markup
 from accessible import repaired
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -66,7 +67,7 @@ def describe(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Give the page a description: its title and its first words."""
-    title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
+    title = markup.plain(str(context.get("title", "")))
     title = title or {"search": "Search", "genindex": "Index"}.get(pagename, pagename)
     words = first_words(doctree, max(60, 155 - len(title))) if doctree is not None else ""
     text = f"{title}. {words}" if words else f"{title}: a page of {context.get('docstitle', '')}."

@@ -97,6 +97,10 @@ class Page:
             one.unwrap()
         for one in soup.select("code span.pre"):
             one.unwrap()
+        for one in soup.select("code"):
+            one.attrs = {}
+        for one in soup.select("[id]:not(section)"):
+            del one["id"]
         heading = soup.find("h1")
         assert heading, "a page without a title"
         self.title = self._inner(heading)
@@ -127,15 +131,9 @@ class Page:
         return _STAND_IN.sub(lambda match: self._kept[int(match[1])], html)
 
     def _inner(self, element: Tag) -> str:
-        for one in [element, *element.find_all(True)]:
-            if one.name == "code":
-                one.attrs = {}
-            elif "id" in one.attrs:
-                del one.attrs["id"]
         return self._restored(element.decode_contents()).strip()
 
     def _outer(self, element: Tag) -> str:
-        self._inner(element)
         return self._restored(str(element))
 
     def _blocks(self, one: Tag, sub: str) -> Iterator[Block]:

@@ -14,6 +14,7 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from steps import ELSEWHERE
 
 from shardlab.record.quizzes import QUIZZES, read
 
@@ -71,12 +72,7 @@ def closed(translator: Any, node: Box) -> None:
     translator.body.append("</details>\n" if node["kind"] == "choice" else "</div>\n")
 
 
-def skip(translator: Any, node: Box) -> None:
-    """Elsewhere the texts stand as they are."""
-
-
 def setup(app: Sphinx) -> None:
     """Connect the extension; predict.py loads script and style."""
-    elsewhere = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}
-    app.add_node(Box, html=(opened, closed), **elsewhere)
+    app.add_node(Box, html=(opened, closed), **ELSEWHERE)
     app.add_directive("quiz", QuizDirective)

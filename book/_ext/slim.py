@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import markup
 from accessible import repaired
 from docutils import nodes
+from lesson_page import SLIDES
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -202,8 +203,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     site = Path(app.outdir)
     paths = sorted(site.rglob("*.html"))
     # Decks, which are made of slimmed pages, have styles and scripts of their own.
-    apart = ("_", "slides")
-    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith(apart)]
+    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith(("_", SLIDES))]
     pages = {path: path.read_text("utf-8") for path in paths}
     if site / MODEL not in pages or finished(pages[site / MODEL]):
         return  # this build wrote no page

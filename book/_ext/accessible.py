@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from markup import CELL, ROW
+
 # What a page says, and what it should say instead. Each can be applied twice.
 REPAIRS = [
     # The landing page has the book's own name, which the theme adds to every title.
@@ -46,7 +48,6 @@ _TABLE = re.compile(r'<table class="((?:docutils|table)\b[^"]*)"[^>]*>.*?</table
 _HEAD = re.compile(r"<thead>.*?</thead>", re.DOTALL)
 _CODE = re.compile(r'(?<=<span class="pre">)[^<]+')
 _BREAK = re.compile(r"(?<=[_.(])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a long name may be broken
-_CELL = re.compile(r"<(t[hd])\b([^>]*)>(.*?)</\1>", re.DOTALL)
 
 
 def repaired(text: str) -> str:
@@ -65,17 +66,17 @@ def _narrow(match: re.Match[str]) -> str:
     head = _HEAD.search(table)
     if head is None or "data-head" in table:
         return table
-    names = [re.sub(r"<[^>]+>", "", cell[3]).strip() for cell in _CELL.finditer(head[0])]
+    names = [re.sub(r"<[^>]+>", "", cell[3]).strip() for cell in CELL.finditer(head[0])]
     if len(names) <= COLUMNS:
         return table
 
     def row(found: re.Match[str]) -> str:
         heads = iter(names)
-        return _CELL.sub(
+        return CELL.sub(
             lambda cell: f'<{cell[1]}{cell[2]} data-head="{next(heads, "")}">{cell[3]}</{cell[1]}>',
             found[0],
         )
 
-    body = re.sub(r"<tr\b.*?</tr>", row, table[head.end() :], flags=re.DOTALL)
+    body = ROW.sub(row, table[head.end() :])
     marked = table[: head.end()].replace(f'class="{match[1]}"', f'class="{match[1]} narrows"', 1)
     return marked + body

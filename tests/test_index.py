@@ -66,6 +66,17 @@ def test_a_bad_entry_is_named(small: Path, place: int, change: dict | None, says
         index.read(small)
 
 
+def test_a_core_that_is_no_section_is_named(small: Path) -> None:
+    data = good()
+    data["parts"][0]["topics"][0]["core"] = "the-core"
+    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError, match="'first': core='the-core': allowed are addresses"):
+        index.pages(index.read(small), small)
+    with open(small / "lessons/first.md", "a") as lesson:
+        lesson.write("\n## The core\n")
+    assert index.pages(index.read(small), small)["first"].of("the-core")
+
+
 def test_a_file_without_an_entry_and_a_page_without_a_file_are_named(small: Path) -> None:
     data = good()
     (small / index.TOPICS).write_text(yaml.safe_dump(data))

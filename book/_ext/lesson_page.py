@@ -138,10 +138,15 @@ def assumes(app: Sphinx, docname: str) -> str:
         address = app.builder.get_relative_uri(docname, f"lessons/{name}")
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
-    time = f"{app.lesson_pages[topic.topic].stated} minutes to read"
+    page = app.lesson_pages[topic.topic]
+    time = f"{page.stated} minutes to read"
     if app.ways:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
+    if core := page.of(topic.core):
+        some = paths.fives(sum(section.minutes for section in core))
+        whole = f'<a href="#{nodes.make_id(core[0].title)}">its code in full</a>'
+        time += f" ({some} of them for {whole}, which can wait)"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
     return f'<p class="lesson-assumes">{index.assumes(topic, link)} {time}.</p>'
 

@@ -37,6 +37,7 @@ class Topic:
     floor: int | str = ""
     module: str = ""
     exercises: int = 0
+    core: str = ""
     planned: bool = False
 
 
@@ -146,8 +147,13 @@ def _check(index: Index, root: Path) -> None:
 
 
 def pages(index: Index, root: Path) -> dict[str, paths.Page]:
-    """The lessons' pages, by their names."""
-    return {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+    """The lessons' pages, by their names. ValueError for a core that is no section of its page."""
+    found = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+    for topic in index.here:
+        if topic.core and not found[topic.topic].of(topic.core):
+            wrong = f"core={topic.core!r}: allowed are addresses of its sections"
+            raise ValueError(f"{TOPICS}: topic {topic.topic!r}: {wrong}")
+    return found
 
 
 def ways(index: Index, root: Path, lessons: dict[str, paths.Page]) -> dict[str, paths.Way]:

@@ -111,8 +111,8 @@ class Page:
 
     @property
     def stated(self) -> int:
-        """Minutes to read it, as the site says them: in fives."""
-        return 5 * max(1, round(self.read / 5))
+        """Minutes to read it, as the site says them."""
+        return fives(self.read)
 
     def of(self, name: str) -> list[pace.Section]:
         """The section of that address, and those below it; [] when there is none."""
@@ -127,6 +127,11 @@ class Page:
         """Minutes for the exercises of these numbers: their shares of the time for all."""
         weights = pace.exercises(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
+
+
+def fives(minutes: float) -> int:
+    """Minutes as the site says them: five, ten, fifteen."""
+    return 5 * max(1, round(minutes / 5))
 
 
 def page(name: str, root: Path, minutes: int = 0) -> Page:

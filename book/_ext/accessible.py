@@ -6,6 +6,7 @@ All of it is markup of the theme, of Sphinx or of docutils that the book cannot 
 from __future__ import annotations
 
 import re
+from html import escape
 from itertools import zip_longest
 
 from markup import CELL, ROW, plain
@@ -69,7 +70,7 @@ def _narrow(match: re.Match[str]) -> str:
     head = _HEAD.search(table)
     if head is None or "data-head" in table:
         return table
-    names = [plain(cell[3]).strip() for cell in CELL.finditer(head[0])]
+    names = [escape(plain(cell[3]).strip()) for cell in CELL.finditer(head[0])]
     if len(names) <= COLUMNS and _width(table) <= WIDTH:
         return table
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shardlab.record.index import Index, Topic, read
+from shardlab.record.index import Index, Topic, listed, read
 
 WIDE, INDENT = 344, 20  # pixels: the picture, and from a lesson to one that needs it
 TITLE, NOTE, PAD, GAP = 18, 14, 5, 5  # a title's line, a note's; inside a box; between boxes
@@ -52,11 +52,6 @@ def direct(index: Index) -> dict[str, list[str]]:
         behind[topic.topic] = {*here}.union(*(behind[other] for other in here))
         needs[topic.topic] = [n for n in here if not any(n in behind[one] for one in here)]
     return needs
-
-
-def listed(words: list[str]) -> str:
-    """Words in a sentence: "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def alt(index: Index) -> str:

@@ -296,7 +296,7 @@ def numbers() -> Iterator[Row]:
                              "bandwidth": 1e9}),
         (count.Rates, {"flops": 1e12, "bytes": 1e11}),
         (count.Rates(1e12, 1e11).reachable, {"intensity": 4.0}),
-        (count.Sent().leaving, {"ranks": 2}),
+        (count.Sent().leaving, {"ranks": 2, "others": 1.0}),
         (count.pretended_step, {"config": PLAIN, "world_size": 2, "batch": 1, "seq": 16,
                                 "recompute": "full", "reshard": True, "timeout": 60.0}),
         (count.wire_bytes, {"interface": "lo"}),

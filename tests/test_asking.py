@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shardlab import record, show
-from shardlab.record import quizzes
+from shardlab.record import pace, quizzes
 from shardlab.record.reading import Writer
 
 ROOT = show.ROOT
@@ -19,8 +19,7 @@ PARTS = "map", "one-gpu", "copies", "cuts", "together"
 def slugs(page):
     """The addresses of a page's headings, as MyST makes them."""
     text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text("utf-8"))
-    headings = re.findall(r"(?m)^##+ (.+)$", text)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {pace.anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
 
 
 def test_twenty_questions_stand_before_and_after_each_part():

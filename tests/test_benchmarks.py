@@ -38,6 +38,12 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
     return printed["rows"], printed
 
 
+@pytest.fixture
+def weekly(request):
+    if not request.config.getoption("--whole"):
+        pytest.skip("a minute; a drive of tests/rehearsal runs the same contenders: with --whole")
+
+
 def test_elastic(request):
     if not request.config.getoption("--whole"):
         pytest.skip("two jobs are killed and restarted, as tests of the lesson's do: with --whole")
@@ -79,6 +85,7 @@ def test_mesh():
     assert found[0]["peak_ratio"] <= 1.02  # counted, but for what a thread of gloo still holds
 
 
+@pytest.mark.usefixtures("weekly")
 def test_zero():
     found, _ = rows("zero", ["slow"], "peak_ratio", "peak_bytes")
     assert len(found) >= 3
@@ -100,6 +107,7 @@ def test_pipeline():
         ]
 
 
+@pytest.mark.usefixtures("weekly")
 def test_tensor_parallel():
     found, printed = rows("tensor_parallel", ["loopback", "slow"], "peak_ratio", "peak_bytes")
     assert len(found) == 4

@@ -61,6 +61,7 @@ def test_a_collective_without_a_formula_is_refused():
     sent = count.Sent(payload={"broadcast": 8})
     with pytest.raises(ValueError, match="broadcast was called: allowed are all_reduce"):
         sent.leaving(2)
+    assert sent.leaving(2, others=1) == 8
 
 
 def test_ddps_own_reducer_is_seen():

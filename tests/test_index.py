@@ -66,6 +66,17 @@ def test_a_bad_entry_is_named(small: Path, place: int, change: dict | None, says
         index.read(small)
 
 
+def test_a_core_that_is_no_section_is_named(small: Path) -> None:
+    data = good()
+    data["parts"][0]["topics"][0]["core"] = "the-core"
+    (small / index.TOPICS).write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError, match="'first': core='the-core': allowed are addresses"):
+        index.pages(index.read(small), small)
+    with open(small / "lessons/first.md", "a") as lesson:
+        lesson.write("\n## The core\n")
+    assert index.pages(index.read(small), small)["first"].of("the-core")
+
+
 def test_a_file_without_an_entry_and_a_page_without_a_file_are_named(small: Path) -> None:
     data = good()
     (small / index.TOPICS).write_text(yaml.safe_dump(data))
@@ -268,7 +279,7 @@ def test_minutes_of_a_path_are_made_from_its_parts(small: Path) -> None:
     data["parts"][0]["topics"][0]["exercises"] = 20
     (small / index.TOPICS).write_text(yaml.safe_dump(data))
     course = index.read(small)
-    way = index.ways(course, small)["short"]
+    way = index.ways(course, small, index.pages(course, small))["short"]
     morning, evening = way.sittings
     # 5 + 450 + 150 words and 2 lines; a quarter of 20 minutes
     assert [(piece.read, piece.solve) for piece in morning.pieces] == [(4, 5), (0, 0)]
@@ -296,11 +307,12 @@ def test_minutes_of_a_path_are_made_from_its_parts(small: Path) -> None:
     ):
         (small / paths.PATHS).write_text(WAY.replace(old, new))
         with pytest.raises(ValueError, match=f"book/paths.yml: path 'short': .*{says}"):
-            index.ways(course, small)
+            index.ways(course, small, index.pages(course, small))
 
 
 def test_every_path_keeps_to_what_it_promises(root: Path) -> None:
-    for way in index.ways(index.read(root), root).values():
+    course = index.read(root)
+    for way in index.ways(course, root, index.pages(course, root)).values():
         for sitting in way.sittings:
             spent = sitting.read + (0 if way.reading else sitting.solve)
             assert abs(spent - sitting.minutes) <= 0.1 * sitting.minutes, (way.title, sitting.name)

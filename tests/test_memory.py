@@ -154,7 +154,11 @@ def test_shares_are_rounded_up_and_no_stage_needs_more(params: int, dp: int, nam
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_of_the_presets_are_the_models_own(name: str) -> None:
+def test_parameters_of_the_presets_are_the_models_own(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    if name == "deepseek-v3" and not request.config.getoption("--whole"):
+        pytest.skip("58 layers of 256 experts each, on meta: --whole")
     assert memory.parameter_count(PRESETS[name]) == model.parameter_count(PRESETS[name])
 
 

@@ -12,11 +12,11 @@ from parity_random import drawn
 from shardlab import deepspeed_engine
 
 SEEDS = range(1000)
-DAILY = [seed for seed in SEEDS if drawn(seed).ranks <= 3][:40]  # more ranks take most of the time
+DAILY = [seed for seed in SEEDS if drawn(seed).ranks <= 3][:16]  # more ranks take most of the time
 REST = [seed for seed in SEEDS if seed not in DAILY]
 PROGRAMS = {"daily": DAILY} | {f"from {REST[n]}": REST[n : n + 50] for n in range(0, len(REST), 50)}
-# Each day, six that change a gradient.
-MUTANTS = {"daily": (4, 8, 10, 11, 22, 23), "weekly": range(200)}
+# Each day, three that change a gradient.
+MUTANTS = {"daily": (4, 10, 22), "weekly": range(200)}
 
 
 @pytest.mark.timeout(1800)

@@ -6,6 +6,10 @@ All of it is markup of the theme, of Sphinx or of docutils that the book cannot 
 from __future__ import annotations
 
 import re
+from html import escape
+from itertools import zip_longest
+
+from markup import CELL, ROW, plain
 
 # What a page says, and what it should say instead. Each can be applied twice.
 REPAIRS = [
@@ -41,12 +45,13 @@ REPAIRS = [
     ),
 ]
 
-COLUMNS = 4  # more of them do not fit on a phone: there each row becomes a list (course.css)
+# What does not fit on a phone: there each row of a table becomes a list (course.css).
+COLUMNS = 4  # more than these
+WIDTH = 42  # or the columns' longest words, in characters, with two for a column's edges
 _TABLE = re.compile(r'<table class="((?:docutils|table)\b[^"]*)"[^>]*>.*?</table>', re.DOTALL)
 _HEAD = re.compile(r"<thead>.*?</thead>", re.DOTALL)
 _CODE = re.compile(r'(?<=<span class="pre">)[^<]+')
 _BREAK = re.compile(r"(?<=[_.(])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a long name may be broken
-_CELL = re.compile(r"<(t[hd])\b([^>]*)>(.*?)</\1>", re.DOTALL)
 
 
 def repaired(text: str) -> str:
@@ -59,23 +64,31 @@ def repaired(text: str) -> str:
 def _narrow(match: re.Match[str]) -> str:
     """A table for narrow screens.
 
-    Its long names break where words meet; in one of many columns each cell knows its column's head.
+    Its long names break where words meet; where it does not fit, each cell knows its column's head.
     """
     table = _CODE.sub(lambda code: _BREAK.sub("<wbr>", code[0]), match[0])
     head = _HEAD.search(table)
     if head is None or "data-head" in table:
         return table
-    names = [re.sub(r"<[^>]+>", "", cell[3]).strip() for cell in _CELL.finditer(head[0])]
-    if len(names) <= COLUMNS:
+    names = [escape(plain(cell[3]).strip()) for cell in CELL.finditer(head[0])]
+    if len(names) <= COLUMNS and _width(table) <= WIDTH:
         return table
 
     def row(found: re.Match[str]) -> str:
         heads = iter(names)
-        return _CELL.sub(
+        return CELL.sub(
             lambda cell: f'<{cell[1]}{cell[2]} data-head="{next(heads, "")}">{cell[3]}</{cell[1]}>',
             found[0],
         )
 
-    body = re.sub(r"<tr\b.*?</tr>", row, table[head.end() :], flags=re.DOTALL)
+    body = ROW.sub(row, table[head.end() :])
     marked = table[: head.end()].replace(f'class="{match[1]}"', f'class="{match[1]} narrows"', 1)
     return marked + body
+
+
+def _width(table: str) -> int:
+    """How many characters wide a table is at least: no word is broken."""
+    rows = [CELL.findall(row) for row in ROW.findall(table)]
+    texts = [[plain(text.replace("<wbr>", " ")) for _, _, text in row] for row in rows]
+    longest = [[max(map(len, text.split()), default=0) for text in row] for row in texts]
+    return sum(max(column) + 2 for column in zip_longest(*longest, fillvalue=0))

@@ -26,21 +26,21 @@ _SAVED = re.compile(r'href="data:text/plain;base64,([^"]+)" download="([^"]+\.sb
 _SHELL = "bash", "sh", "shell", "console"
 
 
-def check(app: Sphinx, config: Config) -> None:
-    """Stop the build for a file that is none."""
+def read(app: Sphinx, config: Config) -> None:
+    """Read the file that is named, and stop the build where it is none."""
+    app.cluster = None
     if config.cluster_file:
         try:
-            site.read(Path(app.srcdir, config.cluster_file), "cluster_file")
+            app.cluster = site.read(Path(app.srcdir, config.cluster_file), "cluster_file")
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
 
 def make(app: Sphinx, doctree: nodes.document) -> None:
     """Make the batch files and the commands of a page for the site."""
-    if not app.config.cluster_file:
+    at, changed = app.cluster, False
+    if at is None:
         return
-    path = Path(app.srcdir, app.config.cluster_file)
-    at, changed = site.read(path, "cluster_file"), False
     for block in doctree.findall(nodes.literal_block):
         text = made(at, block.astext(), block.get("language", ""))
         if text != block.astext():
@@ -53,7 +53,7 @@ def make(app: Sphinx, doctree: nodes.document) -> None:
             raw.replace_self(nodes.raw(page, page, **raw.attributes))
             changed = True
     if changed:
-        app.env.note_dependency(str(path))
+        app.env.note_dependency(str(Path(app.srcdir, app.config.cluster_file)))
 
 
 def made(at: site.Site, text: str, language: str) -> str:
@@ -78,5 +78,5 @@ def saved(text: str, name: str, of: str) -> str:
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.add_config_value("cluster_file", "", "env", [str])
-    app.connect("config-inited", check)
+    app.connect("config-inited", read)
     app.connect("doctree-read", make)

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape, unescape
+from itertools import pairwise
 
 from deck_page import (
     LONG,
@@ -28,10 +29,10 @@ from deck_page import (
     code_size,
     drawn,
     fitting,
-    plain,
     room,
     table_size,
 )
+from markup import CELL, ROW, plain
 
 LEAST, MOST = 12, 25  # slides
 EACH = 3  # of a section, but where a deck has fewer than LEAST
@@ -188,8 +189,8 @@ def of_figure(block: Block, high: float, lead: str | None, claim: str | None) ->
         body = f'<div class="beside">{shown}<div class="said">{"".join(said)}</div></div>'
     else:
         body = f"{said[0]}{shown}{said[1]}"
-    return Slide("", body, "figure beside-text" if picture.beside else "figure",
-                 ask="what does the picture show? Give the hall a moment to read it.")  # fmt: skip
+    ask = "what does the picture show? Give the hall a moment to read it."
+    return Slide("", body, "figure", ask=ask)
 
 
 def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> Slide | None:
@@ -198,12 +199,11 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
     if not size:
         return None
     hides = block.kind == "table"
-    head = [plain(c).strip() for c in re.findall(r"<th\b[^>]*>(.*?)</th>", block.html, re.DOTALL)]
+    head = [plain(text).strip() for tag, _, text in CELL.findall(block.html) if tag == "th"]
 
     def row(match: re.Match[str]) -> str:
-        cells = re.findall(r"<(t[hd])\b([^>]*)>(.*?)</t[hd]>", match[0], re.DOTALL)
         made = ""
-        for number, (tag, attributes, text) in enumerate(cells):
+        for number, (tag, attributes, text) in enumerate(CELL.findall(match[0])):
             right = "right" if "text-right" in attributes else ""
             step = _LATER if hides and number and tag == "td" else ""
             classes = " ".join(filter(None, [right, "fragment" if step else ""]))
@@ -212,7 +212,7 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
             made += f"<{tag}{scope}{named}{step}>{text}</{tag}>"
         return f"<tr>{made}</tr>"
 
-    table = re.sub(r"<tr\b.*?</tr>", row, block.html, flags=re.DOTALL)
+    table = ROW.sub(row, block.html)
     table = re.sub(r"<table[^>]*>", f'<table style="font-size:{size}px">', table)
     table = re.sub(r"<(thead|tbody|colgroup|caption)[^>]*>", r"<\1>", table)
     ask = ""
@@ -342,10 +342,10 @@ def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece
             mine, count = taken[id(section)], sum(map(len, taken.values()))
             if not mine or count >= (most if turn < EACH - 1 else most - MOST + LEAST):
                 continue
-            kinds = {piece.slide.kind.split()[0] for piece in mine}
+            kinds = {piece.slide.kind for piece in mine}
             rest = [p for p in every[id(section)] if p not in mine]
             rest = [p for p in rest if p.rank < 6 or turn >= EACH - 1]
-            rest.sort(key=lambda p: (p.slide.kind.split()[0] in kinds, p.rank))
+            rest.sort(key=lambda p: (p.slide.kind in kinds, p.rank))
             mine += rest[:1]
     return [(s, sorted(taken[id(s)], key=lambda p: p.first)) for s in sections]
 
@@ -353,15 +353,14 @@ def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece
 def annotated(section: Section, mine: list[Piece]) -> list[Slide]:
     """The slides of a section with their notes: all of its prose, each piece beside its slide."""
     slides = [piece.slide for piece in mine]
+    ends = []  # a slide's notes reach to the end of the paragraph after it
+    for piece, after in pairwise(mine):
+        end = piece.last + 1
+        while end < after.first and section.blocks[end].kind == "prose":
+            end += 1
+        ends.append(end)
     for place, block in enumerate(section.blocks):
-        # A slide's notes reach to the end of the paragraph after it.
-        number = 0
-        for n, piece in enumerate(mine[:-1]):
-            ends = piece.last + 1
-            while ends < mine[n + 1].first and section.blocks[ends].kind == "prose":
-                ends += 1
-            if place >= ends:
-                number = n + 1
+        number = sum(end <= place for end in ends)
         shown = any(piece.first <= place <= piece.last for piece in mine)
         slides[number].seconds += 0 if block.at_home and not shown else block.seconds
         slides[number].notes.append(note(block))
@@ -371,7 +370,7 @@ def annotated(section: Section, mine: list[Piece]) -> list[Slide]:
 # --- A deck ---------------------------------------------------------------------------------------
 
 
-def bullets(title: str, items: Iterable[str], kind: str = "list", later: bool = False) -> Slide:
+def bullets(title: str, items: Iterable[str], kind: str, later: bool = False) -> Slide:
     """A slide with a list."""
     step = ' class="fragment"' if later else ""
     rows = "".join(f"<li{step}>{item}</li>" for item in items)

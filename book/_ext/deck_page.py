@@ -10,12 +10,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import unescape
 from typing import NamedTuple
 
 from bs4 import BeautifulSoup, Tag
+from markup import ARTICLE, CELL, FONT, ROW, plain
 
-from shardlab.record.reading import LINES_A_MINUTE, WORDS_A_MINUTE
+from shardlab.record import pace
 
 LEAST = 20  # pixels of text; in a picture LEAST_DRAWN
 LEAST_DRAWN = 15
@@ -26,13 +26,6 @@ _MONO, _PROSE = 0.603, 0.62  # width of a character in sizes of its font
 
 _KEPT = re.compile(r"<svg\b.*?</svg>|<pre\b.*?</pre>", re.DOTALL)
 _STAND_IN = re.compile(r'<x-kept n="(\d+)"></x-kept>')
-_TAGS = re.compile(r"<[^>]*>")
-_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')
-_SENDS = re.compile(
-    r"^.*\b(?:all_reduce|reduce_scatter\w*|all_gather\w*|all_to_all\w*|broadcast\w*|exchange"
-    r"|isend|irecv|send|recv|scatter|gather)\(.*$",
-    re.M,
-)
 # Sentences that speak of where something stands on the page mean nothing on a slide.
 _POINTS = re.compile(
     r"\b(above|below|th(is|e next|e last|e first) (page|lesson|section|cell|column|row)|here"
@@ -57,7 +50,7 @@ class Block:
     @property
     def seconds(self) -> float:
         """How long it takes to read."""
-        return 60 * (self.words / WORDS_A_MINUTE + self.lines / LINES_A_MINUTE)
+        return 60 * pace.minutes(self.words, self.lines)
 
     @property
     def at_home(self) -> bool:
@@ -94,7 +87,7 @@ class Page:
     """A lesson's finished page, taken apart."""
 
     def __init__(self, page: str):
-        article = re.search(r"<article[^>]*>(.*)</article>", page, re.DOTALL)
+        article = ARTICLE.search(page)
         assert article, "a page without an article"
         self._kept: list[str] = []
         soup = BeautifulSoup(_KEPT.sub(self._keep, article[1]), "html.parser")
@@ -104,6 +97,10 @@ class Page:
             one.unwrap()
         for one in soup.select("code span.pre"):
             one.unwrap()
+        for one in soup.select("code"):
+            one.attrs = {}
+        for one in soup.select("[id]:not(section)"):
+            del one["id"]
         heading = soup.find("h1")
         assert heading, "a page without a title"
         self.title = self._inner(heading)
@@ -134,15 +131,9 @@ class Page:
         return _STAND_IN.sub(lambda match: self._kept[int(match[1])], html)
 
     def _inner(self, element: Tag) -> str:
-        for one in [element, *element.find_all(True)]:
-            if one.name == "code":
-                one.attrs = {}
-            elif "id" in one.attrs:
-                del one.attrs["id"]
         return self._restored(element.decode_contents()).strip()
 
     def _outer(self, element: Tag) -> str:
-        self._inner(element)
         return self._restored(str(element))
 
     def _blocks(self, one: Tag, sub: str) -> Iterator[Block]:
@@ -168,8 +159,7 @@ class Page:
                 elif "predict-title" not in child.get("class", []):
                     yield Block("question", self._inner(child), sub, _words(child))
         elif "steps" in classes:
-            title = one.find(class_="steps-title")
-            yield Block("steps", self._outer(one), sub, _words(one), title=title.get_text())
+            yield Block("steps", self._outer(one), sub, _words(one))
         elif "admonition" in classes:
             heading = one.find(class_="admonition-title")
             title = self._inner(heading) if heading else ""
@@ -264,11 +254,6 @@ def _words(one: Tag) -> int:
     return len(one.get_text(" ").split())
 
 
-def plain(html: str) -> str:
-    """The text of a piece of HTML."""
-    return unescape(_TAGS.sub("", html))
-
-
 def code_lines(pre: str) -> list[str]:
     """The lines of code of a `<pre>`, blank ones apart."""
     return [line for line in plain(pre).splitlines() if line.strip()]
@@ -289,11 +274,11 @@ def sentences(html: str) -> list[str]:
     return [*found, now] if now and _balanced(now) else found
 
 
-def fitting(html: str, points: bool = False) -> list[str]:
+def fitting(html: str) -> list[str]:
     """The sentences of a paragraph that a slide takes: short, and of no other place."""
     short = [one for one in sentences(html) if 20 < len(plain(one)) <= LONG]
     short = [one for one in short if plain(one)[-1] in ".!?)"]
-    return [one for one in short if points or not _POINTS.search(plain(one))]
+    return [one for one in short if not _POINTS.search(plain(one))]
 
 
 # --- What a hall can read -------------------------------------------------------------------------
@@ -324,11 +309,8 @@ def _wide(text: str) -> float:
 
 def table_size(html: str, most: float) -> int:
     """The size of the font in which a table fits `most` pixels; 0 when it is too small."""
-    rows = [
-        [plain(cell).strip() for cell in re.findall(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", row, re.DOTALL)]
-        for row in re.findall(r"<tr\b.*?</tr>", html, re.DOTALL)
-    ]
-    if len(rows) < 2 or len({len(row) for row in rows}) != 1 or "<tr" not in html:
+    rows = [[plain(cell).strip() for *_, cell in CELL.findall(row)] for row in ROW.findall(html)]
+    if len(rows) < 2 or len({len(row) for row in rows}) != 1:
         return 0
     columns = list(zip(*rows, strict=True))
     whole = [max(map(_wide, column[1:])) for column in columns]
@@ -373,7 +355,7 @@ def drawn(html: str, most: float) -> Drawn | None:
     wide, high = float(box[1]), float(box[2])
     below, beside = min(ROOM / wide, most / high), min(760 / wide, 560 / high)
     svg = html[found.start() : html.index("</svg>") + len("</svg>")]
-    least = min([float(size) for size in _FONT.findall(svg)] or [LEAST])
+    least = min([float(size) for size in FONT.findall(svg)] or [LEAST])
     opening = re.sub(r'\s(?:style|class|width|height)="[^"]*"', "", found[0])
     scale = max(below, beside)
     size = f' style="width:{int(wide * scale)}px;height:{int(high * scale)}px"'

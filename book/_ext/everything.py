@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from html import escape, unescape
 from urllib.parse import quote, unquote
 
+from markup import ARTICLE
+
 _TAG = re.compile(r"<([a-zA-Z][\w:-]*)((?:[^\"'>]|\"[^\"]*\"|'[^']*')*)>")
 _ATTRIBUTE = re.compile(r"([\w:-]+)=(\"[^\"]*\"|'[^']*')")
-_ARTICLE = re.compile(r"<article[^>]*>(.*)</article>", re.DOTALL)
 _HEADING = re.compile(r"<(/?)h([1-6])(?=[\s>])")
 _HEADING_LINK = re.compile(r'<a class="headerlink".*?</a>', re.DOTALL)
 _LOCAL_URL = re.compile(r"url\(#([^)]+)\)")
@@ -97,7 +98,7 @@ def lowered(html: str, levels: int) -> str:
 
 def article(chapter: Chapter, anchors: Anchors, levels: int) -> str:
     """What the chapter says, to stand among the others; its headings `levels` lower."""
-    found = _ARTICLE.search(chapter.page)
+    found = ARTICLE.search(chapter.page)
     assert found, f"{chapter.docname}: a page without an article"
     html = anchors.moved(found[1], chapter.docname, f"{chapter.name}--")
     kind = "edition-chapter" if levels else "edition-opening"

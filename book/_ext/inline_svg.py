@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from markup import FONT
 from sphinx.application import Sphinx
 
 _ID = re.compile(r'\bid="([^"]+)"')
@@ -22,7 +23,6 @@ _USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)
 _SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
 # A file of its own needs a name and an ink of its own; in the page it has the page's.
 _OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
-_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')
 _SHOWN = re.compile(r'(<figure class="shown-figure">\s*<svg\b)([^>]*)(>.*?</svg>)', re.DOTALL)
 READABLE = 9  # CSS pixels: smaller text is a matter of luck on a phone
 
@@ -38,7 +38,7 @@ def width(opening: str, rest: str) -> str:
     # Points are what matplotlib writes; 4/3 pixels each.
     pixels = math.ceil(float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1) - 0.01)
     box = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
-    sizes = [float(size) for size in _FONT.findall(opening + rest)]
+    sizes = [float(size) for size in FONT.findall(opening + rest)]
     least = math.ceil(READABLE * float(box[1]) / min(sizes)) if box and sizes else 0
     return f"width: {pixels}px; min-width: {min(least, pixels)}px"
 

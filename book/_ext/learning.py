@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
+import markup
 from sphinx.application import Sphinx
 
-from shardlab.record import index, paths
+from shardlab.record import index
 
 LICENSE = "https://creativecommons.org/licenses/by/4.0/"  # of text and figures: LICENSE-TEXT
 _ABLE = re.compile(r"^After this lesson you can\n\n((?:- .+\n(?: +.+\n)*)+)", re.MULTILINE)
@@ -45,7 +45,6 @@ def resource(
     }
     if topic is not None:
         said["description"] = f"After the lesson you can {topic.able}."
-        said["competencyRequired"] = [*topic.needs]
     if found := _ABLE.search(text):
         items = re.split(r"(?m)^- ", found[1])[1:]
         said["teaches"] = [plain(item).rstrip(";.").removesuffix("; and") for item in items]
@@ -61,14 +60,12 @@ def describe(
     path = Path(app.srcdir, f"{pagename}.md")
     if doctree is None or not path.exists():
         return
-    topics = Path(app.srcdir, index.TOPICS)
-    known = index.read(Path(app.srcdir)).topics if topics.exists() else {}
-    title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
+    known = app.course.topics if app.course else {}
+    title = markup.plain(str(context.get("title", "")))
     topic = known.get(pagename.removeprefix("lessons/")) if "lessons/" in pagename else None
     minutes = 0
     if topic is not None:
-        read = 5 * max(1, round(paths.page(topic.topic, Path(app.srcdir)).read / 5))
-        minutes = read + topic.exercises
+        minutes = app.lesson_pages[topic.topic].stated + topic.exercises
     said = resource(pagename, title, path.read_text("utf-8"), topic, minutes)
     if topic is not None and topic.needs:
         said["competencyRequired"] = [known[name].title for name in topic.needs]

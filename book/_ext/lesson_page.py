@@ -8,7 +8,6 @@ there they would show in the search index and in previews.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -121,10 +120,11 @@ def add_line(
 
 
 def note_ways(app: Sphinx) -> None:
-    """Read the course's index and the paths through it, where there are some."""
+    """Read the course's index, its lessons and the paths through it, where there are some."""
     root = Path(app.srcdir)
     app.course = index.read(root) if (root / index.TOPICS).is_file() else None
-    app.ways = index.ways(app.course, root) if app.course else {}
+    app.lesson_pages = index.pages(app.course, root) if app.course else {}
+    app.ways = index.ways(app.course, root, app.lesson_pages) if app.course else {}
 
 
 def assumes(app: Sphinx, docname: str) -> str:
@@ -134,23 +134,21 @@ def assumes(app: Sphinx, docname: str) -> str:
     if not topic:
         return ""
 
-    def linked(names: Sequence[str]) -> str:
-        links = [
-            f'<a href="{app.builder.get_relative_uri(docname, f"lessons/{name}")}">'
-            f"{escape(topics[name].title)}</a>"
-            for name in names
-        ]
-        return " and ".join(filter(None, [", ".join(links[:-1]), *links[-1:]]))
+    def link(name: str) -> str:
+        address = app.builder.get_relative_uri(docname, f"lessons/{name}")
+        return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
-    said = f"Assumes {linked(topic.needs) or 'PyTorch, and nothing of parallelism'}"
-    said += f"; easier after {linked(topic.after)}" if topic.after else ""
-    read = 5 * max(1, round(paths.page(topic.topic, Path(app.srcdir)).read / 5))
-    time = f"{read} minutes to read"
+    page = app.lesson_pages[topic.topic]
+    time = f"{page.stated} minutes to read"
     if app.ways:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
+    if core := page.of(topic.core):
+        some = paths.fives(sum(section.minutes for section in core))
+        whole = f'<a href="#{nodes.make_id(core[0].title)}">its code in full</a>'
+        time += f" ({some} of them for {whole}, which can wait)"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
-    return f'<p class="lesson-assumes">{said}. {time}.</p>'
+    return f'<p class="lesson-assumes">{index.assumes(topic, link)} {time}.</p>'
 
 
 def leads_to(app: Sphinx, docname: str) -> str:

@@ -16,14 +16,15 @@ number is there, and keeps it in the reader's browser.
 from __future__ import annotations
 
 import re
-from html import unescape
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from markup import CELL, ROW, plain
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
+from steps import ELSEWHERE
 
 _TABLE = re.compile(r'<table class="table[^"]*">.*?</table>', re.DOTALL)
 
@@ -57,9 +58,7 @@ class PredictDirective(SphinxDirective):
 
 def cells(table: str) -> list[list[str]]:
     """The texts of a table of `show.table`, its head first."""
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
-    texts = (re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
-    return [[unescape(re.sub(r"<[^>]+>", "", text)) for text in row] for row in texts]
+    return [[plain(text) for *_, text in CELL.findall(row)] for row in ROW.findall(table)]
 
 
 def number(page: str, row: str, column: str) -> float:
@@ -75,7 +74,7 @@ def number(page: str, row: str, column: str) -> float:
 
 def join(app: Sphinx, doctree: nodes.document) -> None:
     """Give each question its number, and take the cell after it in."""
-    for box in list(doctree.findall(Predict)):
+    for count, box in enumerate(list(doctree.findall(Predict)), 1):
         place = box.parent.index(box) + 1
         cell = box.parent[place] if place < len(box.parent) else None
         if not isinstance(cell, nodes.Element) or "cell" not in cell.get("classes", []):
@@ -88,7 +87,6 @@ def join(app: Sphinx, doctree: nodes.document) -> None:
             raise ExtensionError(f"{where}: {error}") from None
         box.parent.remove(cell)
         box += Answer("", cell)
-    for count, box in enumerate(doctree.findall(Predict), 1):
         box["number"] = count
 
 
@@ -111,10 +109,6 @@ def close(translator: Any, node: nodes.Element) -> None:
     translator.body.append("</div>\n")
 
 
-def skip(translator: Any, node: nodes.Element) -> None:
-    """Elsewhere question and cell stand as they are."""
-
-
 def load(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
@@ -128,9 +122,8 @@ def load(
 
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    elsewhere = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}
-    app.add_node(Predict, html=(open_question, close), **elsewhere)
-    app.add_node(Answer, html=(open_answer, close), **elsewhere)
+    app.add_node(Predict, html=(open_question, close), **ELSEWHERE)
+    app.add_node(Answer, html=(open_answer, close), **ELSEWHERE)
     app.add_directive("predict", PredictDirective)
     app.connect("doctree-read", join)
     app.connect("html-page-context", load)

@@ -6,7 +6,6 @@ static/quiz.js counts what was right at the first try, and keeps it in the reade
 
 from __future__ import annotations
 
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from steps import ELSEWHERE
 
-from shardlab.record.quizzes import QUIZZES, Quiz, read
+from shardlab.record.quizzes import QUIZZES, read
 
 
 class Box(nodes.General, nodes.Element):
@@ -32,7 +32,7 @@ class QuizDirective(SphinxDirective):
         """The questions, with their choices."""
         root = Path(self.env.srcdir)
         self.env.note_dependency(str(root / QUIZZES))
-        known, name = _read(root, (root / QUIZZES).stat().st_mtime_ns), self.arguments[0]
+        known, name = read(root), self.arguments[0]
         if name not in known:
             raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
         quiz = Box(kind="quiz", name=name, title=known[name].title)
@@ -51,11 +51,6 @@ class QuizDirective(SphinxDirective):
     def _parse(self, text: str, box: nodes.Element) -> None:
         lines = text.strip().split("\n")
         self.state.nested_parse(StringList(lines, source=str(QUIZZES)), self.content_offset, box)
-
-
-@cache
-def _read(root: Path, _changed: int) -> dict[str, Quiz]:
-    return read(root)
 
 
 def opened(translator: Any, node: Box) -> None:
@@ -77,12 +72,7 @@ def closed(translator: Any, node: Box) -> None:
     translator.body.append("</details>\n" if node["kind"] == "choice" else "</div>\n")
 
 
-def skip(translator: Any, node: Box) -> None:
-    """Elsewhere the texts stand as they are."""
-
-
 def setup(app: Sphinx) -> None:
     """Connect the extension; predict.py loads script and style."""
-    elsewhere = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}
-    app.add_node(Box, html=(opened, closed), **elsewhere)
+    app.add_node(Box, html=(opened, closed), **ELSEWHERE)
     app.add_directive("quiz", QuizDirective)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import markup
 from accessible import repaired
 from docutils import nodes
+from lesson_page import SLIDES
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -66,7 +68,7 @@ def describe(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Give the page a description: its title and its first words."""
-    title = unescape(re.sub(r"<[^>]+>", "", str(context.get("title", ""))))
+    title = markup.plain(str(context.get("title", "")))
     title = title or {"search": "Search", "genindex": "Index"}.get(pagename, pagename)
     words = first_words(doctree, max(60, 155 - len(title))) if doctree is not None else ""
     text = f"{title}. {words}" if words else f"{title}: a page of {context.get('docstitle', '')}."
@@ -201,8 +203,7 @@ def slim(app: Sphinx, exception: Exception | None) -> None:
     site = Path(app.outdir)
     paths = sorted(site.rglob("*.html"))
     # Decks, which are made of slimmed pages, have styles and scripts of their own.
-    apart = ("_", "slides")
-    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith(apart)]
+    paths = [p for p in paths if not p.relative_to(site).parts[0].startswith(("_", SLIDES))]
     pages = {path: path.read_text("utf-8") for path in paths}
     if site / MODEL not in pages or finished(pages[site / MODEL]):
         return  # this build wrote no page

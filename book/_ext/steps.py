@@ -70,8 +70,11 @@ def close_steps(translator: Any, node: Steps) -> None:
     translator.body.append("</div>\n")
 
 
-def skip(translator: Any, node: Steps) -> None:
-    """Elsewhere the list stands as it is."""
+def skip(translator: Any, node: nodes.Element) -> None:
+    """Let what is in the node stand as it is."""
+
+
+ELSEWHERE = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}  # than in HTML
 
 
 def load(
@@ -85,7 +88,6 @@ def load(
 
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    elsewhere = {name: (skip, skip) for name in ("latex", "text", "man", "texinfo")}
-    app.add_node(Steps, html=(open_steps, close_steps), **elsewhere)
+    app.add_node(Steps, html=(open_steps, close_steps), **ELSEWHERE)
     app.add_directive("step-through", StepsDirective)
     app.connect("html-page-context", load)

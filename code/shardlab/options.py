@@ -168,14 +168,15 @@ def folder(name: str, given: str | Path) -> Path:
 def written(
     name: str,
     given: str | Path,
-    write: Callable[[Path], Any] | None = None,
+    write: Callable[[Path], Any] | str | None = None,
     room: bool = False,
 ) -> Any:
     """What `write(path)` returns; ValueError where the file that an option names cannot be written.
 
     It is written beside its place and then put there, so that a reader finds the old file or the
     new one. Only a new name and a plain file are taken: nothing takes the place of a device. A link
-    stays one, and the file that it leads to is written. room: makes the file's folder, too.
+    stays one, and the file that it leads to is written. write: a text may stand for it, which goes
+    into the file in UTF-8. room: makes the file's folder, too.
 
     Without `write` it is only tried, before long work begins, and nothing is left or changed.
     """
@@ -199,7 +200,7 @@ def written(
             part.touch()
             if write is None:
                 return None
-            found = write(part)
+            found = part.write_text(write, "utf-8") if isinstance(write, str) else write(part)
             if old:
                 os.chmod(part, old.st_mode & 0o777)
             os.replace(part, path)

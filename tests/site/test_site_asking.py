@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import axe_playwright_python
 import pytest
+from test_site_pages import AXE
 
-AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
 PAGE = "lessons/zero.html"
 QUIZ = "lessons/data_parallel.html"
 

@@ -43,11 +43,13 @@ def test_contents_follow_the_reader_who_jumps(visit):
         assert marked.count() == 1
 
 
-def test_a_table_of_many_columns_is_a_list_on_a_phone(visit):
-    page = visit(LESSON, width=390).page
-    table = page.locator("table.narrows").first
-    assert table.evaluate("(one) => one.scrollWidth <= one.parentElement.clientWidth")
-    cell = table.locator("td[data-head]").first
+@pytest.mark.parametrize("path", [LESSON, "book/project.html", "book/path_ninety_minutes.html"])
+def test_a_table_that_does_not_fit_is_a_list_on_a_phone(visit, path):
+    page = visit(path, width=390).page
+    tables = page.locator("article table.narrows")
+    fits = "(all) => all.map((one) => one.scrollWidth <= one.parentElement.clientWidth)"
+    assert all(fitting := tables.evaluate_all(fits)) and fitting
+    cell = tables.first.locator("td[data-head]").first
     assert cell.evaluate("(one) => getComputedStyle(one, '::before').content.length > 2")
 
 

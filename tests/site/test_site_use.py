@@ -17,18 +17,20 @@ REACHABLE = """() => {
 # Where the keyboard is: its number, its place in the page, and whether something shows it.
 FOCUSED = """() => {
   const one = document.activeElement, box = one.getBoundingClientRect();
-  const style = getComputedStyle(one);
+  const styles = [getComputedStyle(one)], over = getComputedStyle(one, "::after");
+  if (over.content !== "none") styles.push(over); // a card's link covers it so
   let opacity = 1;
   for (let up = one; up; up = up.parentElement) opacity *= getComputedStyle(up).opacity;
-  const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
-  const shadow = /(^|\\s)[1-9][.\\d]*px/.test(style.boxShadow.replace(/rgba?\\([^)]*\\)/g, ""));
+  const ring = styles.some((s) => s.outlineStyle !== "none" && parseFloat(s.outlineWidth) >= 1);
+  const shadow = styles.some((s) =>
+    /(^|\\s)[1-9][.\\d]*px/.test(s.boxShadow.replace(/rgba?\\([^)]*\\)/g, "")));
   return {
     number: Number(one.dataset.number ?? -1),
     body: one === document.body,
     html: one.outerHTML.slice(0, 120),
     shown: opacity > 0.5 && box.width > 0 && box.bottom > 0 && box.top < innerHeight
       && box.right > 0 && box.left < innerWidth,
-    marked: ring || shadow || (one instanceof SVGElement && ring),
+    marked: ring || shadow,
   };
 }"""
 

@@ -11,7 +11,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import options
-from shardlab.arguments import told
+from shardlab.arguments import is_whole, told
 
 JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
 LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"
@@ -49,8 +48,7 @@ def _listed(each: Callable[[object], str]) -> Callable[[object], str]:
 
 
 def _whole(value: object) -> str:
-    good = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 64
-    return "" if good else "allowed are whole numbers, 1 to 64"
+    return "" if is_whole(value, 1, 64) else "allowed are whole numbers, 1 to 64"
 
 
 def _one_of(*names: str) -> Callable[[object], str]:
@@ -152,10 +150,11 @@ class Site:
             more = [f"#SBATCH {key}={value}" for key, value in given]
             more = [f"{line:<{max(room, len(line) + 2)}}{name}".rstrip() for line in more]
             text = "\n".join([text[: last.end()], *more]) + text[last.end() :]
-        if launch and self.launcher == "srun":
-            text = _by_srun(text)
-        elif launch and self.launcher != "torchrun":
-            text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
+        if launch and self.launcher != "torchrun":
+            if self.launcher == "srun":
+                text = _by_srun(text)
+            else:
+                text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
             text = text.replace("command -v torchrun >", "command -v python >")
             text = text.replace('"no torchrun: ', '"no python: ')
         return self._shell(self._inside(text))
@@ -241,9 +240,7 @@ def _by_srun(text: str) -> str:
     text = re.sub(asked % "cpus-per-task", cores, text)
     text = re.sub(r"\$\(\(SLURM_CPUS_PER_TASK / \d+\)\)", "$SLURM_CPUS_PER_TASK", text)
     text = re.sub(r"(?m)^(srun )", f"export MASTER_ADDR={meet[1]} MASTER_PORT={meet[2]}\n\\1", text)
-    text = text.replace("# torchrun would die of USR1. It ignores", "# It ignores")
-    text = text.replace("command -v torchrun >", "command -v python >")
-    return text.replace('"no torchrun: ', '"no python: ')
+    return text.replace("# torchrun would die of USR1. It ignores", "# It ignores")
 
 
 def read(given: str | Path, name: str = "site") -> Site:
@@ -268,9 +265,8 @@ def of(found: Mapping[Any, Any]) -> Site:
     """The site that these keys and values describe. Raises ValueError."""
     for key in found:
         if key not in CHECKS:
-            near = difflib.get_close_matches(str(key), CHECKS, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"key {told(key)}{hint}: allowed are {', '.join(CHECKS)}")
+            near = options.nearest(str(key), CHECKS)
+            raise ValueError(f"key {told(key)}{near}: allowed are {', '.join(CHECKS)}")
     for key, value in found.items():
         if words := CHECKS[key](value):
             raise ValueError(f"{key}={told(value)}: {words}")
@@ -290,8 +286,6 @@ def _files(chosen: argparse.Namespace) -> int:
     folder = options.folder("into", "jobs" if chosen.into is None else chosen.into)
     for path in sorted(JOBS.glob("*.sbatch")):
         text = site.batch(path.read_text("utf-8"), launch=False)
-        options.written(
-            "into", folder / path.name, lambda part, t=text: part.write_text(t, "utf-8")
-        )
+        options.written("into", folder / path.name, text)
         print(folder / path.name)
     return 0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.arguments import check_count, check_kind
+from shardlab.arguments import check_count, check_kind, check_number, given
 
 # How an operator of torch.distributed is called by the people who use it.
 _NAMES = {
@@ -54,22 +54,25 @@ class Sent:
         check_kind(dist.ProcessGroup, group=group)
         return self.groups.get(group.group_name, Sent())
 
-    def leaving(self, ranks: int) -> float:
+    def leaving(self, ranks: int, others: float | None = None) -> float:
         """Bytes that leave a rank of a group of so many: of collectives those that rings send.
 
         Of a payload of S bytes handed to it, n ranks' all-reduce sends 2(n-1)/n S from each, a
         reduce-scatter and an all-to-all (n-1)/n S, an all-gather, whose S is the share, (n-1) S
-        (Thakur et al. 2005, section 4). Raises ValueError for other collectives.
+        (Thakur et al. 2005, section 4), and a barrier nothing. Any other counts as `others` S;
+        without `others`, it raises ValueError.
         """
         check_count(ranks=ranks)
-        factors = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
-        factors["all_to_all"] = 1 / ranks
+        check_number(0, **given(others=others))
+        rings = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
+        rings |= {"all_to_all": 1 / ranks, "barrier": 0}
         found = float(self.bytes)
         for name, payload in self.payload.items():
-            kind = next((kind for kind in factors if name.startswith(kind)), None)
-            if kind is None:
-                raise ValueError(f"{name} was called: allowed are {', '.join(factors)}")
-            found += (ranks - 1) * factors[kind] * payload
+            ring = next((ring for kind, ring in rings.items() if name.startswith(kind)), None)
+            factor = others if ring is None else (ranks - 1) * ring
+            if factor is None:
+                raise ValueError(f"{name} was called: allowed are {', '.join(rings)}")
+            found += factor * payload
         return found
 
 

@@ -11,7 +11,6 @@ What fails is named, with what it looks like. book/project.md says how it is use
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 from shardlab import options
@@ -73,7 +72,7 @@ def _main(chosen: argparse.Namespace) -> int:
         print(*report.lines(grades[-1]), sep="\n", flush=True)
     for name, text in outputs.items():
         if name in given:
-            options.written(name, named[name], partial(report.write, text=text(grades)))
+            options.written(name, named[name], text(grades))
     passed, total = sum(g.passed for g in grades), sum(len(g.results) for g in grades)
     print(f"{passed} of {total} cases pass")
     return 0 if passed == total else 1

@@ -209,13 +209,13 @@ def unfit(part: Part, file: Path) -> str:
     return f"{file.name} does not define {' and '.join(missing)}" if missing else ""
 
 
-def judge(part: Part, file: Path, case: Case, patience: float = PATIENCE) -> Result:
+def judge(part: Part, file: Path, case: Case) -> Result:
     """Run one case, and say what is wrong with what came out."""
     begin = time.monotonic()
     result = Result(case)
     try:
         world = sum(len(members) for members in case.groups)
-        seen = _run(_on_rank, world, part, file, case, timeout=patience)
+        seen = _run(_on_rank, world, part, file, case, timeout=PATIENCE)
     except ranks.RankError as error:
         ours = re.compile(r"  at grade/.*, in (_on_rank|work|_loss):")
         said = str(error).splitlines()
@@ -300,24 +300,10 @@ def _gap(got: Any, want: Tensor | None, tolerance: float) -> str:
     return text
 
 
-# Bytes that leave a rank of n for each byte handed to a collective, on a ring (Thakur et al.
-# 2005, section 4); those of any other are counted whole.
-_RING: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "barrier": lambda n: 0,
-}
-
-
 def note(seen: Seen, sent: count.Sent, group: dist.ProcessGroup) -> None:
     """Put into `seen` what went out, and complain of what went to other groups."""
-    within, n = sent.within(group), group.size()
+    within = sent.within(group)
     if (sent.calls, sent.messages) != (within.calls, within.messages):
         seen.wrong = seen.wrong or "sends in a group that it was not given"
     seen.messages += sent.messages + sum(sent.calls.values())
-    seen.bytes += sent.bytes
-    for name, payload in sent.payload.items():
-        factor = next((f(n) for kind, f in _RING.items() if name.startswith(kind)), 1.0)
-        seen.bytes += factor * payload
+    seen.bytes += sent.leaving(group.size(), others=1)

@@ -103,7 +103,8 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
     rank = group.rank()
     module = Model(case, copy, rank)
     kept = dict(module.named_parameters())
-    limit = bucket(case, module)
+    sizes = trained(module)
+    limit = bucket(case, sizes)
     model = engine.DataParallel(module, group, limit)
     seen = Seen({f"at the start `{name}`": t.clone() for name, t in module.state_dict().items()})
     if any(kept[name] is not p for name, p in module.named_parameters()):
@@ -132,9 +133,7 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
         calls = sum(sent.calls.values()) + sent.messages
         fewest = calls if fewest is None else min(calls, fewest)
         seen.values |= _values(module, step, optimizer)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    needed = sum(p.nbytes for p in trained) / max(limit, max(p.nbytes for p in trained))
-    if fewest < needed:
+    if fewest < sum(sizes) / max(limit, *sizes):
         seen.wrong = seen.wrong or (
             f"sends all gradients in {fewest} calls: their tensors are larger than bucket_bytes"
         )
@@ -180,20 +179,21 @@ def right(case: Case, copy: int) -> list[Values]:
     return [found] * case.size
 
 
-def bucket(case: Case, module: nn.Module) -> int:
+def trained(module: nn.Module) -> list[int]:
+    """Bytes of each parameter that is trained."""
+    return [p.nbytes for p in module.parameters() if p.requires_grad]
+
+
+def bucket(case: Case, sizes: list[int]) -> int:
     """bucket_bytes: all gradients in one, or in six and more."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    total, largest = sum(p.nbytes for p in trained), max(p.nbytes for p in trained)
-    return max(largest, total // 6) if case.has(SMALL) else 2**20
+    return max(*sizes, sum(sizes) // 6) if case.has(SMALL) else 2**20
 
 
 def budget(case: Case, copy: int, rank: int) -> Budget:
     """Of all steps: a ring all-reduce of what is trained, and flags."""
-    module = Model(case, copy, rank)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    total, n = sum(p.nbytes for p in trained), case.size
-    buckets = 2 * total // bucket(case, module) + 1 + case.has(MIXED)
-    rounded, flags = total + 8 * n * buckets, 8 * n * len(trained) + 64
+    sizes, n = trained(Model(case, copy, rank)), case.size
+    buckets = 2 * sum(sizes) // bucket(case, sizes) + 1 + case.has(MIXED)
+    rounded, flags = sum(sizes) + 8 * n * buckets, 8 * n * len(sizes) + 64
     return Budget(STEPS * (2 * (n - 1) / n * rounded + flags), STEPS * (2 * buckets + 5))
 
 

@@ -124,10 +124,7 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
             seen.wrong = seen.wrong or f"calls {' and '.join(sent.calls)}: messages are enough"
         if isinstance(value, Tensor) and value.requires_grad:
             seen.wrong = seen.wrong or "returns a loss that keeps its graph"
-        seen.values[f"in step {step + 1} the loss"] = value
-        for name, p in stage.named_parameters():
-            key = f"in step {step + 1} the gradient of stage {rank}'s `{name}`"
-            seen.values[key] = None if p.grad is None else p.grad.clone()
+        seen.values |= _values(step, rank, stage, value)
     if watch.calls != m * steps(case):
         seen.wrong = seen.wrong or f"calls its stage {watch.calls} times, not {m * steps(case)}"
     if watch.most > n - rank:
@@ -136,6 +133,14 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
             f"1F1B has {n - rank}"
         )
     return seen
+
+
+def _values(step: int, rank: int, stage: nn.Module, value: Tensor | None) -> Values:
+    found: Values = {f"in step {step + 1} the loss": value}
+    for name, p in stage.named_parameters():
+        key = f"in step {step + 1} the gradient of stage {rank}'s `{name}`"
+        found[key] = None if p.grad is None else p.grad.clone()
+    return found
 
 
 def right(case: Case, copy: int) -> list[Values]:
@@ -152,10 +157,7 @@ def right(case: Case, copy: int) -> list[Values]:
             total += value.detach()
         for rank, stage in enumerate(stages):
             last = rank == case.size - 1
-            found[rank][f"in step {step + 1} the loss"] = total.clone() if last else None
-            for name, p in stage.named_parameters():
-                key = f"in step {step + 1} the gradient of stage {rank}'s `{name}`"
-                found[rank][key] = None if p.grad is None else p.grad.clone()
+            found[rank] |= _values(step, rank, stage, total if last else None)
     return found
 
 

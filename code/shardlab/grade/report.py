@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from xml.etree import ElementTree
 
 from .core import Grade, Result
@@ -82,8 +81,3 @@ def as_junit(grades: list[Grade]) -> str:
                 failure.text = text
     ElementTree.indent(root)
     return ElementTree.tostring(root, "unicode", xml_declaration=False) + "\n"
-
-
-def write(path: Path, text: str) -> None:
-    """Into a file, in UTF-8."""
-    path.write_text(text, "utf-8")

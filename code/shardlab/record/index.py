@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Topic:
     floor: int | str = ""
     module: str = ""
     exercises: int = 0
+    core: str = ""
     planned: bool = False
 
 
@@ -145,10 +146,31 @@ def _check(index: Index, root: Path) -> None:
             raise ValueError(f"{TOPICS}: page {page!r}: there is no {page}.md")
 
 
-def ways(index: Index, root: Path) -> dict[str, paths.Way]:
-    """The paths through the course, by their names."""
-    titles = {topic.topic: topic.title for topic in index.here}
-    return paths.read(root, titles, {topic.topic: topic.exercises for topic in index.here})
+def pages(index: Index, root: Path) -> dict[str, paths.Page]:
+    """The lessons' pages, by their names. ValueError for a core that is no section of its page."""
+    found = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+    for topic in index.here:
+        if topic.core and not found[topic.topic].of(topic.core):
+            wrong = f"core={topic.core!r}: allowed are addresses of its sections"
+            raise ValueError(f"{TOPICS}: topic {topic.topic!r}: {wrong}")
+    return found
+
+
+def ways(index: Index, root: Path, lessons: dict[str, paths.Page]) -> dict[str, paths.Way]:
+    """The paths through the course, by their names; `lessons` are their pages."""
+    return paths.read(root, {topic.topic: topic.title for topic in index.here}, lessons)
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words in a sentence: "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def assumes(topic: Topic, link: Callable[[str], str]) -> str:
+    """What a lesson assumes, in a sentence; `link` makes the name of a topic a link to it."""
+    needs, after = ([link(name) for name in names] for names in (topic.needs, topic.after))
+    said = f"Assumes {listed(needs) or 'PyTorch, and nothing of parallelism'}"
+    return said + (f"; easier after {listed(after)}." if after else ".")
 
 
 def assumed(name: str, root: Path) -> str:
@@ -156,14 +178,7 @@ def assumed(name: str, root: Path) -> str:
     topics = read(root).topics if (root / TOPICS).is_file() else {}
     if name not in topics:
         return ""
-
-    def linked(names: Sequence[str]) -> str:
-        links = [f"[{topics[name].title}]({name}.md)" for name in names]
-        return " and ".join(filter(None, [", ".join(links[:-1]), *links[-1:]]))
-
-    needs, after = topics[name].needs, topics[name].after
-    said = f"Assumes {linked(needs) or 'PyTorch, and nothing of parallelism'}"
-    return said + (f"; easier after {linked(after)}." if after else ".")
+    return assumes(topics[name], lambda other: f"[{topics[other].title}]({other}.md)")
 
 
 def made(root: Path) -> dict[Path, str]:
@@ -178,9 +193,9 @@ def made(root: Path) -> dict[Path, str]:
         ("README.md", "lessons"): _lessons(index),
         ("CONTRIBUTING.md", "floors"): _floors(index),
     }
-    if through := ways(index, root):
+    here = pages(index, root)
+    if through := ways(index, root, here):
         project = (root / "book/project.md").is_file()
-        here = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
         blocks[str(paths.ALL), "paths"] = paths.overview(through, here)
         for way in through.values():
             blocks[f"{way.docname}.md", "path"] = paths.table(way, project)

@@ -18,17 +18,19 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-from .reading import LINES_A_MINUTE, WORDS_A_MINUTE, Part, parts
+from .reading import Part, parts
 
-LEVELS = {
-    "easy": 1,
-    "medium": 2,
-    "hard": 3,
-    "design": 3,
-}  # how long an exercise takes beside others
+# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
+WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
+LEVELS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # exercises' times beside one another
 _CELL = re.compile(r"^```\{code-cell\}.*\n(?::tags: \[(.*)\]\n)?((?:.*\n)*?)```$", re.M)
 Place = tuple[Path, int, int]  # a file, and its lines from which on and to which
 Name = tuple[Path, str]  # a module, as a path, and what it is called there; "" for the module
+
+
+def minutes(words: int, lines: int) -> float:
+    """How long so many words of prose and lines of code take to read."""
+    return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Section:
     @property
     def minutes(self) -> float:
         """How long it takes to read."""
-        return self.words / WORDS_A_MINUTE + self.lines / LINES_A_MINUTE
+        return minutes(self.words, self.lines)
 
 
 @lru_cache
@@ -102,14 +104,11 @@ def sections(text: str, root: Path) -> list[Section]:
     return found
 
 
-def exercises(text: str) -> list[tuple[str, int]]:
-    """The titles of a lesson's exercises, in order, and how long each takes beside the others."""
+def exercises(text: str) -> list[int]:
+    """How long each of a lesson's exercises takes beside the others, in order."""
     titles = re.findall(r"^`{3,}\{exercise-start\} (.+)$", text, re.M)
     levels = [re.search(r"\((\w+)\)$", title) for title in titles]
-    return [
-        (title, LEVELS[level[1]] if level else LEVELS["medium"])
-        for title, level in zip(titles, levels, strict=True)
-    ]
+    return [LEVELS[level[1] if level else "medium"] for level in levels]
 
 
 def shown(text: str, root: Path) -> set[tuple[Path, int]]:

@@ -1,6 +1,6 @@
 """Ways through the course for who has less time than all of it takes: book/paths.yml.
 
-    >>> ways = index.ways(index.read(root), root)
+    >>> ways = index.ways(course, root, index.pages(course, root))
     >>> [sitting.read for sitting in ways["ten_weeks"].sittings]
 
 A path is a list of parts: a page or some sections of it, and exercises by their numbers. Its
@@ -109,6 +109,11 @@ class Page:
         """Minutes to read all of it, exercises apart."""
         return round(sum(section.minutes for section in self.sections))
 
+    @property
+    def stated(self) -> int:
+        """Minutes to read it, as the site says them."""
+        return fives(self.read)
+
     def of(self, name: str) -> list[pace.Section]:
         """The section of that address, and those below it; [] when there is none."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
@@ -120,8 +125,13 @@ class Page:
 
     def solve(self, numbers: Sequence[int]) -> int:
         """Minutes for the exercises of these numbers: their shares of the time for all."""
-        weights = [weight for _, weight in pace.exercises(self.text)]
+        weights = pace.exercises(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
+
+
+def fives(minutes: float) -> int:
+    """Minutes as the site says them: five, ten, fifteen."""
+    return 5 * max(1, round(minutes / 5))
 
 
 def page(name: str, root: Path, minutes: int = 0) -> Page:
@@ -129,25 +139,24 @@ def page(name: str, root: Path, minutes: int = 0) -> Page:
     return Page(source(name, root).read_text("utf-8"), root, minutes)
 
 
-def read(root: Path, titles: dict[str, str], minutes: dict[str, int]) -> dict[str, Way]:
+def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:
     """The paths of the course in `root`, by their names; {} where there are none.
 
-    titles: of the lessons. minutes: for each lesson's exercises.
+    titles: of the lessons. lessons: their pages.
     Raises ValueError, which names the path, where it does not fit the pages.
     """
     import yaml
 
     if not (root / PATHS).is_file():
         return {}
-    pages: dict[str, Page] = {}
-    found = {}
+    pages, found = dict(lessons), {}
     for entry in yaml.safe_load((root / PATHS).read_text("utf-8")):
         name = entry.get("path")
         try:
             sittings, begun = [], set()
             for sitting in entry.pop("sittings"):
                 parts = sitting.pop("parts")
-                made = [_piece(part, root, pages, titles, minutes, begun) for part in parts]
+                made = [_piece(part, root, pages, titles, begun) for part in parts]
                 sittings.append(Sitting(pieces=made, **sitting))
             found[name] = Way(sittings=sittings, **entry)
         except (KeyError, TypeError, ValueError) as error:
@@ -156,12 +165,7 @@ def read(root: Path, titles: dict[str, str], minutes: dict[str, int]) -> dict[st
 
 
 def _piece(
-    part: Any,
-    root: Path,
-    pages: dict[str, Page],
-    titles: dict[str, str],
-    minutes: dict[str, int],
-    begun: set[str],
+    part: Any, root: Path, pages: dict[str, Page], titles: dict[str, str], begun: set[str]
 ) -> Piece:
     """A part of a path; `begun` are the pages that it has begun, whose beginning is read once."""
     part = {"page": part} if isinstance(part, str) else dict(part)
@@ -170,7 +174,7 @@ def _piece(
         raise ValueError(f"part {name!r}: {[*part]}: known are page, sections, exercises")
     if name not in titles and not ("/" in name and source(name, root).is_file()):
         raise ValueError(f"page {name!r}: allowed are lessons, and pages as book/setup")
-    it = pages.setdefault(name, page(name, root, minutes.get(name, 0)))
+    it = pages[name] = pages.get(name) or page(name, root)
     there, taken = it.sections if wanted is None else [], []
     for address in wanted or []:
         sections = it.of(address)

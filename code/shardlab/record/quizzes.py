@@ -15,6 +15,7 @@ copies-before:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 QUIZZES = Path("book/quizzes.yml")
@@ -47,9 +48,14 @@ class Quiz:
 
 def read(root: Path) -> dict[str, Quiz]:
     """The quizzes by their names. Raises ValueError for a question without one right choice."""
+    return _read(root / QUIZZES, (root / QUIZZES).stat().st_mtime_ns)
+
+
+@lru_cache
+def _read(path: Path, _changed_at: int) -> dict[str, Quiz]:
     import yaml
 
-    found = yaml.safe_load((root / QUIZZES).read_text("utf-8"))
+    found = yaml.safe_load(path.read_text("utf-8"))
     quizzes = {}
     for name, quiz in found.items():
         questions = [

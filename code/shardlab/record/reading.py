@@ -26,8 +26,6 @@ from .key import has_cells, notebook, source
 if TYPE_CHECKING:
     import nbformat
 
-# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
-WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
 _MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
     r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
     re.M,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,14 +81,10 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     for name, text in texts.items():
         kept = name == SITE and (folder / name).exists()
         if not kept:
-            options.written("into", folder / name, partial(_write, text))
+            options.written("into", folder / name, text)
         said.append(f"  {name}" + (", yours: kept" if kept else ""))
     said += [f"Put your site's modules and environment into {folder}/{SITE}, then"] * (not at)
     return "\n".join([*said, f"  cd {folder} && sbatch {FILE}"])
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _able(engine: str, found: Plan, make: Callable[[Planned, str], T]) -> T:

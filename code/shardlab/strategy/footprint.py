@@ -83,14 +83,14 @@ def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
     heads = here.head * (1 + job.model.ahead)
     logits = heads * rates.logit * job.tokens * ceil(job.model.vocab / layout.tp)
-    found = Bytes(
+    parts = (
         state.parameters, state.gradients, state.optimizer, kept, logits,
-        _buffers(job, rates, here, held.all),
-        kept * (rates.fragments - 1), 0.0, rates.fixed * GIB,
+        _buffers(job, rates, here, held.all), kept * (rates.fragments - 1),
     )  # fmt: skip
+    fixed = rates.fixed * GIB
     # What would come back late does so at once where there is no room for it.
-    most = max(0.0, rates.limit * job.machine.memory - found.reserved)
-    return replace(found, late=min(late, most))
+    most = max(0.0, rates.limit * job.machine.memory - sum((*parts, 0.0, fixed)))
+    return Bytes(*parts, min(late, most), fixed)
 
 
 def fullest(job: Job, rates: Values) -> Bytes:

@@ -11,11 +11,14 @@ the rates, after a change of what is predicted:
 from __future__ import annotations
 
 import csv
+import io
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from shardlab import options
 
 from . import tables
 from .core import layer, seconds
@@ -124,10 +127,11 @@ def write_by_others(path: Path) -> None:
     rows = read_rows("table", path)
     found = by_others(rows)
     kept = [row | {OTHERS: f"{found[n]:.4g}" if n in found else ""} for n, row in enumerate(rows)]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(kept[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(kept[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(kept)
+    options.written("table", path, text.getvalue())
 
 
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:

@@ -30,7 +30,8 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
     config, machine = PRESETS[model], MACHINES["h100"]
     space = Space(config, machine, gpus, 16 * gpus, 32_768, PROFILES[profile], {})
     base = data.draw(st.sampled_from([*bases(space, Counter())] or [None]))
-    tried = [x for _, rows in series(space, base) for row in rows for x in row] if base else []
+    rows = [(start, row) for start, rows in series(space, base) for row in rows] if base else []
+    tried = [replace(start, **fields) for start, row in rows for fields in row]
     plan = data.draw(st.sampled_from(tried or [Layout()]))
     job, left_out = small(config, plan)  # Job refuses what a mesh does not train
     found = job.layout

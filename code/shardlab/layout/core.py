@@ -76,8 +76,6 @@ class Layout:
         check_rule(self.pp, self.stages)
 
     def _check_order(self) -> None:
-        if self.order is AXES:
-            return
         order = self.order if isinstance(self.order, tuple | list) else ()
         wide = [axis for axis in AXES if getattr(self, axis) > 1]
         once = len(set(map(str, order))) == len(order)

@@ -21,7 +21,7 @@ from shardlab.shapes import Config
 
 from . import host
 from .cost import flops
-from .footprint import fullest, on_host
+from .footprint import Bytes, first_and_fullest, fullest, on_host
 from .job import DTYPES, Job
 from .predict import Prediction, check_job, check_rates, of_job, room
 from .profile import COURSE, Profile
@@ -131,10 +131,15 @@ def check_dtype(machine: Machine, dtype: str) -> None:
     check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
-def planned(found: Plan, job: Job, values: Values | None = None) -> Planned:
-    """What comes of one of its jobs, which fits or not. Raises ValueError as `predict` does."""
+def planned(
+    found: Plan, job: Job, values: Values | None = None, held: tuple[Bytes, Bytes] | None = None
+) -> Planned:
+    """What comes of one of its jobs, which fits or not; values, held: as in `of_job`.
+
+    Raises ValueError as `predict` does.
+    """
     values = check_rates(found.profile, found.rates) if values is None else values
-    prediction = of_job(job, values)
+    prediction = of_job(job, values, held)
     taken = prediction.seconds.total
     tokens = found.batch * found.seq
     work = flops(found.config, tokens, found.seq, causal=False)
@@ -170,13 +175,14 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
     easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
     near: tuple[float, Job] | None = None
 
-    def reserved(job: Job) -> tuple[float, float]:
-        """Bytes, and those of them that a larger layout may not have."""
+    def reserved(job: Job) -> tuple[Bytes, Bytes]:
+        """What its first and its fullest rank reserve."""
         nonlocal near
-        taken = fullest(job, values)
-        if taken.reserved > there and (near is None or taken.reserved < near[0]):
-            near = taken.reserved, job
-        return taken.reserved, taken.late
+        held = first_and_fullest(job, values)
+        size = held[1].reserved
+        if size > there and (near is None or size < near[0]):
+            near = size, job
+        return held
 
     for base in bases(space, found.ruled if offload == "none" else Counter()):
         copies = base.tp, base.pp, base.dp * base.cp
@@ -184,24 +190,23 @@ def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
             found.ruled["context ranks where the same fits without them"] += 1
             continue
         check_job(found.job(base))
-        for least, rows in series(space, base, offload):
-            job = found.job(least)
+        for start, rows in series(space, base, offload):
+            job = found.job(replace(start, **rows[-1][0]))
             if min(space.gpus, space.machine.per_node) * on_host(job) > host.MEMORY:
                 found.ruled[CROWDED] += sum(map(len, rows))
                 continue
-            size, late = reserved(job)
-            if size - late > there:
+            if reserved(job)[1].needed > there:  # a larger layout may not have what comes late
                 found.ruled[LACKS] += sum(map(len, rows))
                 continue
             for row in rows:
-                for number, layout in enumerate(row):
-                    job = found.job(layout)
-                    size, late = reserved(job)
-                    if size <= there:
-                        found.fits.append(planned(found, job, values))
+                for number, fields in enumerate(row):
+                    job = found.job(layout := replace(start, **fields))
+                    held = reserved(job)
+                    if held[1].reserved <= there:
+                        found.fits.append(planned(found, job, values, held))
                         if layout.recompute == "none" and _bubble(layout) <= IDLE:
                             easy.setdefault(copies, base.cp)
-                    elif size - late > there and layout.chunks == 1:
+                    elif held[1].needed > there and layout.chunks == 1:
                         found.ruled[LACKS] += len(row) - number
                         break
                     else:
@@ -285,9 +290,9 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
 def layouts(space: Space, ruled: Counter[str]) -> Iterator[Layout]:
     """All of the space but operators and the host; `ruled` counts what cannot be, by reason."""
     for base in bases(space, ruled):
-        for _, rows in series(space, base):
+        for start, rows in series(space, base):
             for row in rows:
-                yield from row
+                yield from (replace(start, **fields) for fields in row)
 
 
 def short(found: Plan) -> str:

@@ -62,11 +62,14 @@ def predict(
     return of_job(job, check_rates(profile, rates))
 
 
-def of_job(job: Job, rates: Values) -> Prediction:
-    """What a step of `job` takes. Raises ValueError as `predict` does."""
+def of_job(job: Job, rates: Values, held: tuple[Bytes, Bytes] | None = None) -> Prediction:
+    """What a step of `job` takes. Raises ValueError as `predict` does.
+
+    held: its `first_and_fullest`, from whoever has asked for that already.
+    """
     check_job(job)
     # The limit beyond which a step takes longer was found where rank 0 alone was watched.
-    first, fullest = first_and_fullest(job, rates)
+    first, fullest = first_and_fullest(job, rates) if held is None else held
     return Prediction(seconds(job, rates, first.needed), fullest, on_host(job))
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
+from typing import Any
 
 from shardlab.layout import Layout, Structure, structure
 from shardlab.layout.structure import check_tensor_degree
@@ -23,6 +24,7 @@ LEAST = 2048  # of these each of them has at least
 CHUNKS = 2, 4, 8  # of a stage, that are tried
 LACKS = "needs more memory than there is"
 UNCUT = "stages that the layers cannot be cut into"
+Fields = dict[str, Any]  # of a layout, by their names
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,15 @@ def dealt(space: Space, experts: int, tp: int, shards: int) -> list[tuple[int, i
 
 def series(
     space: Space, base: Layout, offload: str = "none"
-) -> Iterator[tuple[Layout, list[list[Layout]]]]:
-    """For each stage of ZeRO the layout that reserves least, and a series by each recomputation.
+) -> Iterator[tuple[Layout, list[list[Fields]]]]:
+    """For each stage of ZeRO a layout, and a series of changes of it by each recomputation.
 
-    But for buffers that come late: of a series those with one chunk reserve more and more, and
-    each of them less than the ones with several chunks that follow it.
+    A series holds the fields that change, for most of these layouts are never made: the first of
+    the last one reserves least of all. But for buffers that come late: of a series those with one
+    chunk reserve more and more, and each of them less than the ones with several chunks that follow
+    it.
     """
-    profile, each = space.profile, base.microbatches
+    profile = space.profile
     zeros = (0,) if base.shards == 1 else (0, 1) if base.pp > 1 else profile.zeros
     if offload != "none":
         zeros = tuple(z for z in profile.zeros if z >= (3 if offload == "parameters" else 1))
@@ -135,31 +139,27 @@ def series(
     how = ("none", "selective", "full") if profile.attention == "plain" else ("none", "full")
     if "recompute" in space.fixed:
         how = (str(space.fixed["recompute"]),)
-    sizes = [1 << k for k in range(each.bit_length()) if each % (1 << k) == 0]
-    for zero in zeros:
+    each = list(_shapes(space, base))
+    rows = [[{"recompute": recompute, **shape} for shape in each] for recompute in how]
+    for zero in zeros if each else ():
         start = replace(base, zero=zero, offload=offload)
-        if not space.keeps(start, "zero"):
+        if space.keeps(start, "zero"):
+            yield start, rows
+
+
+def _shapes(space: Space, base: Layout) -> Iterator[Fields]:
+    """Micro-batches in powers of two; after each, several chunks on a stage where layers allow."""
+    each, places = base.microbatches, space.config.layers + 2 * (base.stages == "megatron")
+    for k in range(each.bit_length()):
+        size, m = 1 << k, each >> k
+        if each % size or space.fixed.get("micro_batch", size) != size:
             continue
-        rows = []
-        for recompute in how:
-            row = []
-            for size in sizes:
-                m = each // size
-                one = replace(start, recompute=recompute, micro_batch=size, microbatches=m)
-                row += [x for x in (one, *chunked(space, one)) if space.keeps(x, "micro_batch")]
-            rows.append(row)
-        if rows[-1]:
-            yield rows[-1][0], rows
-
-
-def chunked(space: Space, layout: Layout) -> Iterator[Layout]:
-    """The same with several chunks on each stage, as even as the layers allow."""
-    if layout.pp == 1 or not space.profile.interleaves or layout.microbatches % layout.pp:
-        return
-    places = space.config.layers + (2 if layout.stages == "megatron" else 0)
-    for v in CHUNKS:
-        if v * layout.pp <= places:
-            yield replace(layout, schedule="interleaved", chunks=v)
+        shape: Fields = {"micro_batch": size, "microbatches": m}
+        yield shape
+        if base.pp > 1 and space.profile.interleaves and m % base.pp == 0:
+            for v in CHUNKS:
+                if v * base.pp <= places:
+                    yield {**shape, "schedule": "interleaved", "chunks": v}
 
 
 def divisors(n: int) -> list[int]:

@@ -127,8 +127,10 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
         with count.sent() as sent:
             value.backward()
             model.finish()
-        if joining.payload.total() + joining.bytes > 64:
-            seen.wrong = seen.wrong or "sends more than a count to join the losses"
+        if (extra := joining.payload.total() + joining.bytes) > 64:
+            seen.wrong = seen.wrong or (
+                f"sends {extra:.0f} bytes in forward and to join the losses: a count is enough"
+            )
         note(seen, sent, group)
         calls = sum(sent.calls.values()) + sent.messages
         fewest = calls if fewest is None else min(calls, fewest)

@@ -544,6 +544,13 @@ def test_what_an_engine_cannot_express_is_one_clear_error(engine, config, layout
     assert words in str(caught.value)
 
 
+def test_the_size_of_a_head_may_be_written_that_follows_from_the_others():
+    written = replace(LLAMA, head=LLAMA.hidden // LLAMA.heads)  # as the file of Llama 3.2 1B does
+    job = H100, Layout(tp=2, dp=4, zero=3)
+    assert emit("torchtitan", written, *job) == emit("torchtitan", LLAMA, *job)
+    assert f"head={written.head}" in emit("fsdp2", written, *job)  # its own model takes it
+
+
 def test_torchtitan_wants_bf16_and_seq_is_given_on():
     with pytest.raises(ValueError, match="machine='V100': with engine='torchtitan' allowed are"):
         emit("torchtitan", LLAMA, V100, Layout(dp=8))

@@ -54,7 +54,9 @@ class Target:
         if self.ahead and self.engine != "megatron":
             words = "of these engines 'megatron' has an argument for it"
             raise self.refusal(f"mtp={self.ahead}", "is 0", words)
-        plain = {"head": None, "qk_norm": False, "window": None, "latent": None, "yarn": None}
+        plain = {"qk_norm": False, "window": None, "latent": None, "yarn": None}
+        if self.config.content_size * self.config.heads != self.config.hidden:
+            plain["head"] = None  # a file may also write the size that follows from these two
         if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
             for name, only in plain.items():
                 if (value := getattr(self.config, name)) is not only:

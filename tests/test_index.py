@@ -66,15 +66,24 @@ def test_a_bad_entry_is_named(small: Path, place: int, change: dict | None, says
         index.read(small)
 
 
-def test_a_core_that_is_no_section_is_named(small: Path) -> None:
+def test_what_can_wait_is_sections_of_its_page(small: Path) -> None:
     data = good()
-    data["parts"][0]["topics"][0]["core"] = "the-core"
-    (small / index.TOPICS).write_text(yaml.safe_dump(data))
-    with pytest.raises(ValueError, match="'first': core='the-core': allowed are addresses"):
-        index.pages(index.read(small), small)
+    later = data["parts"][0]["topics"][0]["later"] = {"the-core": "its code", "more": "more"}
+
+    def pages() -> dict[str, paths.Page]:
+        (small / index.TOPICS).write_text(yaml.safe_dump(data, sort_keys=False))
+        return index.pages(index.read(small), small)
+
+    with pytest.raises(ValueError, match="'first': later 'the-core': allowed are addresses"):
+        pages()
     with open(small / "lessons/first.md", "a") as lesson:
-        lesson.write("\n## The core\n")
-    assert index.pages(index.read(small), small)["first"].of("the-core")
+        lesson.write("\n## The core\n\n### Within\n\n## More\n\n" + "word " * 299 + "\n\n## End\n")
+    page = pages()["first"]
+    assert page.read == 2 and page.first < 0.1
+    assert [page.onward(name).title for name in later] == ["End", "End"]
+    later["within"] = "stands in the core"
+    with pytest.raises(ValueError, match="'first': later 'within': .* each once"):
+        pages()
 
 
 def test_a_file_without_an_entry_and_a_page_without_a_file_are_named(small: Path) -> None:

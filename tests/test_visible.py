@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import visible
 
-from shardlab.record import pace
+from shardlab.record import index, pace
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
+PAGES = index.pages(index.read(ROOT), ROOT)
 PROOF = 0.08  # of the visible lines
 CORE = 0.60  # of the core file's lines
 # The command, the figures and the many checks of these are no part of what they teach.
@@ -37,10 +38,11 @@ def test_folded_cells_begin_with_what_they_do(path):
 
 
 @each
-def test_no_lesson_is_longer_than_two_hours(path):
-    text = path.read_text("utf-8")
-    assert visible.words(text) <= 5000
-    assert visible.minutes(text) <= 120
+def test_a_lesson_takes_an_hour_without_what_can_wait_and_two_with_it(path):
+    page = PAGES[path.stem]
+    assert visible.words(page.text) <= 5000
+    assert page.first <= 60
+    assert visible.minutes(page.text) <= 120
 
 
 @each

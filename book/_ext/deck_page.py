@@ -91,7 +91,9 @@ class Page:
         assert article, "a page without an article"
         self._kept: list[str] = []
         soup = BeautifulSoup(_KEPT.sub(self._keep, article[1]), "html.parser")
-        for one in soup.select("a.headerlink, p.lesson-outputs, p.open-folds, .exercise-where"):
+        for one in soup.select(
+            "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
+        ):
             one.decompose()
         for one in soup.select("a"):
             one.unwrap()

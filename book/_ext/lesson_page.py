@@ -20,7 +20,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from shardlab import record
-from shardlab.record import index, pairs, paths
+from shardlab.record import index, pace, pairs, paths
 from shardlab.record.exercises import exercises
 from shardlab.record.reading import reading
 
@@ -143,12 +143,28 @@ def assumes(app: Sphinx, docname: str) -> str:
     if app.ways:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
-    if core := page.of(topic.core):
-        some = paths.fives(sum(section.minutes for section in core))
-        whole = f'<a href="#{nodes.make_id(core[0].title)}">its code in full</a>'
-        time += f" ({some} of them for {whole}, which can wait)"
+    if page.later:
+        some = page.stated - paths.fives(page.first)
+        each = [f'<a href="#{_id(page.of(a)[0])}">{escape(w)}</a>' for a, w in page.later.items()]
+        time += f" ({some} of them can wait: {index.listed(each)})"
     time += f", {topic.exercises} for the exercises" if topic.exercises else ""
     return f'<p class="lesson-assumes">{index.assumes(topic, link)} {time}.</p>'
+
+
+def _id(section: pace.Section) -> str:
+    return nodes.make_id(section.title)
+
+
+def waits(page: paths.Page) -> dict[str, str]:
+    """What is said under the heading of each section that can wait, by the section's id."""
+    lines = {}
+    for address in page.later:
+        where = ""
+        if to := page.onward(address):
+            title = escape(to.title.replace("`", ""))
+            where = f': go on with <a href="#{_id(to)}">{title}</a>'
+        lines[_id(page.of(address)[0])] = f'<p class="can-wait">This section can wait{where}.</p>'
+    return lines
 
 
 def leads_to(app: Sphinx, docname: str) -> str:
@@ -183,6 +199,8 @@ def find_moved(
     """The pages around which something else stands than in the last build."""
     docnames = env.found_docs
     now = {docname: assumes(app, docname) + leads_to(app, docname) for docname in docnames}
+    for name, page in app.lesson_pages.items():
+        now[f"lessons/{name}"] = now.get(f"lessons/{name}", "") + "".join(waits(page).values())
     before, env.around_pages = getattr(env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
@@ -190,11 +208,18 @@ def find_moved(
 def add_ways(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Put what a page assumes under its title, and where one goes from it at its end."""
+    """Put what a page assumes under its title, where one goes from it at its end, and what can wait
+    under the headings of those sections.
+    """
     if doctree is None or "body" not in context:
         return
     head, title_end, rest = context["body"].partition("</h1>")
     rest += leads_to(app, pagename)
+    page = app.lesson_pages.get(pagename.removeprefix("lessons/"))
+    for section, line in (waits(page) if page else {}).items():
+        heading = re.search(rf'<section id="{section}">.*?</h[23]>', rest, re.DOTALL)
+        assert heading, f"{pagename}: no section {section}"
+        rest = rest[: heading.end()] + line + rest[heading.end() :]
     context["body"] = head + title_end + (assumes(app, pagename) if title_end else "") + rest
 
 

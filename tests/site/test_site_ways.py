@@ -44,8 +44,12 @@ def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     page = visit("lessons/zero.html").page
     first = page.locator("h1 + .lesson-assumes").inner_text()
     assert first.startswith("Assumes Data parallelism.") and "minutes to read" in first
-    read, core = map(int, re.findall(r"(\d+) (?:minutes to read|of them for its code)", first))
-    assert read - core <= 60  # a first reading takes an hour
+    read, waits = map(int, re.findall(r"(\d+) (?:minutes to read|of them can wait)", first))
+    assert read - waits <= 60  # a first reading takes an hour
+    wait = page.locator(".can-wait").first
+    assert wait.inner_text().startswith("This section can wait: go on with ")
+    wait.get_by_role("link").click()
+    assert page.locator("section:target").count() == 1
     onward = page.locator("nav.lesson-next")
     assert "On One day, Afternoon: Tensor parallelism" in onward.inner_text()
     onward.get_by_role("link", name="Tensor parallelism").first.click()

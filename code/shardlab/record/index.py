@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Topic:
     floor: int | str = ""
     module: str = ""
     exercises: int = 0
-    core: str = ""
+    later: Mapping[str, str] = field(default_factory=dict)
     planned: bool = False
 
 
@@ -147,12 +147,20 @@ def _check(index: Index, root: Path) -> None:
 
 
 def pages(index: Index, root: Path) -> dict[str, paths.Page]:
-    """The lessons' pages, by their names. ValueError for a core that is no section of its page."""
-    found = {topic.topic: paths.page(topic.topic, root, topic.exercises) for topic in index.here}
+    """The lessons' pages, by their names.
+
+    Raises ValueError where what can wait is no section of its page, or a part of another.
+    """
+    found = {}
     for topic in index.here:
-        if topic.core and not found[topic.topic].of(topic.core):
-            wrong = f"core={topic.core!r}: allowed are addresses of its sections"
-            raise ValueError(f"{TOPICS}: topic {topic.topic!r}: {wrong}")
+        page = paths.page(topic.topic, root, topic.exercises, topic.later)
+        found[topic.topic], waiting = page, []
+        for address in topic.later:
+            sections = page.of(address)
+            if not sections or any(section in waiting for section in sections):
+                wrong = f"later {address!r}: allowed are addresses of its sections, each once"
+                raise ValueError(f"{TOPICS}: topic {topic.topic!r}: {wrong}")
+            waiting += sections
     return found
 
 

@@ -12,10 +12,11 @@ table of all, in book/paths.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from . import pace
@@ -92,6 +93,7 @@ class Page:
     text: str
     root: Path = field(repr=False)
     minutes: int = 0  # for all of its exercises
+    later: Mapping[str, str] = field(default_factory=dict)  # what can wait: addresses, and words
 
     @cached_property
     def sections(self) -> list[pace.Section]:
@@ -114,6 +116,18 @@ class Page:
         """Minutes to read it, as the site says them."""
         return fives(self.read)
 
+    @property
+    def first(self) -> float:
+        """Minutes of a first reading, without what can wait."""
+        waits = sum(section.minutes for name in self.later for section in self.of(name))
+        return sum(section.minutes for section in self.sections) - waits
+
+    def onward(self, name: str) -> pace.Section | None:
+        """The first section after that one that cannot wait."""
+        waiting = [section for other in self.later for section in self.of(other)]
+        after = self.sections[self.sections.index(self.of(name)[0]) :]
+        return next((section for section in after if section not in waiting), None)
+
     def of(self, name: str) -> list[pace.Section]:
         """The section of that address, and those below it; [] when there is none."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
@@ -134,9 +148,14 @@ def fives(minutes: float) -> int:
     return 5 * max(1, round(minutes / 5))
 
 
-def page(name: str, root: Path, minutes: int = 0) -> Page:
-    """A page by its name, "zero" or "book/setup"; `minutes` are those of all its exercises."""
-    return Page(source(name, root).read_text("utf-8"), root, minutes)
+def page(
+    name: str, root: Path, minutes: int = 0, later: Mapping[str, str] = MappingProxyType({})
+) -> Page:
+    """A page by its name, "zero" or "book/setup"; `minutes` are those of all its exercises.
+
+    later: the addresses of the sections that can wait, and what each of them is.
+    """
+    return Page(source(name, root).read_text("utf-8"), root, minutes, later)
 
 
 def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:

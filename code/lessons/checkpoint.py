@@ -458,9 +458,9 @@ show.source(core.named_tensors, core.restore)
 # %% [markdown]
 # Why `named_tensors` treats a fresh optimizer apart is in a box [below](#forgetting-the-optimizer).
 #
-# ### Resumed on other ranks, it equals the run without a stop
+# ## Resumed on other ranks, it equals the run without a stop
 #
-# The next cell trains three steps on four ranks, with `fully_shard`, saves, and trains three more.
+# The next cell has a `Training`, a run with all its state, make three steps on four ranks, with `fully_shard`, saves, and trains three more.
 # Then four, two and one ranks each build everything anew, load, and train the same three steps.
 
 # %%

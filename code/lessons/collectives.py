@@ -336,11 +336,7 @@ show.source(collectives.broadcast)
 # %% [markdown]
 # Reduce is the same tree walked backwards, and reduce followed by broadcast is an all-reduce: the *tree*.
 # The barrier uses the same distances, with everyone sending at once.
-
-# %%
-show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier)
-
-# %% [markdown]
+#
 # ## The ring, step by step
 #
 # The tree sends the whole tensor in every message, and half of the ranks wait most of the time.
@@ -385,17 +381,6 @@ show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier
 # It sets out from rank 1, collects rank 2's share, then rank 3's, and comes home to rank 0 in step 3, complete.
 # In steps 4 to 6 it goes around once more, and every rank keeps a copy.
 #
-# In the module the two loops of the plain version are two collectives, pieces may have any sizes, and partial sums are kept in two buffers, so that the inputs stay as they were.
-
-# %%
-show.source(
-    collectives.split,
-    collectives.reduce_scatter,
-    collectives.all_gather,
-    collectives.all_reduce_ring,
-)
-
-# %% [markdown]
 # (ring-parity)=
 # ### Who sends first in a ring
 #
@@ -415,6 +400,25 @@ show.source(ranks.exchange)
 
 # %%
 show.source(collectives.all_to_all)
+
+# %% [markdown]
+# ## The core: tree and ring
+#
+# Reduce, the all-reduce that it makes with broadcast, and the barrier are a tree's:
+
+# %%
+show.source(collectives.reduce, collectives.all_reduce_tree, collectives.barrier)
+
+# %% [markdown]
+# In the ring the two loops of the plain version are two collectives, pieces may have any sizes, and partial sums are kept in two buffers, so that the inputs stay as they were.
+
+# %%
+show.source(
+    collectives.split,
+    collectives.reduce_scatter,
+    collectives.all_gather,
+    collectives.all_reduce_ring,
+)
 
 
 # %% [markdown]

@@ -169,19 +169,11 @@ print(
     *(f"{N} ranks: largest difference {each:.0e}" for N, each in gaps.items()), sep="\n"
 )
 
+
 # %% [markdown]
-# Why do even and odd ranks differ? `send` returns when the other rank has received. If all ranks sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
-# When even ranks send and odd ones receive, each message has a receiver. With an odd number of ranks the last one and rank 0 are both even, and the last one waits until rank 0 has sent and receives; nothing hangs.
+# Even ranks send first, and odd ones receive first: if all sent first, none would receive, and the ring would hang ([below](#all-send-first) it does).
+# [Collectives](collectives.md#who-sends-first-in-a-ring) has the reason, and the other remedy, which the module takes: one batch of both messages, `ranks.exchange`.
 #
-# `isend`, which does not wait, does not solve it. With gloo it works.
-# With nccl a ring of three ranks or more hangs: nccl connects two ranks at their first message, and both wait until they are connected. Where all send first, each rank waits for the next one.
-# Two orders work with both: even ranks first, as above, or one batch that holds both of a rank's messages:
-
-# %%
-show.source(ranks.exchange)
-
-
-# %% [markdown]
 # ### What the plain version leaves out
 #
 # - *Backward.* Autograd does not see messages, so no gradient gets back to the rank that the keys came from. That takes a second ring.
@@ -407,6 +399,10 @@ for N in (2, 4):
     print(f"{N} ranks: largest difference {off:.0e}; all-to-alls: plain 4, module 2")
 
 # %% [markdown]
+# Every rank has equal work without a zig-zag. But there must be at least one head for each rank.
+#
+# ### The module's exchanges, with a backward
+#
 # The package's version has a backward: the same exchanges in the opposite direction. It sends queries, keys and values in one all-to-all instead of three.
 # It also takes tokens in a zig-zag, and fewer heads of keys than ranks: then each of these heads goes to several ranks.
 
@@ -420,8 +416,6 @@ show.source(cp.all_to_all_attention)
 show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.ulysses._AllToAll)
 
 # %% [markdown]
-# Every rank has equal work without a zig-zag. But there must be at least one head for each rank.
-#
 # ## The whole model
 #
 # `cp.distribute` changes the plain GPT without an edit of its class: each attention calls one of the two functions, and its rotary embedding takes the tokens' positions in the *whole* sequence.
@@ -429,14 +423,9 @@ show.source(cp.heads_for_tokens, cp.tokens_for_heads, cp.ulysses._AllToAll)
 # %%
 show.source(cp.distribute, cp.core._attention)
 
+
 # %% [markdown]
 # Each rank has all weights, and gradients from its own tokens. So gradients are averaged after backward, as in data parallelism. LayerNorms, matrices and the loss need no change.
-
-# %%
-show.source(cp.average_gradients)
-
-
-# %% [markdown]
 # This is a training step:
 
 # %%

@@ -233,14 +233,14 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 # The order is the reverse of the module's, for a reason that step 3 will use.
 
 # %%
-show.source(assign_buckets, deal, average_in_buckets)
+show.source(deal, average_in_buckets)
 
 # %% [markdown]
 # In the bucket itself, `place` makes `parameter.grad` a view into the flat tensor.
 # So gradients are held once, and are averaged in place. The optimizer reads `parameter.grad` as before.
 
 # %%
-show.source(Bucket)
+show.source(Bucket.place, Bucket.launch)
 
 # %% [markdown]
 # Three details that one gets wrong on a first try:
@@ -257,7 +257,7 @@ show.source(Bucket)
 # `_arrived` is this hook, and its loop sends the buckets that are full. Autograd calls `_finish` when backward is over, because [Backward](../code/shardlab/buckets.py) has asked for it.
 
 # %%
-show.source(DataParallel)
+show.source(DataParallel._arrived, DataParallel._finish)
 
 
 # %% [markdown]
@@ -425,6 +425,20 @@ head = [
     "ratio",
 ]
 show.table(rows, head)
+
+# %% [markdown]
+# ## The core: buckets and the wrapper
+#
+# A bucket is made once, and is told when a step begins:
+
+# %%
+show.source(assign_buckets, Bucket)
+
+# %% [markdown]
+# `DataParallel` begins with rank 0's weights, sends nothing under `no_sync`, and after an error in backward starts over on all ranks.
+
+# %%
+show.source(DataParallel)
 
 # %% [markdown]
 # ## What it costs

@@ -173,14 +173,9 @@ print("one process: " + ", ".join(f"{value:.4f}" for value in LOSSES))
 # You know each of these mechanisms: averaging from [Data parallelism](data_parallel.md), the stages from [ZeRO](zero.md).
 # New is that a dictionary chooses among them {cite}`rasley2020deepspeed`. So the dictionary is what there is to learn.
 #
-# ## The core: the engine, started and stepped
+# From here on the page calls the course's `de.initialize` and `de.step` ([the core](#the-core-the-engine-configured-started-stepped-and-loaded)).
+# `initialize` is the same call; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `step` is the same loop, over the micro-batches of one optimizer step.
 #
-# The course's `initialize` is the same call; it also chooses the device, checks the number of ranks, and keeps DeepSpeed from printing. `step` is the same loop, over the micro-batches of one optimizer step.
-
-# %%
-show.source(de.initialize, de.step)
-
-# %% [markdown]
 # ## The configuration, line by line
 #
 # DeepSpeed reads JSON, or a dictionary of the same content.
@@ -191,6 +186,7 @@ layout = Layout(dp=2, zero=3, offload="parameters", micro_batch=2)
 settings = de.config(layout, clipping=1.0)
 for name, value in settings.items():
     print(f"{name}: {json.dumps(value)}")
+
 
 # %% [markdown]
 # | line | what it does | when you leave it out |
@@ -204,12 +200,7 @@ for name, value in settings.items():
 # | `zero_force_ds_cpu_optimizer` | refuse an offloaded optimizer that is not DeepSpeed's compiled CPU Adam | true: torch's own AdamW is refused |
 # | `zero_allow_untested_optimizer` | accept an optimizer that was not tested with ZeRO: any but DeepSpeed's own and torch's Adam, AdamW and Adagrad | false: it is refused from stage 1 on |
 # | `steps_per_print` | how often to log progress: here never | not at all |
-
-# %%
-show.source(de.config)
-
-
-# %% [markdown]
+#
 # The fourth row, `gradient_clipping`, is the line that was left out at the top.
 #
 # ````{admonition} Checked: "without a clipping line there is no clipping"
@@ -551,6 +542,7 @@ print("train_batch_size():", says)
 
 assert says == {"tensor": 8, "pipeline": 4}
 
+
 # %% [markdown]
 # Tensor parallelism leaves embedding, output layer and LayerNorms whole on every rank. The pipeline deals out whole layers, which is uneven for so small a model: stage 0 holds the embedding.
 # In the batch arithmetic both ranks are *one* copy, in either case.
@@ -562,12 +554,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 # For inference, or another framework, `plain_state_dict` makes a plain state dict.
 #
 # ![The life of a checkpoint: two ranks train at stage 3 and each holds half of every state. save writes two model files and two optimizer files under a tag, and the file latest names the tag. load on two ranks reads them back, and training goes on. plain_state_dict joins the parts into one dictionary of float32 weights, which loads into the plain model, on one process without DeepSpeed. to_universal makes a folder of whole tensors, which any number of ranks loads.](../figures/deepspeed_engine_checkpoint.svg)
-
-# %%
-show.source(de.load, de.to_universal)
-
-
-# %% [markdown]
+#
 # The cell trains three steps at stage 3, saves, and trains two more. Then new engines load the checkpoint and train the same two steps: two ranks from the checkpoint as it is, and one, two and four ranks from the universal one.
 
 # %%
@@ -666,6 +653,26 @@ show.table(
 # At stage 3 the model files hold no weights at all: a copy of these files alone has no weights.
 # DeepSpeed writes no manifest, and does not rename a finished folder. So a job that is killed while it saves leaves a folder that is not complete ([Checkpoints](checkpoint.md)). The file `latest`, which is written last, still names the checkpoint before it.
 #
+# ## The core: the engine configured, started, stepped and loaded
+#
+# `config` writes the dictionary that was gone through line by line:
+
+# %%
+show.source(de.config)
+
+# %% [markdown]
+# `initialize` and `step` are DeepSpeed's call and the loop of the plain script:
+
+# %%
+show.source(de.initialize, de.step)
+
+# %% [markdown]
+# A checkpoint is loaded as it is, or made universal first:
+
+# %%
+show.source(de.load, de.to_universal)
+
+# %% [markdown]
 # ## The lab: one Llama, eight ways
 #
 # So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
@@ -688,11 +695,7 @@ show.source(lab._sharded)
 
 # %% [markdown]
 # The other ways make the whole model first: the last column of the next table has the bytes.
-
-# %%
-show.source(lab.generate)
-
-# %% [markdown]
+#
 # The cell runs the four, and times them.
 
 # %% tags=["measured"]
@@ -834,7 +837,7 @@ for link, speed in {"NVLink, 450 GB/s": 450e9, "400 Gbit/s": 50e9}.items():
     print(link, "hides the gather from", round(reached / speed), "tokens per GPU on")
 
 # %% [markdown]
-# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. Here it has 128 tokens, and on a CPU no gather is hidden at all: hence the slowest row.
+# Backward gathers once more and sends gradients, twice the bytes for twice the operations, so the bound is the same. Within a node, one sequence of a thousand tokens is enough; over a network, a GPU needs several thousand. In [the lab](#the-lab-one-llama-eight-ways) it has 128 tokens, and on a CPU no gather is hidden at all: hence its slowest row.
 #
 # ### When more GPUs cost less
 #

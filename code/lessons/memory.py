@@ -260,10 +260,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 # Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md): how the states are divided. On one rank they are 1, 1, 1 and 0, and you can skip them.
 
 # %%
-show.source(
-    memory.core.Recipe, memory.core.check_recipe, memory.core.States, memory.states,
-    memory.core.states_of,
-)
+show.source(memory.core.Recipe, memory.states, memory.core.states_of)
 
 
 # %% [markdown]
@@ -375,23 +372,6 @@ show.table(rows, ["kept by one layer", "numbers, in units of b s h"])
 # The attention matrix itself, $s \times s$ for each head, is not among them: fused kernels never keep it, and compute it again in backward.
 # Attention in plain operations keeps it. With $a$ heads that is another $5abs^2$ bytes in 16-bit precision, which is in the formula of many papers: $sbh\,(34 + 5as/h)$ bytes for a layer with dropout {cite}`korthikanti2022recomputation`.
 #
-# The core has a function for each part of that table. Each returns the sizes of the tensors kept, in the order of the forward pass.
-
-# %%
-show.source(
-    memory.core.sizes,
-    memory.core.kept_by_norm,
-    memory.core.kept_by_projections,
-    memory.core.kept_by_softmax,
-    memory.core.kept_by_attention,
-    memory.core._kept_by_core,
-    memory.core.kept_by_dropout,
-    memory.core.wide_tensors,
-    memory.core.kept_by_ffn,
-    memory.core.layer_parts,
-)
-
-# %% [markdown]
 # After the last layer come the logits: for each token as many numbers as the vocabulary has entries. The loss keeps their log-softmax; if they have 16 bits, it converts them to float32 first.
 # The table compares three shapes with what autograd really keeps.
 
@@ -437,15 +417,31 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 # For Llama 3 8B, one sequence of 8192 tokens makes $8192 \times 128{,}256$ logits: 4.2 GB in float32, for each copy.
 # ````
 #
-# ## A whole step, predicted and measured
+# ## The core: what a layer keeps, row by row
 #
-# Now a whole step. On the CPU, `count.held` notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
+# The core checks the names that it is given, and returns states by kind. For activations it has a function for each row of the table: each returns the sizes of the tensors kept, in the order of the forward pass.
 
 # %%
-show.source(count.held)
+show.source(
+    memory.core.check_recipe,
+    memory.core.States,
+    memory.core.sizes,
+    memory.core.kept_by_norm,
+    memory.core.kept_by_projections,
+    memory.core.kept_by_softmax,
+    memory.core.kept_by_attention,
+    memory.core._kept_by_core,
+    memory.core.kept_by_dropout,
+    memory.core.wide_tensors,
+    memory.core.kept_by_ffn,
+    memory.core.layer_parts,
+)
 
 
 # %% [markdown]
+# ## A whole step, predicted and measured
+#
+# Now a whole step. On the CPU, [`count.held`](../code/shardlab/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
 # The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
 
 # %%

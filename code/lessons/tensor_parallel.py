@@ -865,13 +865,8 @@ def plain_loss(logits_BSv, targets_BS):
 
 # %% [markdown]
 # Backward sends nothing. The gradient of a logit is softmax minus one for the target, and each rank knows that for its own entries; autograd finds it by itself.
-# What the plain loss leaves out is memory: it holds several tensors as large as the logits, which are the largest activation of a small model. The module writes the backward by hand, and turns one such tensor into the gradient in place.
-
-# %%
-show.source(tp.VocabEmbedding.forward, _CrossEntropy)
-
-# %% [markdown]
-# Both losses and both embeddings compute what one process computes; the plain loss holds four times as much, and gathering would send hundreds of times as many bytes.
+# What the plain loss leaves out is memory: it holds several tensors as large as the logits, which are the largest activation of a small model. The module's loss [holds one](#the-modules-loss-one-tensor-as-large-as-the-logits).
+# Both losses and both embeddings compute what one process computes; gathering would send hundreds of times as many bytes.
 
 # %% tags=["hide-input"]
 # Table: both losses beside one process, and what they hold and send
@@ -937,6 +932,14 @@ show.table(
 # %% [markdown]
 # For one sequence of 8,192 tokens of Llama 3, float32 logits and 8 ranks, gathering would send 3,677 MB from each rank; three numbers a token are 0.17 MB.
 #
+# ### The module's loss: one tensor as large as the logits
+#
+# The module writes the backward by hand, and turns one tensor of the logits' size into the gradient in place.
+
+# %%
+show.source(tp.VocabEmbedding.forward, _CrossEntropy)
+
+# %% [markdown]
 # ## The whole model
 #
 # With these parts the whole GPT is cut in place. Names of parameters stay, so a state dict of one process fits, and the optimizer is made as ever.
@@ -1159,7 +1162,41 @@ show.table(
 # %% [markdown]
 # Is that much? Data parallelism hands its all-reduce $P \approx 12 L h^2$ elements in a step, for $P$ parameters in $L$ blocks of width $h$. Tensor parallelism hands its about $4 L b s h$. So with more than $3h$ tokens in a step tensor parallelism sends more: 12,288 tokens for $h = 4096$.
 #
-# And ranks wait for it: the next product *needs* the sum. So you have to find other work that can overlap with the message.
+# And ranks wait for it: the next product *needs* the sum. [Hide the messages](#hide-the-messages) finds other work that can overlap with it.
+#
+# (tp-node)=
+# ### How far to cut: one fast domain
+#
+# Bandwidth decides how large $t$ may be. For one token a block computes about $24h^2$ floating-point operations forward, divided by $t$, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
+# The ratio of waiting to computing, where nothing is hidden, is
+#
+# $$
+# \frac{4\,\frac{t-1}{t}\,h\,e\,\beta}{24\,h^2 / (t\,c)} = \frac{(t-1)\,e\,\beta\,c}{6\,h} ,
+# $$
+#
+# with $e$ bytes for an element, $c$ operations per second, and $\beta$ seconds per byte. It grows with $t$ and with the GPU, and falls with $h$; batch and sequence do not matter.
+# The table takes 16-bit elements, a GPU that reaches 400 TFLOP/s, and two wires: 450 GB/s each way, as between GPUs behind one NVLink switch, and 50 GB/s, as over a network card. They are assumptions: put in your own.
+
+# %% tags=["hide-input"]
+# Table: the fraction of forward that waits, by formula
+rows = []
+for name in ("llama-3-8b", "llama-3-70b", "llama-3-405b"):
+    h, cells = PRESETS[name].hidden, []
+    for bandwidth, t in ((450e9, 2), (450e9, 8), (450e9, 32), (50e9, 2), (50e9, 8)):
+        ratio = (t - 1) * 2 * 400e12 / bandwidth / (6 * h)
+        cells.append(f"{100 * ratio / (1 + ratio):.0f}")
+    rows.append((name, f"{h:,}", *cells))
+head = ["fast, t = 2", "fast, t = 8", "fast, t = 32", "slow, t = 2", "slow, t = 8"]
+show.table(
+    rows, ["model", "h", *head], caption="Share of forward that waits for the wire (%)"
+)
+
+# %% [markdown]
+# That is why $t$ ends where the fast wires end. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
+# It is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs are behind one NVLink switch system, with 900 GB/s each way for each {cite}`nvidia2024nvl72`, and a $t$ of 16 or 32 stays inside. What bounds it there is the formula's $t/h$, the number of heads, and products that become thin: [One matrix product on many GPUs](gemm.md) measures how much worse these compute.
+# Beyond, cut by layers ([Pipeline parallelism](pipeline.md)), and copy ([Data parallelism](data_parallel.md)).
+#
+# ## Hide the messages
 #
 # (tp-backward)=
 # ### Hide backward's half
@@ -1290,6 +1327,7 @@ print(
     f"{100 * hidden:.0f} % of the shorter is hidden; the same sum, up to {short(off)}"
 )
 
+
 # %% [markdown]
 # With 8 pieces, at best 7/8 of the shorter of the two, product or message, are hidden. How near the measured value comes depends on what else needs the cores: to copy and add up on loopback is work for the same two.
 # Pieces have a price, too: each is a message with its own $\alpha$, and a thinner product, which computes worse. So they have to stay large.
@@ -1297,39 +1335,6 @@ print(
 # This is *asynchronous tensor parallelism*. Where the edges are an all-gather and a reduce-scatter ([Sequence parallelism](sequence_parallel.md)), both are taken apart in this way, around the products before and after them.
 # PyTorch's report of 2024, made with torchtitan, gives a forward faster by up to 29 % for a Llama 3 of 7B and 20 % for 70B, and a whole step by about 8 % {cite}`wang2024asynctp`. These are the authors' numbers, in their set-up; none was measured here.
 # In torch 2.13 it is a pass of the compiler for CUDA (`torch._inductor.config._micro_pipeline_tp`, off by default). Our `parallelize` does without.
-#
-# (tp-node)=
-# ### How far to cut: one fast domain
-#
-# Bandwidth decides how large $t$ may be. For one token a block computes about $24h^2$ floating-point operations forward, divided by $t$, and sends $2 \cdot 2\frac{t-1}{t}h$ elements.
-# The ratio of waiting to computing, where nothing is hidden, is
-#
-# $$
-# \frac{4\,\frac{t-1}{t}\,h\,e\,\beta}{24\,h^2 / (t\,c)} = \frac{(t-1)\,e\,\beta\,c}{6\,h} ,
-# $$
-#
-# with $e$ bytes for an element, $c$ operations per second, and $\beta$ seconds per byte. It grows with $t$ and with the GPU, and falls with $h$; batch and sequence do not matter.
-# The table takes 16-bit elements, a GPU that reaches 400 TFLOP/s, and two wires: 450 GB/s each way, as between GPUs behind one NVLink switch, and 50 GB/s, as over a network card. They are assumptions: put in your own.
-
-# %% tags=["hide-input"]
-# Table: the fraction of forward that waits, by formula
-rows = []
-for name in ("llama-3-8b", "llama-3-70b", "llama-3-405b"):
-    h, cells = PRESETS[name].hidden, []
-    for bandwidth, t in ((450e9, 2), (450e9, 8), (450e9, 32), (50e9, 2), (50e9, 8)):
-        ratio = (t - 1) * 2 * 400e12 / bandwidth / (6 * h)
-        cells.append(f"{100 * ratio / (1 + ratio):.0f}")
-    rows.append((name, f"{h:,}", *cells))
-head = ["fast, t = 2", "fast, t = 8", "fast, t = 32", "slow, t = 2", "slow, t = 8"]
-show.table(
-    rows, ["model", "h", *head], caption="Share of forward that waits for the wire (%)"
-)
-
-
-# %% [markdown]
-# That is why $t$ ends where the fast wires end. For years that was a machine of eight GPUs, and "at most 8" became a rule of thumb {cite}`narayanan2021megatron`.
-# It is a limit of the fast domain, not of tensor parallelism: in a GB200 NVL72, 72 GPUs are behind one NVLink switch system, with 900 GB/s each way for each {cite}`nvidia2024nvl72`, and a $t$ of 16 or 32 stays inside. What bounds it there is the formula's $t/h$, the number of heads, and products that become thin: [One matrix product on many GPUs](gemm.md) measures how much worse these compute.
-# Beyond, cut by layers ([Pipeline parallelism](pipeline.md)), and copy ([Data parallelism](data_parallel.md)).
 #
 # (tp-dtensor)=
 # ## PyTorch's parallelize_module beside ours
@@ -1725,15 +1730,14 @@ def never_full():
 # %% [markdown]
 # The way back to one process is `tp.full_state_dict`. With `tp.load_full_state_dict` a state goes into shards again, on any number of ranks:
 
-# %%
+# %% tags=["hide-input"]
+# Holds both against one process's numbers, bit for bit
 def resumed(state):
     model = tp.parallelize(plain(MODEL), dist.group.WORLD)
     tp.load_full_state_dict(model, state)
     return tp.full_state_dict(model)
 
 
-# %% tags=["hide-input"]
-# Holds both against one process's numbers, bit for bit
 def same_bits(found, want):
     return all(torch.equal(found[name].cpu(), want[name].cpu()) for name in want)
 

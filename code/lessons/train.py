@@ -370,14 +370,15 @@ losses = same(core, show=True)
 assert losses[0] == losses[1]
 
 # %% [markdown]
-# That is all that data parallelism asks of a script:
+# That is all that data parallelism asks of a script.
+# Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
+#
+# ### The whole script
 
 # %%
 show.source(core.main)
 
 # %% [markdown]
-# Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
-#
 # ## What a job asks for besides
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
@@ -478,11 +479,7 @@ show.source(Training.state_dict, Training.load_state_dict)
 # `get_state_dict` gives weights and optimizer by the plain model's names, whatever wraps it, and `set_state_dict` puts them back.
 # The random state has a name of its own on each rank; what is equal on all of them is written once.
 # A new iterator of a `DataLoader` draws a number from the default generator, from which dropout draws as well. A run that was started twice would drop other units, so loaders have a generator of their own.
-
-# %%
-show.source(Training.save)
-
-# %% [markdown]
+#
 # A checkpoint is written under a name with a dot, and renamed when all ranks are through, so a killed save leaves the last one as it was. ([Checkpoints](checkpoint.md) has what is left out here, saving in the background for instance.)
 # Its files have checksums, which all ranks check together before they load.
 # The names of the weights are compared, as other ranks' random states may be missing: DCP alone would load a checkpoint with more layers than the model, and with `allow_partial_load=True` one with fewer, both in silence (torch 2.13).

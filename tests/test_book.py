@@ -13,6 +13,7 @@ import yaml
 from throwaway import Book
 
 from shardlab import record
+from shardlab.record import index
 
 LOADED = {  # what a browser fetches by itself
     "script": ("src",),
@@ -155,6 +156,13 @@ def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, ro
         nbformat.validate(notebook)
         assert any(cell.get("outputs") for cell in notebook.cells)
         assert any(cell.cell_type == "markdown" for cell in notebook.cells)
+
+
+def test_what_can_wait_is_named_at_the_head_and_at_each_section(site, root):
+    for topic in index.read(root).here:
+        text = (site / f"lessons/{topic.topic}.html").read_text("utf-8")
+        assert text.count('<p class="can-wait">') == len(topic.later), topic.topic
+        assert ("of them can wait" in text) == bool(topic.later), topic.topic
 
 
 def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):

@@ -419,7 +419,7 @@ show.table(rows, [*head, "difference (%)", "share of logits and loss (%)"])
 #
 # ## The core: what a layer keeps, row by row
 #
-# The core checks the names that it is given, and returns states by kind. For activations it has a function for each row of the table: each returns the sizes of the tensors kept, in the order of the forward pass.
+# The core checks the names that it is given, and returns states by kind. For activations it has a function for each row of [the table](#activations). Each returns the sizes of the tensors kept, in the order of the forward pass.
 
 # %%
 show.source(

@@ -374,6 +374,8 @@ assert losses[0] == losses[1]
 # Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
 #
 # ### The whole script
+#
+# `main` has these lines after the three steps:
 
 # %%
 show.source(core.main)

@@ -193,6 +193,52 @@ def test_what_one_step_does_not_show_is_found(name):
         assert re.search(place, f"{key.step} {key.phase} {key.name}"), report
 
 
+# An optimizer that computes in fewer bits than it is given
+
+
+def turned(gradient: Tensor) -> Tensor:
+    """The number that is nearest to the middle of two of 16 bits, moved to its other side."""
+    low = gradient.view(torch.int32).flatten() & 0xFFFF
+    nearest = (low - 0x8000).abs().argmin()
+    moved = gradient.view(torch.int32).flatten().clone()
+    moved[nearest] += 0x8001 - low[nearest] if low[nearest] < 0x8000 else 0x7FFF - low[nearest]
+    return moved.view(torch.float32).view(gradient.shape)
+
+
+BARE = {"momentum": 0.0, "nesterov": False}  # gradients themselves are cast
+
+
+def by_muon(bits: bool = False, rule: Any = torch.optim.Muon, **options: Any) -> Program:
+    """Three steps of a matrix; bits: in each, one number of 16 bits is another one."""
+
+    def program(watch: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32, bias=False)
+        optimizer = rule(model.parameters(), lr=0.01, **options)
+        watch(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 32)).square().mean().backward()
+            if bits:
+                model.weight.grad = turned(model.weight.grad)
+            optimizer.step()
+
+    return program
+
+
+def test_a_rounding_that_an_optimizer_turns_is_no_mistake_and_another_rule_is_one():
+    programs = {
+        "bits": by_muon(bits=True, **BARE),
+        "rule": by_muon(rule=torch.optim.AdamW),
+        "fewer": by_muon(ns_steps=2, **BARE),
+    }
+    plain = by_muon(**BARE)
+    found = compared({name: (plain, program, 1) for name, program in programs.items()})
+    assert found["bits"].equal, found["bits"]
+    assert "another optimizer's: AdamW made it, and Muon" in str(found["rule"])
+    assert found["fewer"].first.key[:2] == (0, "update"), found["fewer"]
+
+
 # A model that fits nowhere, at two layers
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlab.arguments import check_all, check_callable, check_kind, check_whole
@@ -77,6 +78,38 @@ def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where((x == 0) | ~moved.isfinite(), x, moved)
 
 
+class Narrowing(TorchDispatchMode):
+    """In an optimizer's step: what is cast to fewer bits is rounded the other way, here and there.
+
+    A step that is given numbers of 32 bits and computes with 16, as Muon's does, leaves noise of
+    32 bits behind, until it turns one rounding. One turned, its update is another one by 1 %.
+    """
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten._to_copy.default or type(out) is not Tensor:
+            return out
+        both = args[0].dtype, out.dtype
+        if not all(dtype.is_floating_point for dtype in both) or not out.numel():
+            return out
+        before, after = (torch.finfo(dtype).eps for dtype in both)
+        return self._turned(out) if before < after and out.element_size() > 1 else out
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """A thousandth of its numbers moved by a unit in the last place, one at least."""
+        few = max(1, x.numel() // 1024)
+        index = torch.randint(x.numel(), (few,), generator=self.generator).to(x.device)
+        chosen = x.flatten()[index]
+        further = torch.where(chosen == 0, chosen, chosen * (1 + torch.finfo(x.dtype).eps))
+        return x.flatten().index_put((index,), further).view(x.shape)
+
+
 def sampled(x: Tensor) -> Tensor:
     """Some of its numbers: the same of each tensor of its size."""
     return x.detach().flatten()[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
@@ -86,7 +119,8 @@ class Watch:
     """What a program is given: `watch(model, optimizer)`.
 
     seed: of noise; every output, gradient and first weight is then moved by one unit in the last
-    place, to see what rounding does to all others. begins: how many steps were taken before this
+    place, and some of what an optimizer casts to fewer bits, to see what rounding does to all
+    others. begins: how many steps were taken before this
     program, which resumes. every: weights are told before each step, not before the first alone.
     """
 
@@ -283,11 +317,14 @@ class Watch:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
         deep: Counter[int] = Counter()  # a step that calls its parent's is one
+        narrowing = None if self.noise is None else Narrowing(self.noise)
 
         def before(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             deep[id(optimizer)] += 1
+            if narrowing is not None and deep[id(optimizer)] == 1:
+                narrowing.__enter__()
             if waiting:
                 return None
             waiting.extend(optimizers)
@@ -310,6 +347,8 @@ class Watch:
             deep[id(optimizer)] -= 1
             if deep[id(optimizer)]:
                 return
+            if narrowing is not None:
+                narrowing.__exit__(None, None, None)
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import ranks
+from shardlab import gpu, ranks
 
 
 def here(thing: Any) -> Any:
@@ -24,4 +24,4 @@ def here(thing: Any) -> Any:
 def random_state() -> torch.Tensor:
     """Where the random numbers of this rank's device stand."""
     cpu = ranks.device().type == "cpu"
-    return torch.get_rng_state() if cpu else torch.cuda.get_rng_state(ranks.device())
+    return torch.get_rng_state() if cpu else gpu.module().get_rng_state(ranks.device())

@@ -20,6 +20,9 @@ from shardlab.strategy.emit.job import FILE, SITE
 from shardlab.strategy.emit.target import Target
 
 EXAMPLES = sorted(site.EXAMPLES.glob("*.yml"))
+CENTRES = yaml.safe_load((show.ROOT / "tests/centres.yml").read_text("utf-8"))
+SITES = {path.stem: site.read(path) for path in EXAMPLES}
+SITES |= {name: site.of({"name": name, **said}) for name, said in CENTRES.items()}
 COURSE = sorted(site.JOBS.glob("*.sbatch"))
 LIGHTNING = show.ROOT / "code/shardlab/trainers/lightning.sbatch"
 PLAIN = Layout(dp=4, zero=3, microbatches=2)
@@ -40,29 +43,47 @@ def all_of(at):
     return texts
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_batch_file_is_made_for_each_example(path):
-    at = site.read(path)
+@pytest.mark.parametrize("name", SITES)
+def test_every_batch_file_is_made_for_each_site(name):
+    at = SITES[name]
     texts = all_of(at)
     for name, text in texts.items():
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         head = text[: re.search("(?m)^[^#\n]", text).start()]
         for key, value in at.asks().items():
             assert head.count(f"#SBATCH {key}={value}") == 1, (name, key)
+        assert all(len(re.findall(rf"#SBATCH {one}(?!\S)", head)) == 1 for one in at.sbatch), name
         assert ("--gres=gpu:" in head) == bool(at.gres), name
         assert not (at.gres and "--gpus" in head), name
         started = len(re.findall("(?m)^srun ", text))
         if at.container:
-            flag = (
-                "--container-image=" if at.runtime == "pyxis" else f"{at.runtime.split()[0]} exec"
+            program = at.runtime.split()[0]
+            flag = {"pyxis": "--container-image=", "podman-hpc": "podman-hpc run"}.get(
+                program, f"{program} exec"
             )
             assert text.count(flag) == started, name
+            assert text.count("/bin/activate") == (started if at.environment else 0), name
             assert f'"{at.container}"' in text or name == "devices.sbatch", name
         lines = at.lines()
         assert ("source ./site.sh" in text) or all(line in text for line in lines), name
     subprocess.run(["bash", "-n"], input=at.script(), text=True, check=True)
     if at.launcher == "srun":
         assert "torchrun --" not in texts["course"] and "--ntasks-per-node=2 " in texts["course"]
+
+
+def test_a_container_s_programs_start_in_its_environment():
+    """As LUMI and CSCS have it: a virtual environment on an image's PyTorch is one inside alone."""
+    text = SITES["LUMI"].batch((site.JOBS / "torchrun.sbatch").read_text(), launch=False)
+    started = text[text.index("\nsrun ") :].replace("\\\n ", "").split()
+    order = (
+        "singularity",
+        "/project/project_462000123/pytorch.sif",
+        "source",
+        "torch.distributed.run",
+    )
+    places = [next(i for i, word in enumerate(started) if part in word) for part in order]
+    assert places == sorted(places)
+    assert "activate" not in SITES["LUMI"].script()
 
 
 def test_a_file_without_a_key_changes_no_batch_file():
@@ -108,7 +129,13 @@ WRONG = {
     "modules: CUDA": "modules='CUDA': allowed is a list",
     "modules: [CUDA, 'a b']": "modules=['CUDA', 'a b']: allowed is NAME or NAME/VERSION, each",
     "launcher: mpirun": "launcher='mpirun': allowed are 'torchrun', ",
-    "runtime: docker": "runtime='docker': allowed are 'apptainer --nv', ",
+    "runtime: docker": "runtime='docker': allowed are 'apptainer', 'singularity', ",
+    "interface: ^docker0": "interface='^docker0': allowed are whole names",
+    "scheduler: pbs": "scheduler='pbs': allowed is slurm; for PBS the lesson on clusters has",
+    "queue: debug": "key 'queue': allowed are name, account,",
+    "sbatch: [--mem 0]": "sbatch=['--mem 0']: allowed is --NAME or --NAME=VALUE, each",
+    "sbatch: [--qos=long]": "sbatch=['--qos=long']: that is the key qos",
+    "sbatch: [--nodes=4]": "sbatch=['--nodes=4']: each batch file says its own --nodes",
     "runtime: pyxis": "runtime='pyxis': allowed beside a container",
     "scratch: /a b": "scratch='/a b': allowed is a path",
     "offline: sometimes": "offline='sometimes': allowed are true and false",
@@ -158,6 +185,13 @@ def test_typed_commands_get_what_the_site_asks_for():
     assert at.command("srun --nodes=2 hostname").startswith("srun --account=mine --partition=gpu -")
     inside = "srun --overlap --jobid=7 --pty bash"  # of a job that has them
     assert at.command(inside) == inside and at.command("squeue --me") == "squeue --me"
+    at = site.of({"constraint": "gpu&hbm80g", "gres": "gpu:a100", "sbatch": ["--mem=0"]})
+    made = at.command("salloc --nodes=2 --gpus-per-node=4")
+    assert made == "salloc --constraint='gpu&hbm80g' --nodes=2 --gres=gpu:a100:4"
+    line = "#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8\n"  # as in book/setup.md
+    assert "--ntasks-per-node=1 --gres=gpu:a100:8\n" in at.batch(
+        f"#!/bin/bash\n{line}srun hostname"
+    )
     line = "python -m shardlab strategy --model nano --emit slurm --engine course"
     assert at.command(line) == f"{line} --site cluster.yml"
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import ranks, zero
+from shardlab import gpu, ranks, zero
 from shardlab.ranks import RankError, p2p, run, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -51,7 +51,9 @@ class Model:
     ("method", "world_size"), [("fork", 1), ("fork", 2), ("fork", 4), ("fresh", 3)]
 )
 def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
-    weights, model, before = torch.rand(512, 512), Model(), torch.get_num_threads()
+    # Whole numbers, whose sum is the same for any number of threads.
+    weights, model = torch.randint(9, (512, 512)).float(), Model()
+    before = torch.get_num_threads()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # torchrun's
 
     def work(factor: int) -> dict:
@@ -696,12 +698,23 @@ def test_without_a_gpu_cuda_is_refused():
     assert ranks.place(2) == ("gloo", "cpu") and ranks.device() == torch.device("cpu")
 
 
+def test_gpus_that_gloo_does_not_know_are_not_shared(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu, "kind", lambda: "xpu")
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert ranks.place(2) == ("cpu:gloo,xpu:xccl", "xpu")
+    assert ranks.place(3) == ("gloo", "cpu")
+    with pytest.raises(ValueError, match="device='xpu': 3 ranks want a GPU each, of 2"):
+        ranks.place(3, "xpu")
+    with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA GPU"):
+        ranks.place(2, "cuda")
+
+
 def test_a_fork_that_would_break_cuda_is_noticed(monkeypatch: pytest.MonkeyPatch):
     # A build for CUDA leaves its trace where it finds no driver's library to ask.
     if not torch.cuda.is_initialized() and (torch.cuda.device_count() or not torch.version.cuda):
-        assert start.cuda_survives_fork()
+        assert start.gpus_survive_fork()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a child would find
-    assert not start.cuda_survives_fork()
+    assert not start.gpus_survive_fork()
 
 
 # Point-to-point messages.

@@ -78,6 +78,23 @@ def test_a_device_of_another_maker_goes_the_same_ways(request: pytest.FixtureReq
     assert not any(said.values()), said
 
 
+# Intel's GPUs: drives of each day, and what runs once a week.
+DAILY = "contract.DDP", "link.collectives", "memory.held_saved_and_sent", "ranks.a_device_for_each"
+DAILY += "ranks.messages", "tensor_parallel.dropout", "zero.bf16"
+WEEKLY = tuple(f"contract.{name}" for name in ("data", "zero", "pipeline", "tensor", "context"))
+WEEKLY += "checkpoint", "tensor_parallel", "zero"
+
+
+def test_a_device_of_another_name_goes_the_same_ways(request: pytest.FixtureRequest):
+    """Intel's: torch calls it "xpu", and what moves its messages "xccl"."""
+    whole = request.config.getoption("--whole")
+    named = {*DAILY, *WEEKLY} if whole else DAILY
+    found = _lines("rehearsal.drives", 2, False, *named, REHEARSE_DEVICE="xpu")
+    said = {name: error for name, error in found.items() if name}
+    assert {*DAILY} <= said.keys(), found[""]
+    assert not any(said.values()), said
+
+
 @pytest.mark.parametrize("seed", seeds.SEEDS, ids=lambda seed: seed.name)
 def test_seeded_fault_is_found(seed: seeds.Seed):
     assert seed.gpus in _daily(seed.drive), "honest code does not run this drive on so many GPUs"

@@ -20,7 +20,8 @@ REHEARSE_FORK=1 lets ranks be forked although the caller "used CUDA" (quick); RE
 lets what would only be wrong (races, clocks) pass, with a line in REHEARSE_LOG=<file>, which gets
 every finding; REHEARSE_MEMORY=<bytes> of a GPU; REHEARSE_FLOPS: products above have a shape and no
 numbers; REHEARSE_PATIENCE=<seconds> for which one end of a connection waits for the other;
-REHEARSE_MAKER=amd: a GPU of another name, in a torch that has HIP and no CUDA.
+REHEARSE_MAKER=amd: a GPU of another name, in a torch that has HIP and no CUDA;
+REHEARSE_DEVICE=xpu: Intel's, whose messages xccl moves, and gloo none.
 """
 
 from __future__ import annotations

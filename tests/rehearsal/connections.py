@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .machine import HERE, find, place
+from .machine import CARRIER, HERE, find, place
 
 _made: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _batch = threading.local()
@@ -88,7 +88,7 @@ def install() -> None:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         op = p2p_op_list[0] if p2p_op_list else None
         group = (op.group or dist.group.WORLD) if op else None
-        if op is None or backends(group).get(op.tensor.device.type) != "nccl":
+        if op is None or backends(group).get(op.tensor.device.type) != CARRIER:
             return plain_batch(p2p_op_list)
         meetings = {"all": list(range(group.size()))}
         for each in p2p_op_list:
@@ -102,7 +102,7 @@ def install() -> None:
             _batch.inside = False
 
     def barrier(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "nccl" in backends(self).values():
+        if CARRIER in backends(self).values():
             _connect(self, {"all": list(range(self.size()))}, "barrier")
         return plain_barrier(self, *args, **kwargs)
 

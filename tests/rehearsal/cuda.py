@@ -13,7 +13,7 @@ import torch
 
 from . import clock, messages
 from .factories import GENERATORS
-from .machine import HERE, find
+from .machine import HERE, KIND, find
 from .paint import MEMORY, normal
 
 AMD = os.environ.get("REHEARSE_MAKER") == "amd"  # whose torch says "cuda", too
@@ -25,7 +25,7 @@ class Stream:
     """A stream: here, everything is done in order anyway."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
-        self.device = normal("cuda" if device is None else device)
+        self.device = normal(KIND if device is None else device)
         self.cuda_stream = self.stream_id = next(_ids)
 
     def synchronize(self) -> None:
@@ -100,7 +100,7 @@ def _index(device: Any = None) -> int:
         return HERE.current
     if isinstance(device, int):
         return normal(device).index if device >= 0 else -1
-    if torch.device(device).type != "cuda":
+    if torch.device(device).type != KIND:
         raise ValueError(f"Expected a cuda device, but got: {device}")
     return normal(device).index
 
@@ -162,12 +162,12 @@ def _properties(device: Any = None) -> Any:
     )  # fmt: skip
 
 
-def _state(device: Any = "cuda") -> torch.Tensor:
+def _state(device: Any = KIND) -> torch.Tensor:
     HERE.touch()
     return GENERATORS[_index(device)].get_state()
 
 
-def _set_state(state: torch.Tensor, device: Any = "cuda") -> None:
+def _set_state(state: torch.Tensor, device: Any = KIND) -> None:
     HERE.touch()
     GENERATORS[_index(device)].set_state(state)
 
@@ -210,7 +210,7 @@ FACE: dict[str, Any] = {
     "current_device": _current_device,
     "set_device": _set_device,
     "device": _Device,
-    "_get_device": lambda device=None: torch.device("cuda", _index(device)),
+    "_get_device": lambda device=None: torch.device(KIND, _index(device)),
     "_exchange_device": _exchange,
     "_maybe_exchange_device": _exchange,
     # streams
@@ -252,25 +252,28 @@ def install() -> None:
     """Give torch this face."""
     import torch.cuda.nccl
 
-    cuda, accelerator = torch.cuda, torch.accelerator
+    cuda, accelerator = torch.get_device_module(KIND), torch.accelerator
     for name, value in FACE.items():
-        getattr(cuda, name)  # AttributeError: torch has it no more
-        setattr(cuda, name, value)
+        if KIND == "cuda" or hasattr(cuda, name):  # torch.xpu has fewer
+            getattr(cuda, name)  # AttributeError: torch has it no more
+            setattr(cuda, name, value)
     cuda.default_generators = tuple(GENERATORS)
     for name in ("get_rng_state", "set_rng_state", "manual_seed_all"):
         setattr(cuda.random, name, FACE[name])
     cuda.memory.memory_stats, cuda.memory.memory_allocated = _stats, FACE["memory_allocated"]
     for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _nothing)
     cuda.streams.Stream = torch.Stream = Stream
     cuda.streams.Event = torch.Event = Event
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    if AMD:
+    if KIND == "xpu":
+        torch.version.xpu = "20260000 (pretended)"
+    elif AMD:
         torch.version.hip = "7.2 (pretended)"
     else:
         torch.version.cuda = "12.8 (pretended)"
     accelerator.current_accelerator = torch._C._get_accelerator = lambda *_, **__: torch.device(
-        "cuda"
+        KIND
     )
     accelerator.is_available = lambda: True
     accelerator.device_count = FACE["device_count"]

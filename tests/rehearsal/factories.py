@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import messages
-from .machine import HERE, find
+from .machine import HERE, KIND, find
 from .paint import CPU, device_of, normal, paint, paint_of, paint_storage, plain, reserve
 
 FROM_SHAPES = [
@@ -42,7 +42,7 @@ class Generator(torch._C.Generator):
 
     def __init__(self, device: Any = "cpu"):
         self.paint = normal(device)
-        if self.paint.type == "cuda":
+        if self.paint.type == KIND:
             HERE.touch()
 
     device = property(lambda self: self.paint)
@@ -117,10 +117,7 @@ def _from_shapes(name: str, original: Any) -> Any:
             return original(*args, **kwargs)
         mean = args[0] if name == "normal" and args else None
         device = device_of(mean) if isinstance(mean, Tensor) else normal(asked or _default())
-        if device.type not in (
-            "cpu",
-            "cuda",
-        ):  # `with torch.device("meta")` does not know `original`
+        if device.type not in ("cpu", KIND):  # `with torch.device("meta")` does not know `original`
             return original(*args, **(kwargs | {"device": device}))
         return _made(name, original, args, kwargs, device, asked is not None)
 
@@ -135,7 +132,7 @@ def _like(name: str, original: Any) -> Any:
             return original(*args, **kwargs)
         asked = kwargs.get("device")
         device = paint_of(template) if asked is None else normal(asked)
-        if name == "new_tensor" and device is not None and device.type == "cuda":
+        if name == "new_tensor" and device is not None and device.type == KIND:
             messages.synchronized()
         return _made(name, original, args, kwargs, device, asked is not None)
 
@@ -145,7 +142,7 @@ def _like(name: str, original: Any) -> Any:
 def _made(
     name: str, original: Any, args: Any, kwargs: Any, device: torch.device | None, asked: bool
 ) -> Any:
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", KIND):
         return original(*args, **kwargs)
     generator = kwargs.get("generator")
     if generator is not None and (kind := generator_device(generator).type) != device.type:
@@ -154,11 +151,11 @@ def _made(
     kwargs["device"] = CPU
     pinned = kwargs.pop("pin_memory", False)
     drawn = name.removesuffix("_like") in DRAWN and generator is None
-    if device.type == "cuda":
+    if device.type == KIND:
         HERE.touch()
         HERE.launch()
         reserve(_bytes(name, args, kwargs), device)
-    if drawn and device.type == "cuda":
+    if drawn and device.type == KIND:
         with own_numbers(device):
             result = original(*args, **kwargs)
     else:
@@ -182,7 +179,7 @@ def _from_data(name: str, original: Any) -> Any:
         was_tensor = plain(data)
         here = device_of(data) if was_tensor else _default() if asked is None else CPU
         device = here if asked is None else normal(asked)
-        if device.type not in ("cpu", "cuda"):
+        if device.type not in ("cpu", KIND):
             return original(data, *args, device=device, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
         result = original(data, *args, device=CPU, **kwargs)
@@ -203,7 +200,7 @@ def install() -> None:
     torch.Generator = Generator
     for index in range(max(HERE.gpus, 1)):
         generator = Generator()
-        generator.paint = torch.device("cuda", index)
+        generator.paint = torch.device(KIND, index)
         GENERATORS.append(generator.manual_seed(index))
     for name in FROM_SHAPES:
         setattr(torch, name, _from_shapes(name, getattr(torch, name)))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .machine import find
+from .machine import KIND, find
 from .paint import device_of, plain
 
 aten = torch.ops.aten
@@ -134,7 +134,7 @@ def _attend(original: Any) -> Any:
         is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         given = [x for x in (query, key, value, attn_mask) if x is not None]
-        if not all(map(plain, given)) or device_of(query).type != "cuda":
+        if not all(map(plain, given)) or device_of(query).type != KIND:
             return original(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                 enable_gqa=enable_gqa,
@@ -174,7 +174,7 @@ def _dropout(original: Any) -> Any:
     """Out of place, CUDA takes the fused kernel; in place, it does not."""
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-        fused = train and 0 < p < 1 and plain(input) and device_of(input).type == "cuda"
+        fused = train and 0 < p < 1 and plain(input) and device_of(input).type == KIND
         if fused and input.numel():
             return torch.native_dropout(input, p, train)[0]
         return original(input, p, train)

@@ -15,6 +15,10 @@ _DRIVES = str(Path(__file__).parent / "drives")
 _LIBRARIES = ("site-packages", "/lib/python3", "<frozen", "shardlab/ranks/worker.py")
 
 
+KIND = os.environ.get("REHEARSE_DEVICE", "cuda")  # what torch calls these GPUs: "xpu" for Intel's
+CARRIER = {"cuda": "nccl", "xpu": "xccl"}[KIND]  # what moves their messages
+
+
 class Refused(Exception):
     """What a GPU gets wrong in silence. Not a RuntimeError: nobody shall take it for nccl's own."""
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import connections
-from .machine import HERE, find, host_waits, note, place
+from .machine import CARRIER, HERE, KIND, find, host_waits, note, place
 from .paint import CPU, device_of, leaves, paint_of, paintable
 
 Span = tuple[int, int, int]  # storage, first byte, the byte after the last
@@ -189,9 +189,10 @@ def _carrier(group: Any, name: str, tensors: list[Tensor]) -> str:
     backend = backends.get(device.type)
     if backend is None:
         find("group", f"{name}: No backend type associated with device type {device.type}")
-    if backend == "gloo" and device.type == "cuda" and name not in GLOO_TAKES:
+    takes = GLOO_TAKES if KIND == "cuda" else ()  # gloo knows no other GPUs
+    if backend == "gloo" and device.type == KIND and name not in takes:
         find("group", f"{name} of a tensor on {device}: gloo takes the host's memory alone here")
-    if backend == "nccl":
+    if backend == CARRIER:
         for t in tensors:
             if not t.is_contiguous():
                 text = f"{name}: Tensors must be contiguous (strides {t.stride()})"
@@ -200,7 +201,7 @@ def _carrier(group: Any, name: str, tensors: list[Tensor]) -> str:
                 find("group", f"{name}: data type is not supported: {t.dtype}", TypeError)
         if device.index != HERE.current:
             text = f"{name}: a tensor on {device}, and this rank's current device is"
-            note("group", f"{text} cuda:{HERE.current}")
+            note("group", f"{text} {device.type}:{HERE.current}")
         if name == "recv_anysource":
             find("group", "ProcessGroupNCCL does not support recv from any source")
     return backend
@@ -226,13 +227,13 @@ def _watched(name: str, original: Any) -> Any:
             return original(self, *args, **kwargs)
         backend = _carrier(self, name, used)
         check(name, reads, writes)
-        if backend == "nccl":
+        if backend == CARRIER:
             connections.meet(self, name, args, kwargs)
         work = original(self, *args, **kwargs)
         if work is not None and backend != "fake":  # whose messages move nothing (ranks.pretend)
             if any(device_of(t) != CPU for t in used):
                 HERE.launch()
-            Flight(name, reads, writes, work).nccl = backend == "nccl"
+            Flight(name, reads, writes, work).nccl = backend == CARRIER
         return work
 
     return call
@@ -275,14 +276,16 @@ def install() -> None:
             HERE.touch()
             super().__init__(store, rank, size, timeout=options._timeout)
 
-    c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
-    assert not c10d._NCCL_AVAILABLE, "the rehearsal wants a torch without CUDA"
-    c10d._NCCL_AVAILABLE = True
+    name, there = f"ProcessGroup{CARRIER.upper()}", f"_{CARRIER.upper()}_AVAILABLE"
+    setattr(c10d, name, ProcessGroupNCCL)
+    setattr(dist, name, ProcessGroupNCCL)
+    assert not getattr(c10d, there), "the rehearsal wants a torch without GPUs"
+    setattr(c10d, there, True)
     register = C.ProcessGroup._register_backend
 
     def registered(self: Any, device: torch.device, kind: Any, backend: Any = None) -> None:
         register(self, device, kind, backend)
-        if device.type == "cuda" and isinstance(backend, ProcessGroupNCCL):
+        if device.type == KIND and isinstance(backend, ProcessGroupNCCL):
             try:
                 self._get_backend(CPU)
             except RuntimeError:  # of nccl alone; C++ sees tensors on the CPU

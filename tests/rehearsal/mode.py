@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import kernels, messages
 from .factories import faking, generator_device, own_numbers
-from .machine import HERE, find
+from .machine import HERE, KIND, find
 from .paint import CPU, device_of, leaves, paint, paint_of, paintable, reserve
 
 # In native_functions.yaml they have a kernel for the CPU, none for CUDA, and are not composed.
@@ -57,7 +57,7 @@ class Call:
         self.space, _, self.name = func._schema.name.partition("::")
         self.tensors = [*leaves(args), *leaves(kwargs)]
         self.paints = [paint_of(t) for t in self.tensors]
-        self.gpus = {p for p in self.paints if p is not None and p.type == "cuda"}
+        self.gpus = {p for p in self.paints if p is not None and p.type == KIND}
 
     def sides(self) -> tuple[list[Tensor], list[Tensor]]:
         """What it reads, and what it writes."""
@@ -134,7 +134,7 @@ def _computed(call: Call, device: torch.device) -> Any:
             return kernels.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
     if torch.Tag.nondeterministic_seeded in func.tags:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch._C.Generator)]
-        if given and generator_device(given[0]).type != "cuda":
+        if given and generator_device(given[0]).type != KIND:
             text = f"{func}: Expected a 'cuda' device type for generator but found 'cpu'"
             find("generator", text)
         if not given:
@@ -185,7 +185,7 @@ def _wait_if_it_waits(call: Call) -> None:
     """The host waits for numbers, for sizes, and for copies that it is not told to run ahead of."""
     if call.name in WAITING:
         return messages.synchronized()
-    if call.name in INDEXING and call.paints[0] is not None and call.paints[0].type == "cuda":
+    if call.name in INDEXING and call.paints[0] is not None and call.paints[0].type == KIND:
         indices = [t for t in leaves(call.args[1]) if paintable(t)]
         if any(t.dtype in (torch.bool, torch.uint8) or device_of(t) == CPU for t in indices):
             messages.synchronized()

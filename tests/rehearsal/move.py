@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import messages
 from .factories import faking
-from .machine import HERE, find
+from .machine import HERE, KIND, find
 from .paint import CPU, device_of, normal, paint_storage, paintable, plain, real, reserve, resized
 
 _to, _numpy, _array, _tolist = Tensor.to, Tensor.numpy, Tensor.__array__, Tensor.tolist
@@ -54,7 +54,7 @@ def move(
     if device == device_of(x):
         more = {} if memory_format is None else {"memory_format": memory_format}
         return _to(x, dtype or x.dtype, non_blocking, copy, **more)
-    if "cuda" in (device.type, device_of(x).type):
+    if KIND in (device.type, device_of(x).type):
         HERE.touch()
     how = device, dtype, non_blocking, memory_format
     if x.requires_grad and torch.is_grad_enabled():
@@ -94,7 +94,7 @@ def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
     given = [v for v in (*args, kwargs.get("device")) if _is_device(v)]
     device = torch.device(given[0]) if given else None
     if plain(self):
-        if real(self).type == "meta" and device is not None and device.type == "cuda":
+        if real(self).type == "meta" and device is not None and device.type == KIND:
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         return _to(self, *args, **kwargs)
     inner = getattr(self, "_local_tensor", None)
@@ -111,7 +111,7 @@ def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
 
 
 def _refused_on_a_gpu(self: Tensor) -> None:
-    if plain(self) and device_of(self).type == "cuda":
+    if plain(self) and device_of(self).type == KIND:
         text = f"can't convert {device_of(self)} device type tensor to numpy. Use Tensor.cpu()"
         find("numpy", f"{text} to copy the tensor to host memory first.", TypeError)
     if paintable(self):
@@ -130,14 +130,14 @@ def _to_array(self: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _to_list(self: Tensor) -> Any:
     if paintable(self):
-        if device_of(self).type == "cuda":
+        if device_of(self).type == KIND:
             messages.synchronized()
         messages.check("tolist", [self], [])
     return _tolist(self)
 
 
 def _pin(self: Tensor, device: Any = None) -> Tensor:
-    if device_of(self).type == "cuda":
+    if device_of(self).type == KIND:
         find("pin", "cannot pin 'torch.cuda.FloatTensor': only dense CPU tensors can be pinned")
     result = self.clone()
     result.untyped_storage().pinned = True
@@ -145,19 +145,21 @@ def _pin(self: Tensor, device: Any = None) -> Tensor:
 
 
 def _is_cuda(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+    return device is not None and torch.device(device).type == KIND
 
 
 def install() -> None:
     """Replace torch.Tensor's."""
     Tensor.device = property(device_of)
-    Tensor.is_cuda = property(lambda self: device_of(self).type == "cuda")
+    setattr(Tensor, f"is_{KIND}", property(lambda self: device_of(self).type == KIND))
     Tensor.is_cpu = property(lambda self: device_of(self).type == "cpu")
     Tensor.get_device = lambda self: -1 if device_of(self) == CPU else device_of(self).index
     Tensor.to = to
-    Tensor.cuda = lambda self, device=None, non_blocking=False, memory_format=None: to(
-        self, torch.device("cuda") if device is None else device, non_blocking=non_blocking
-    )
+
+    def moved(self: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+        return to(self, KIND if device is None else device, non_blocking=non_blocking)
+
+    setattr(Tensor, KIND, moved)
     Tensor.cpu = lambda self, memory_format=None: to(self, CPU)
     Tensor.numpy, Tensor.__array__, Tensor.tolist = _to_numpy, _to_array, _to_list
     Tensor.pin_memory = _pin

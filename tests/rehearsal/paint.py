@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .machine import HERE, find
+from .machine import HERE, KIND, find
 
 CPU = torch.device("cpu")
 _device = Tensor.device  # C's own, before `cuda.install` replaces it
@@ -58,15 +58,15 @@ def device_of(t: Tensor) -> torch.device:
 def normal(device: Any) -> torch.device:
     """A device with its index, from what people write."""
     if isinstance(device, int) and not isinstance(device, bool):
-        device = torch.device("cuda", device)
+        device = torch.device(KIND, device)
     device = torch.device(device)
-    if device.type != "cuda":
+    if device.type != KIND:
         return device
     index = HERE.current if device.index is None else device.index
     if index >= HERE.gpus:
-        text = f"CUDA error: invalid device ordinal (cuda:{index} of {HERE.gpus})"
+        text = f"CUDA error: invalid device ordinal ({KIND}:{index} of {HERE.gpus})"
         find("ordinal", text, torch.AcceleratorError)
-    return torch.device("cuda", index)
+    return torch.device(KIND, index)
 
 
 def leaves(values: Any) -> Iterator[Tensor]:
@@ -100,7 +100,7 @@ _sizes: dict[int, tuple[int, int]] = {}  # a storage's address in C++: its GPU a
 
 def reserve(size: int, device: torch.device) -> None:
     """Raise unless `size` bytes more fit on `device`."""
-    if device.type == "cuda" and MEMORY[device.index].now + size > HERE.total:
+    if device.type == KIND and MEMORY[device.index].now + size > HERE.total:
         free = HERE.total - MEMORY[device.index].now
         text = (
             f"CUDA out of memory. Tried to allocate {size / 2**30:.2f} GiB. GPU {device.index} has "
@@ -122,7 +122,7 @@ def paint_storage(storage: torch.UntypedStorage, device: torch.device) -> None:
     if getattr(storage, "paint", None) == device:
         return
     _forget(storage._cdata)
-    if device.type == "cuda":
+    if device.type == KIND:
         HERE.touch()
         size = storage.nbytes()
         reserve(size, device)

@@ -90,8 +90,8 @@ SEEDS = [
     Seed(
         "a device for each rank, whether there is one or not",
         "ranks/worker.py",
-        "torch.cuda.set_device(local_rank % torch.cuda.device_count())",
-        "torch.cuda.set_device(local_rank)",
+        "gpu.module().set_device(local_rank % gpu.module().device_count())",
+        "gpu.module().set_device(local_rank)",
         "ranks.a_device_for_each",
         finding("ordinal"),
         gpus=1,
@@ -99,7 +99,7 @@ SEEDS = [
     Seed(
         "a clock that nobody synchronises",
         "count/speed.py",
-        "        torch.cuda.synchronize(device)\n",
+        "        gpu.module().synchronize(device)\n",
         "        pass\n",
         "memory.machine_and_seconds",
         finding("clock"),
@@ -132,7 +132,7 @@ SEEDS = [
     Seed(
         "dropout in place, which is another kernel",
         "sequence_parallel/dropout.py",
-        "if x_BsH.is_cuda and self.p < 1:",
+        "if gpu.is_on(x_BsH.device) and self.p < 1:",
         "if False:",
         "sequence_parallel.token_dropout",
         "differs by",
@@ -149,8 +149,8 @@ SEEDS = [
     Seed(
         "under torchrun, outside of a run, cuda:0 for all",
         "ranks/__init__.py",
-        'torch.device("cuda", local_rank_of(os.environ) % gpus)',
-        'torch.device("cuda", local_rank_of(os.environ) % gpus if inside is not None else 0)',
+        "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)",
+        "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus if inside is not None else 0)",
         "ranks.under_torchrun",
         "no line 'process 1 cuda:1'",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .machine import HERE
+from .machine import HERE, KIND
 from .paint import CPU, paint_storage
 
 
@@ -21,10 +21,10 @@ def install() -> None:
 
     def tag(storage: Any) -> str:
         device = getattr(_untyped(storage), "paint", None)
-        return str(device) if device and device.type == "cuda" else plain_tag(storage)
+        return str(device) if device and device.type == KIND else plain_tag(storage)
 
     def restore(storage: Any, location: Any) -> Any:
-        if not str(location).startswith("cuda"):
+        if not str(location).startswith(KIND):
             result = plain_restore(storage, location)
             if location == "cpu" and getattr(_untyped(result), "paint", None) is None:
                 paint_storage(_untyped(result), CPU)
@@ -35,7 +35,7 @@ def install() -> None:
                 f"Attempting to deserialize object on CUDA device {index} but "
                 f"torch.cuda.device_count() is {HERE.gpus}."
             )
-        paint_storage(_untyped(storage), torch.device("cuda", index))
+        paint_storage(_untyped(storage), torch.device(KIND, index))
         return storage
 
     module.location_tag, module.default_restore_location = tag, restore

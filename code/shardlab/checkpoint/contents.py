@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardlab import gpu
 from shardlab.ranks.agree import check_whole
 
 from .folder import CheckpointError, open_plain
@@ -159,11 +160,11 @@ def _other_tensors(saved: Shapes, here: Shapes) -> list[str]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where the random generators of this rank stand: torch's, CUDA's, Python's, numpy's."""
+    """Where the random generators of this rank stand: torch's, the GPU's, Python's, numpy's."""
     kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": gpu.module().get_rng_state(device) if gpu.is_on(device) else None,
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),
     }
@@ -172,8 +173,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put this rank's generators back to where they stood."""
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if gpu.is_on(device) and state["cuda"] is not None:
+        gpu.module().set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from shardlab import options
@@ -22,8 +23,13 @@ from shardlab.arguments import is_whole, told
 
 JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
 LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"
-# With what a container is started: --nv brings NVIDIA's libraries into it, --rocm AMD's.
-RUNTIMES = "apptainer --nv", "apptainer --rocm", "apptainer", "pyxis"
+# With what a container is started, with options but for pyxis: --nv (Apptainer, Singularity) and
+# --gpu (podman-hpc) bring NVIDIA's libraries into it, --rocm AMD's.
+RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
+# Options of sbatch with a key of their own, and those that every batch file says for itself.
+_KEYS = "account", "partition", "reservation", "qos", "constraint"
+_OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
+        "gres", "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
 # What follows a command's name, up to its program: options, on one line or on several.
 _OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
 _HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
@@ -47,6 +53,16 @@ def _listed(each: Callable[[object], str]) -> Callable[[object], str]:
     return check
 
 
+def _options(value: object) -> str:
+    if words := _listed(_OPTION)(value):
+        return words
+    names = [str(one)[2:].partition("=")[0] for one in value]  # type: ignore[attr-defined]
+    said = {name: f"that is the key {name}" for name in _KEYS}
+    said |= {name: f"each batch file says its own --{name}" for name in _OWN}
+    said["gres"] = "that is the key gres"
+    return next((said[name] for name in names if name in said), "")
+
+
 def _whole(value: object) -> str:
     return "" if is_whole(value, 1, 64) else "allowed are whole numbers, 1 to 64"
 
@@ -55,7 +71,8 @@ def _one_of(*names: str) -> Callable[[object], str]:
     return lambda value: "" if value in names else f"allowed are {', '.join(map(repr, names))}"
 
 
-_WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it")
+_WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it; a number in quotes")
+_OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#]+)?", "allowed is --NAME or --NAME=VALUE")
 _LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
 _PATH = _matching(r"[\w./~${}@:#+-]+", "allowed is a path, without spaces; $USER may stand in it")
 CHECKS: dict[str, Callable[[object], str]] = {
@@ -67,15 +84,21 @@ CHECKS: dict[str, Callable[[object], str]] = {
     "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
     "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
     "gpus_per_node": _whole,
+    "sbatch": _options,
     "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
     "environment": _PATH,
     "setup": _listed(_LINE),
     "container": _PATH,
-    "runtime": _one_of(*RUNTIMES),
-    "interface": _matching(r"[\w.,^=-]+", "allowed is a name that `ip link` prints"),
+    "runtime": _matching(
+        r"pyxis|(apptainer|singularity|podman-hpc)( --?\w\S*| [\w/$]\S*)*",
+        f"allowed are {', '.join(map(repr, RUNTIMES))}, but for pyxis with their options",
+    ),
+    # Of gloo's, too: it takes whole names, and nothing of what nccl reads in =eth0, ^lo or hsn.
+    "interface": _matching(r"[\w.-]+(,[\w.-]+)*", "allowed are whole names that `ip link` prints"),
     "scratch": _PATH,
     "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
     "launcher": _one_of(*LAUNCHERS),
+    "scheduler": _matching("slurm", "allowed is slurm; for PBS the lesson on clusters has job.pbs"),
 }
 
 
@@ -91,6 +114,7 @@ class Site:
     constraint: str = ""
     gres: str = ""  # how GPUs are asked for, as gpu:a100; without it, by --gpus-per-node
     gpus_per_node: int = 0  # without it, as the maker builds a node
+    sbatch: tuple[str, ...] = ()  # more options of every batch file, as --mem=0
     modules: tuple[str, ...] = ()
     environment: str = ""  # the folder of a virtual environment
     setup: tuple[str, ...] = ()  # lines of shell, after the modules
@@ -100,6 +124,7 @@ class Site:
     scratch: str = ""  # a folder that all nodes see: caches go there
     offline: bool = False  # compute nodes reach no other machine
     launcher: str = "torchrun"
+    scheduler: str = "slurm"  # for PBS there is jobs/job.pbs, to be edited by hand
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -111,15 +136,14 @@ class Site:
 
     def asks(self) -> dict[str, str]:
         """Options of sbatch, salloc and srun that every job has here."""
-        names = "account", "partition", "reservation", "qos", "constraint"
-        return {f"--{name}": value for name in names if (value := getattr(self, name))}
+        return {f"--{name}": value for name in _KEYS if (value := getattr(self, name))}
 
     def lines(self) -> list[str]:
         """What a job's shell does before anything else."""
         said = [f"module load {' '.join(self.modules)}"] if self.modules else []
         said += self.setup
-        if self.environment:
-            said.append(f"source {_home(self.environment)}/bin/activate")
+        if self.environment and not self.container:
+            said.append(f'source "{_home(self.environment)}/bin/activate"')
         if self.scratch:
             said.append(f"export HF_HOME={_home(self.scratch)}/huggingface")
             said.append(f"export XDG_CACHE_HOME={_home(self.scratch)}/cache")
@@ -140,39 +164,45 @@ class Site:
 
         Raises ValueError where `srun` shall start the ranks of a file in which torchrun does not.
         """
-        given = [(k, v) for k, v in self.asks().items() if f"#SBATCH {k}=" not in text]
-        if self.gres:
-            text = re.sub(r"(?m)^(#SBATCH )--gpus(?:-per-node)?=(\d+)( *)", self._gres, text)
+        head = re.findall(r"(?m)^#SBATCH ([^#\n]*)", text)
+        there = {option.partition("=")[0] for line in head for option in line.split()}
+        given = [f"{name}={value}" for name, value in self.asks().items()]
+        given = [one for one in [*given, *self.sbatch] if one.partition("=")[0] not in there]
+        text = re.sub(r"(?m)^#SBATCH [^#\n]*", lambda found: self._gres(found[0]), text)
         if given:
             name, asked = f"# {self.name}" if self.name else "", re.compile("#SBATCH [^#]*")
             last = list(re.finditer(r"(?m)^#(SBATCH .*|!.*)$", text))[-1]
             room = len(found[0]) if (found := asked.match(last[0])) else 0
-            more = [f"#SBATCH {key}={value}" for key, value in given]
+            more = [f"#SBATCH {one}" for one in given]
             more = [f"{line:<{max(room, len(line) + 2)}}{name}".rstrip() for line in more]
             text = "\n".join([text[: last.end()], *more]) + text[last.end() :]
-        if launch and self.launcher != "torchrun":
-            if self.launcher == "srun":
-                text = _by_srun(text)
-            else:
-                text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
+        if self.launcher.startswith("python"):  # a venv on an image's PyTorch has no torchrun
+            text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
+        elif launch and self.launcher == "srun":
+            text = _by_srun(text)
+        if self.launcher != "torchrun":
             text = text.replace("command -v torchrun >", "command -v python >")
             text = text.replace('"no torchrun: ', '"no python: ')
         return self._shell(self._inside(text))
 
     def command(self, line: str) -> str:
         """A line that is typed: srun, salloc and sbatch get the site's options; the planner, it."""
-        word = line.split(" ", 1)[0]
+        word, _, rest = line.partition(" ")
         if word in ("srun", "salloc") and "--jobid" not in line:
-            given = " ".join(f"{key}={value}" for key, value in self.asks().items())
-            return f"{word} {given} {line[len(word) + 1 :]}" if given else line
+            given = [f"{name}={quote(value)}" for name, value in self.asks().items()]
+            return " ".join([word, *given, self._gres(rest)])
         if "shardlab strategy" in line and "--emit slurm" in line:
             return f"{line} --site cluster.yml"
         return line
 
-    def _gres(self, found: re.Match[str]) -> str:
-        asked = f"{found[1]}--gres={self.gres}:{found[2]}"
-        room = len(found[0]) - len(asked)
-        return asked + (" " * max(2, room) if found[3] else "")
+    def _gres(self, options: str) -> str:
+        """With `gres` in the place of --gpus and --gpus-per-node, and no wider where room is."""
+        if not self.gres:
+            return options
+        made = re.sub(r"--gpus(?:-per-node)?=(\d+)", rf"--gres={self.gres}:\1", options)
+        if made != options and made.endswith("  "):
+            made = f"{made.rstrip():<{max(len(options), len(made.rstrip()) + 2)}}"
+        return made
 
     def _shell(self, text: str) -> str:
         """With the site's lines, where no file brings them."""
@@ -196,18 +226,27 @@ class Site:
         image, folders = _home(self.container), ["$PWD"]
         if self.scratch:
             folders.append(_home(self.scratch))
+        how = venv = ""
+        if self.environment:  # of the image's Python: it is there inside alone
+            venv = f'bash -c \'source "{_home(self.environment)}/bin/activate"; exec "$@"\' venv'
+        program, *flags = self.runtime.split()
         if self.runtime == "pyxis":
             mounts = ",".join(f"{folder}:{folder}" for folder in folders)
-            how = f'--container-image="{image}" --container-mounts="{mounts}"'
-            text = re.sub(r"(?m)^srun ", f'srun {how} \\\n  --container-workdir="$PWD" ', text)
-            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
+            more = f'--container-image="{image}" --container-mounts="{mounts}"'
+            text = re.sub(r"(?m)^srun ", f'srun {more} \\\n  --container-workdir="$PWD" ', text)
+        elif program == "podman-hpc":  # it passes neither variables nor network by itself
+            bound = [f'--volume "{folder}:{folder}"' for folder in folders]
+            flags = ["--rm --net host --ipc host --env-host", *flags, *bound]
+            how = " ".join([program, "run", *flags, f'--workdir "$PWD" "{image}"'])
         else:
-            program, *flag = self.runtime.split()
             bound = ",".join(folders)
-            how = " ".join([program, "exec", *flag, f'--bind "{bound}" "{image}"'])
+            how = " ".join([program, "exec", *flags, f'--bind "{bound}" "{image}"'])
+        if how := " \\\n  ".join(filter(None, [how, venv])):
             text = re.sub(rf"(?m)^(srun{_OPTIONS})((?: |\s*\\\n\s*))(?=[^-\s\\])",
                           lambda m: f"{m[1]} \\\n  {how} \\\n  ", text)  # fmt: skip
-            need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
+        need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
+        if self.runtime == "pyxis":
+            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
         return re.sub(r"(?m)^command -v (?:torchrun|python) .*$", lambda m: need, text)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardlab import gpu
 from shardlab.arguments import check_kind, check_number
 
 
@@ -19,15 +20,15 @@ def machine() -> list[tuple[str, str]]:
     """What this process computes on, as (what, value): each GPU, or the processor without one."""
     facts: list[tuple[str, str]] = []
     for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        facts.append(("GPU", gpu.name))
-        facts.append(("memory", f"{gpu.total_memory / 1e9:.1f} GB"))
+        one = torch.cuda.get_device_properties(index)
+        facts.append(("GPU", one.name))
+        facts.append(("memory", f"{one.total_memory / 1e9:.1f} GB"))
         # Not all versions of torch tell these two. DDR: two transfers in a cycle.
-        clock, width = (getattr(gpu, n, 0) for n in ("memory_clock_rate", "memory_bus_width"))
+        clock, width = (getattr(one, n, 0) for n in ("memory_clock_rate", "memory_bus_width"))
         if clock and width:
             facts.append(("memory bandwidth", f"{2e3 * clock * width / 8 / 1e9:.0f} GB/s"))
-        facts.append(("compute capability", f"{gpu.major}.{gpu.minor}"))
-        facts.append(("multiprocessors", str(gpu.multi_processor_count)))
+        facts.append(("compute capability", f"{one.major}.{one.minor}"))
+        facts.append(("multiprocessors", str(one.multi_processor_count)))
     if facts:
         return facts
     facts = [("GPU", "none"), ("processor", processor()), ("cores", str(os.cpu_count()))]
@@ -75,8 +76,8 @@ def clock(device: torch.device) -> float:
     A GPU takes orders and works them off later: without the wait, only the orders are timed.
     """
     check_kind(torch.device, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if gpu.is_on(device):
+        gpu.module().synchronize(device)
     return time.perf_counter()
 
 
@@ -97,7 +98,7 @@ def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None
     A fraction of a second on two cores. The best of five: what the machine can do, not what it did.
     """
     device = device or torch.device("cpu")
-    side, size = (8192, 2**30) if device.type == "cuda" else (1024, 2**27)
+    side, size = (8192, 2**30) if gpu.is_on(device) else (1024, 2**27)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab import gpu
 from shardlab.arguments import check_flag, check_kind, check_number, given
 
 Holder = Tensor | nn.Module | torch.optim.Optimizer
@@ -99,22 +100,22 @@ class Held:
 
 
 class _HeldOnGPU(Held):
-    """The same, read from the CUDA allocator of this process when asked, which keeps the limit."""
+    """The same, read from the GPU's allocator of this process when asked, which keeps the limit."""
 
     def __init__(self, start: int, device: torch.device, limit: float = math.inf):
         self.device = device
         if limit < math.inf:
-            total = torch.cuda.get_device_properties(device).total_memory
-            most = (torch.cuda.memory_reserved(device) + limit - start) / total
-            torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, most)), device)
+            total = gpu.module().get_device_properties(device).total_memory
+            most = (gpu.module().memory_reserved(device) + limit - start) / total
+            gpu.module().set_per_process_memory_fraction(min(1.0, max(0.0, most)), device)
         self.trace = None
         self.offset = 0
         self.offset = start - self.now
         self.reset_peak()
 
     def _stat(self, which: str) -> int:
-        torch.cuda.synchronize(self.device)
-        stats = torch.cuda.memory_stats(self.device)
+        gpu.module().synchronize(self.device)
+        stats = gpu.module().memory_stats(self.device)
         return stats[f"requested_bytes.all.{which}"] + self.offset
 
     @property
@@ -126,7 +127,7 @@ class _HeldOnGPU(Held):
         return self._stat("peak")
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        gpu.module().reset_peak_memory_stats(self.device)
 
 
 class _Watching(TorchDispatchMode):
@@ -193,14 +194,14 @@ def held(
     before = tensors_of(*existing)
     if device is None:
         device = before[0].device if before else torch.device("cpu")
-    if device.type == "cuda":
+    if gpu.is_on(device):
         if trace:
             raise ValueError("trace=True: allowed on the CPU alone; a GPU's allocator keeps none")
         try:
-            yield _HeldOnGPU(bytes_of(t for t in before if t.is_cuda), device, most)
+            yield _HeldOnGPU(bytes_of(t for t in before if gpu.is_on(t.device)), device, most)
         finally:
             if limit is not None:
-                torch.cuda.set_per_process_memory_fraction(1.0, device)
+                gpu.module().set_per_process_memory_fraction(1.0, device)
         return
     result = Held(bytes_of(before), trace, most)
     watching = _Watching(result)

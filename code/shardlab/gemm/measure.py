@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as Group
 
-from shardlab import ranks
+from shardlab import gpu, ranks
 from shardlab.arguments import (
     check_all,
     check_callable,
@@ -58,14 +58,16 @@ def stopwatch(
 
 
 def _clock() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if gpu.module().is_initialized():
+        gpu.module().synchronize()
     return time.perf_counter()
 
 
 def _wire_device(group: Group) -> torch.device:
     """Where a tensor has to be for `group` to carry it: nccl knows GPUs alone."""
-    return ranks.device() if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        ranks.device() if dist.get_backend(group) in gpu.CARRIERS.values() else torch.device("cpu")
+    )
 
 
 def measure(
@@ -89,7 +91,7 @@ def measure(
     check_whole(1, SIDE**2, size=size)
     check_count(repeats=repeats)
     device = ranks.device() if device is None else device
-    side = (8192 if device.type == "cuda" else 768) if side is None else side
+    side = (8192 if gpu.is_on(device) else 768) if side is None else side
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
     product = stopwatch(lambda: a @ b, group, repeats, min)  # [side, side] @ [side, side]
     flops = 2 * side**3 / product

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shardlab import gpu
 from shardlab.arguments import check_count, check_kind, check_number
 from shardlab.ranks import check_group, named
 
@@ -57,7 +58,7 @@ def slow(
         return SlowGroup(rank, size, carrier, latency, bandwidth)
 
     name = f"slow{next(_numbers)}"
-    dist.Backend.register_backend(name, create, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(name, create, devices=["cpu", gpu.kind()])
     return dist.new_group(dist.get_process_group_ranks(carrier), backend=name)
 
 
@@ -114,7 +115,9 @@ class _Held(dist._Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the result, for callers such as torch's DDP."""
         if self._future is None:
-            devices = sorted({t.device for t in tree_leaves(self._result) if t.is_cuda}, key=str)
+            devices = sorted(
+                {t.device for t in tree_leaves(self._result) if gpu.is_on(t.device)}, key=str
+            )
             self._future = torch.futures.Future(devices=devices or None)
             self._group.complete_later(self, self._future, self._result)
         return self._future
@@ -294,7 +297,7 @@ class SlowGroup(dist.ProcessGroup):
 
 def _tag(tensor: torch.Tensor, tag: int) -> int:
     """That of the note: those of a GPU's messages are sent later, and must not pass for others'."""
-    return tag + _NOTES if tensor.is_cuda else tag
+    return tag + _NOTES if gpu.is_on(tensor.device) else tag
 
 
 copyreg.pickle(SlowGroup, named.reduced)

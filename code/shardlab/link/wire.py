@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardlab import gpu
+
 
 class Moment:
     """When the data of `tensors` is there, in seconds of time.monotonic().
@@ -26,19 +28,20 @@ class Moment:
     from one to the other.
     """
 
-    _idle: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _idle: ClassVar[dict[torch.device, torch.Stream]] = {}
 
     def __init__(self, tensors: Any):
         self._now = time.monotonic()
-        device = next((t.device for t in tree_leaves(tensors) if t.is_cuda), None)
+        device = next((t.device for t in tree_leaves(tensors) if gpu.is_on(t.device)), None)
         self.known = device is None
         if device is not None:
-            with torch.cuda.device(device):
+            torch_gpu = gpu.module()
+            with torch_gpu.device(device):
                 if device not in self._idle:
-                    self._idle[device] = torch.cuda.Stream()
-                self._present = torch.cuda.Event(enable_timing=True)
+                    self._idle[device] = torch_gpu.Stream()
+                self._present = torch_gpu.Event(enable_timing=True)
                 self._present.record(self._idle[device])
-                self._reached = torch.cuda.Event(enable_timing=True)
+                self._reached = torch_gpu.Event(enable_timing=True)
                 self._reached.record()
 
     def __call__(self) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardlab import gpu
 from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import in_backward
 
@@ -43,10 +44,9 @@ class PlacedDropout:
         """Begin a step, whose micro-batches here are counted from `first`."""
         self.step = step
         self.calls = dict.fromkeys(self.calls, first)
-        on_gpu = device is not None and device.type == "cuda"
         self.generators = [torch.default_generator]  # heads draw on the CPU for all
-        if on_gpu:
-            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        if device is not None and gpu.is_on(device):
+            self.generators.append(gpu.module().default_generators[device.index or 0])
         self.before = [generator.get_state() for generator in self.generators]
 
     def end(self) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardlab import gpu
 from shardlab.arguments import check_all, check_callable, check_kind, check_whole
 
 # What a library puts between a module and the name that its author gave it.
@@ -410,7 +411,7 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 def _dice() -> tuple[Any, ...]:
     """Where the random numbers of this process stand."""
-    there = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    there = gpu.module().default_generators if gpu.module().is_initialized() else ()
     each = (torch.random.default_generator, *there)
     return tuple(hash(one.get_state().numpy().tobytes()) for one in each)
 

@@ -22,7 +22,7 @@ import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardlab import ranks
+from shardlab import gpu, ranks
 from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
 from shardlab.ranks import agree, p2p
@@ -105,7 +105,7 @@ def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
     All ranks of `group` call it together.
     """
-    if p2p.carrier(device, group) != "nccl":
+    if p2p.carrier(device, group) not in gpu.CARRIERS.values():
         return group
     if group not in _ways_back:
         members = dist.get_process_group_ranks(group)

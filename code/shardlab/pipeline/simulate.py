@@ -221,17 +221,17 @@ class Clock:
         return [Span(*a, self._seconds(begin), self._seconds(end)) for a, begin, end in self._noted]
 
     def _idle(self) -> None:
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            self.torch.get_device_module(self.device).synchronize(self.device)
 
     def _now(self) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return time.perf_counter()
-        event = self.torch.cuda.Event(enable_timing=True)
+        event = self.torch.get_device_module(self.device).Event(enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, moment: Any) -> float:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return moment - self._start
         return self._start.elapsed_time(moment) / 1e3

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from shardlab import stale
+from shardlab import gpu, stale
 from shardlab.launcher import local_rank_of
 
 from . import blame, pretended, stacks, start, torchrun, worker
@@ -104,7 +104,8 @@ def max_ranks() -> int:
 def place(world_size: int, device: str = "auto") -> tuple[str, str]:
     """The backend and the device that `run` gives to `world_size` ranks on this machine.
 
-    nccl when every rank has a GPU of its own; gloo otherwise, on one shared GPU or on the CPU.
+    nccl, or xccl, when every rank has a GPU of its own; gloo otherwise, on one shared GPU or on the
+    CPU. gloo knows no GPUs of Intel's: they are not shared.
     """
     if torchrun.launched() and world_size <= torchrun.world()[1]:
         world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # each machine has its own GPUs
@@ -113,23 +114,29 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
 
 def _place(here: int, device: str) -> tuple[str, str]:
     """The same for `here` ranks on this machine, whoever starts them."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r}: allowed are 'auto', 'cpu' and 'cuda'")
-    # Asks the driver's library without a CUDA context, and so does not spoil a later fork.
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and not gpus:
-        raise ValueError("device='cuda': this machine has no CUDA GPU; allowed here: 'auto', 'cpu'")
+    if device not in ("auto", "cpu", *gpu.CARRIERS):
+        raise ValueError(f"device={device!r}: allowed are 'auto', 'cpu', 'cuda' and 'xpu'")
+    kind, gpus = gpu.kind(), gpu.module().device_count()
+    if device in gpu.CARRIERS and (device != kind or not gpus):
+        maker = "CUDA" if device == "cuda" else "Intel"
+        words = f"this machine has no {maker} GPU; allowed here: 'auto', 'cpu'"
+        raise ValueError(f"device={device!r}: {words}")
     if device == "cpu" or not gpus:
         return "gloo", "cpu"
-    return ("cpu:gloo,cuda:nccl" if gpus >= here else "gloo"), "cuda"
+    if gpus >= here:
+        return f"cpu:gloo,{kind}:{gpu.CARRIERS[kind]}", kind
+    if device == "xpu":
+        words = f"{here} ranks want a GPU each, of {gpus}; allowed here: 'auto', 'cpu'"
+        raise ValueError(f"device='xpu': {words}")
+    return "gloo", ("cuda" if kind == "cuda" else "cpu")
 
 
 def device() -> torch.device:
     """The device of the rank that asks; outside a run, the device that a single rank would get."""
-    inside, gpus = worker._inside, torch.cuda.device_count()
+    inside, gpus = worker._inside, gpu.module().device_count()
     if not gpus or (inside is not None and inside.device == "cpu"):
         return torch.device("cpu")
-    return torch.device("cuda", local_rank_of(os.environ) % gpus)
+    return torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)
 
 
 def run(
@@ -149,7 +156,7 @@ def run(
 
     timeout: seconds that the run may take, a year at most, from when its ranks have met: a start is
         slow where interpreters are fresh and CUDA is used for the first time.
-    device: "auto", "cpu" or "cuda" (see `place`).
+    device: "auto", "cpu", "cuda" or "xpu" (see `place`).
     method: "auto", "fork" or "fresh": how processes start (see `start`).
     show: print what the ranks printed, grouped by rank.
     apart: start processes even where torchrun has started some: for what is meant to die or hang.
@@ -181,8 +188,8 @@ def run(
     history[backend, device, world_size] += 1
     if method == "auto":
         # What was a rank of torchrun's: torch's caches hold its place, DTensor's its offsets.
-        spoilt = torch.cuda.is_initialized() or under_torchrun
-        spoilt = spoilt or (device == "cuda" and not start.cuda_survives_fork())
+        spoilt = gpu.module().is_initialized() or under_torchrun
+        spoilt = spoilt or (device in gpu.CARRIERS and not start.gpus_survive_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
     try:
         return _run(fn, args, world_size, timeout, backend, device, method, show)

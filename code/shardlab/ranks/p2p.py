@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardlab import gpu
+
 
 class Message:
     """A message under way, or one in each direction. `wait` returns when it is over."""
@@ -118,7 +120,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
 
 
 def _through_host(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    return tensor.is_cuda and carrier(tensor.device, group) != "nccl"
+    return gpu.is_on(tensor.device) and carrier(tensor.device, group) not in gpu.CARRIERS.values()
 
 
 def _global(peer: int, group: dist.ProcessGroup | None) -> int:

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from shardlab import gpu
+
 from . import worker
 
 _FRESH = """
@@ -72,14 +74,14 @@ def _fork() -> int:
         return os.fork()
 
 
-def cuda_survives_fork() -> bool:
-    """Whether a forked rank could use CUDA: not once this process has asked the driver for it.
+def gpus_survive_fork() -> bool:
+    """Whether a forked rank could use a GPU: not once this process has asked the driver for one.
 
     torch.cuda.is_available() may be enough to ask, and leaves no trace here; a child can tell.
     """
     pid = _fork()
     if not pid:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
+        os._exit(int(gpu.module()._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from shardlab import gpu
+
 from . import start, values, worker
 
 _ARRIVAL = 300.0  # seconds that processes may need until their first run, one after another
@@ -201,7 +203,7 @@ def _make_sure_of_process_0(
     Under nccl it cannot come back from a collective in which this rank is missing.
     """
     cause = report.failed and not report.victim
-    patience = _GRACE if cause and "nccl" in job.backend else job.timeout + 2 * _GRACE
+    patience = _GRACE if cause and job.by_nccl else job.timeout + 2 * _GRACE
     try:
         store.wait(["heard"], timedelta(seconds=patience if cause else patience + _GRACE))
     except dist.DistStoreError:
@@ -218,10 +220,10 @@ def _make_sure_of_process_0(
 
 
 def _meet(store: dist.Store, job: worker.Job) -> None:
-    """Wait until all ranks have used CUDA, each its own GPU: the run's time counts from then."""
-    if job.device != "cuda":
+    """Wait until all ranks have used their GPU: the run's time counts from then."""
+    if job.device == "cpu":
         return
-    worker.use_cuda(int(os.environ["LOCAL_RANK"]))
+    worker.use_gpu(int(os.environ["LOCAL_RANK"]))
     if store.add("met", 1) == job.world_size:
         store.set("all met", b"")
     store.wait(["all met"], timedelta(seconds=worker.START))
@@ -274,8 +276,8 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
 def _as_if_alone(job: worker.Job) -> Iterator[None]:
     """What a rank that `run` starts finds, and this process's own state again afterwards."""
     threads, hook = torch.get_num_threads(), sys.excepthook
-    gpus = [torch.cuda.current_device()] if job.device == "cuda" else []
-    with torch.random.fork_rng(gpus), warnings.catch_warnings():
+    gpus = [] if job.device == "cpu" else [gpu.module().current_device()]
+    with torch.random.fork_rng(gpus, device_type=gpu.kind()), warnings.catch_warnings():
         torch.set_rng_state(job.rng_state)
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")

@@ -28,6 +28,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from shardlab import gpu
+
 from . import calls
 
 # What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
@@ -44,7 +46,7 @@ class Job:
 
     world_size: int
     backend: str
-    device: str  # "cpu" or "cuda"
+    device: str  # "cpu", "cuda" or "xpu"
     timeout: float  # seconds that the whole run may take
     directory: str  # the run's own folder: rendezvous file, outputs, stacks
     parent: int  # process id of the caller
@@ -52,8 +54,8 @@ class Job:
 
     @property
     def by_nccl(self) -> bool:
-        """Whether nccl moves the ranks' tensors: then `wait` holds up the GPU, not the process."""
-        return self.device == "cuda" and "nccl" in self.backend
+        """Whether nccl or xccl moves the tensors: then `wait` holds up the GPU, not the process."""
+        return self.device != "cpu" and gpu.CARRIERS[self.device] in self.backend
 
     def file(self, kind: str, rank: int | None = None) -> Path:
         """A file in the run's folder: the run's own, or that of one rank."""
@@ -167,13 +169,13 @@ def _leave(job: Job, dismissed: bool) -> None:
     os.killpg(0, signal.SIGKILL)  # this process leads its group
 
 
-def use_cuda(local_rank: int) -> None:
+def use_gpu(local_rank: int) -> None:
     """Make this rank's GPU the current one, and use it once: the first product loads cuBLAS.
 
     It takes seconds, and so it is done before the clock of a run starts.
     """
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    one = torch.ones(1, 1, device="cuda")
+    gpu.module().set_device(local_rank % gpu.module().device_count())
+    one = torch.ones(1, 1, device=gpu.kind())
     one @ one
 
 
@@ -183,14 +185,14 @@ def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
     A collective in which a neighbour is missing hangs there, on the GPU, and not in `fn`.
     """
     value = fn(*args)
-    if job.device == "cuda":
-        torch.cuda.synchronize()
+    if job.device != "cpu":
+        gpu.module().synchronize()
     return value
 
 
 def _join(rank: int, job: Job) -> None:
-    if job.device == "cuda":
-        use_cuda(rank)
+    if job.device != "cpu":
+        use_gpu(rank)
     store = dist.FileStore(str(job.file("store")), job.world_size)
     # The caller's clock decides: gloo's own must not go off first, in a rank that only waited.
     limit = timedelta(seconds=START + 2 * job.timeout + 30)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardlab import gpu
 from shardlab.arguments import check_kind, check_number
 from shardlab.ranks import check_group
 
@@ -37,7 +38,7 @@ class TokenDropout(nn.Module):
         if not self.training or not self.p:
             return x_BsH
         rank, ranks = check_group(self.group)
-        if x_BsH.is_cuda and self.p < 1:
+        if gpu.is_on(x_BsH.device) and self.p < 1:
             return _Fused.apply(x_BsH, self.p, rank, ranks)
         batch, local_seq, *rest = x_BsH.shape
         ones_BSH = torch.ones(

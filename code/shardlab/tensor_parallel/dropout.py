@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardlab import gpu
 from shardlab.latent import LatentAttention
 from shardlab.model import Attention
 
@@ -61,8 +62,8 @@ def _own(plain: Callable[[Tensor], Tensor], x_BSH: Tensor, group: Group) -> Tens
     # sets the generator back to where it was, draws the same again.
     seed = int(torch.randint(2**62, (), device="cpu")) + dist.get_rank(group)
     generator = torch.default_generator
-    if x_BSH.is_cuda:
-        generator = torch.cuda.default_generators[x_BSH.device.index]
+    if gpu.is_on(x_BSH.device):
+        generator = gpu.module().default_generators[x_BSH.device.index]
     state = generator.get_state()
     generator.manual_seed(seed)
     try:

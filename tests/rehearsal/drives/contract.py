@@ -12,7 +12,7 @@ import os
 import contract
 from rows import ROWS, on_gpus
 
-from rehearsal.machine import HERE, waits
+from rehearsal.machine import HERE, KIND, waits
 
 from .common import Drive, on, on_caller
 
@@ -25,7 +25,7 @@ def _drive(technique: str) -> Drive:
         size = RANKS[HERE.gpus]
         rows = on_gpus(technique, size, "REHEARSE_WHOLE" in os.environ)
         shared = {} if HERE.gpus < size else {"waits": waits}
-        found = contract.all_of(rows, "cuda", **shared)
+        found = contract.all_of(rows, KIND, **shared)
         for row in rows:
             contract.judged(row, found, "cpu")  # whose kernels a pretended GPU has
 

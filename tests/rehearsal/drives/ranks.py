@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rehearsal.machine import CARRIER, HERE, KIND
 from shardlab import ranks
 
 from .common import near, on, on_caller, world
@@ -55,9 +56,9 @@ def results_come_back_on_the_cpu():
 @on(1, 2, 4, daily=(1, 2))
 def a_device_for_each():
     where = ranks.run(lambda: (str(ranks.device()), dist.get_backend()), 2)
-    shared = torch.cuda.device_count() == 1
-    assert [device for device, _ in where] == (["cuda:0"] * 2 if shared else ["cuda:0", "cuda:1"])
-    assert all(("nccl" in backend) is not shared for _, backend in where)
+    shared = HERE.gpus == 1
+    assert [device for device, _ in where] == [f"{KIND}:0", f"{KIND}:{0 if shared else 1}"]
+    assert all((CARRIER in backend) is not shared for _, backend in where)
 
 
 def _one_more(mine: int):
@@ -101,5 +102,5 @@ def under_torchrun():
             timeout=120,
         )
     assert done.returncode == 0, done.stderr[-3000:]
-    for line in ("process 0 cuda:0", "process 1 cuda:1", "ranks cuda:0 cuda:1"):
+    for line in (f"process 0 {KIND}:0", f"process 1 {KIND}:1", f"ranks {KIND}:0 {KIND}:1"):
         assert line in done.stdout, f"no line {line!r} in {done.stdout!r}"

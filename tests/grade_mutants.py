@@ -74,6 +74,11 @@ MUTANTS = {
          "            whole = self.flat(kind, own)\n"
          "            dist.all_reduce(whole, group=self.group)\n"
          "            share.grad.copy_(whole.view(n, -1)[self.group.rank()])\n"),
+        ("            dist.reduce_scatter_tensor(share.grad, self.flat(kind, own), "
+         "group=self.group)\n",
+         "            from torch.distributed import _functional_collectives as functional\n"
+         "            whole = functional.all_reduce(self.flat(kind, own), 'sum', self.group)\n"
+         "            share.grad.copy_(whole.view(n, -1)[self.group.rank()])\n"),
     ],
     "tensor_parallel": [
         ("        dist.all_reduce(grad, group=ctx.group)\n", ""),

@@ -21,7 +21,7 @@ ENGINES = sorted(path.name for path in RIGHT.iterdir())
 # Of each part: a case that the plain engine passes each day, and mutants that another one finds.
 DAILY = {
     "data_parallel": (13, {10: 2, 6: 7, 17: 11}),
-    "zero": (6, {22: 1, 14: 12}),
+    "zero": (6, {22: 1, 14: 12, 23: 1}),
     "tensor_parallel": (10, {16: 1, 17: 9}),
     "pipeline": (13, {16: 4, 14: 12, 17: 4}),
     "experts": (8, {12: 6, 13: 3}),
@@ -54,6 +54,21 @@ def test_a_right_case_passes(part, monkeypatch):
 def test_a_mutant_fails_the_case_that_is_for_it(part, number, case, tmp_path):
     case = PARTS[part].cases(7)[case - 1]
     assert not core.judge(PARTS[part], mutant(part, number, tmp_path), case).passed
+
+
+def test_a_share_may_be_reduced_to_its_owner(tmp_path):
+    text = (RIGHT / "plain/zero.py").read_text("utf-8")
+    scatter = "dist.reduce_scatter_tensor(share.grad, self.flat(kind, own), group=self.group)\n"
+    assert scatter in text
+    reduce = """for owner, piece in enumerate(self.flat(kind, own).chunk(n)):
+                dist.reduce(piece, group_dst=owner, group=self.group)
+                if owner == self.group.rank():
+                    share.grad.copy_(piece)
+"""
+    file = tmp_path / "zero.py"
+    file.write_text(text.replace(scatter, reduce), "utf-8")
+    result = core.judge(PARTS["zero"], file, PARTS["zero"].cases(7)[1])
+    assert result.passed, result.message
 
 
 @pytest.mark.parametrize("part", PARTS)

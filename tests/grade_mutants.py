@@ -24,6 +24,7 @@ MUTANTS = {
          "g.t().copy_(flat[start : start + g.numel()].view(g.t().shape))"),
         ("setdefault(g.dtype, [[]])", "setdefault(0, [[]])"),
         ("> self.limit", "> 10 * self.limit"),
+        ("> self.limit", "> 2 * self.limit"),
         ("> self.limit", "> 0"),
         ("        return [bucket for mine in found.values() for bucket in mine]",
          "        return [bucket for mine in found.values() for bucket in mine][:-1]"),
@@ -72,6 +73,11 @@ MUTANTS = {
          "group=self.group)\n",
          "            whole = self.flat(kind, own)\n"
          "            dist.all_reduce(whole, group=self.group)\n"
+         "            share.grad.copy_(whole.view(n, -1)[self.group.rank()])\n"),
+        ("            dist.reduce_scatter_tensor(share.grad, self.flat(kind, own), "
+         "group=self.group)\n",
+         "            from torch.distributed import _functional_collectives as functional\n"
+         "            whole = functional.all_reduce(self.flat(kind, own), 'sum', self.group)\n"
          "            share.grad.copy_(whole.view(n, -1)[self.group.rank()])\n"),
     ],
     "tensor_parallel": [
@@ -134,6 +140,7 @@ MUTANTS = {
         ("        if rank > 0:\n            send(x.grad, rank - 1)\n",
          "        if rank > 0:\n            send(torch.ones_like(x), rank - 1)\n"),
         ("    ahead = min(n - 1 - rank, m)\n", "    ahead = m\n"),
+        ("    ahead = min(n - 1 - rank, m)\n", "    ahead = 0\n"),
         ("    ahead = min(n - 1 - rank, m)\n", "    ahead = n - 1 - rank\n"),
         ("    ahead = min(n - 1 - rank, m)\n", "    ahead = min(n - rank, m)\n"),
         ("    for i in range(m - ahead, m):\n        backward(i)\n", ""),

@@ -7,6 +7,9 @@ import torch
 import torch.distributed as dist
 from timed import on_time
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardlab import count, ranks
 
@@ -72,6 +75,26 @@ def test_ddps_own_reducer_is_seen():
         return sent.collectives["all_reduce"]
 
     assert ranks.run(work, 2) == [(1, 4 * 1010)] * 2
+
+
+def test_functional_collectives_and_dtensors_are_seen():
+    def work() -> tuple[dict, dict]:
+        group = dist.group.WORLD
+        x = torch.ones(4, requires_grad=True)
+        with count.sent() as sent:
+            functional.all_reduce(x.detach(), "sum", group)
+            parts = functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group)
+            parts.sum().backward()
+        with count.sent() as of_dtensor:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            summand = DTensor.from_local(torch.ones(6), mesh, [Partial()], run_check=False)
+            (summand.redistribute(placements=[Replicate()]) + 1).to_local()
+        assert sent.within(group).collectives == sent.collectives
+        return sent.collectives, of_dtensor.collectives
+
+    for functions, of_dtensor in ranks.run(work, 2, device="cpu"):
+        assert functions == {"all_reduce": (1, 16), "all_to_all_single": (2, 32)}
+        assert of_dtensor == {"all_reduce": (1, 24)}
 
 
 @pytest.mark.alone

@@ -9,6 +9,7 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from commands import ran
 from grade_mutants import MUTANTS
 
@@ -19,10 +20,10 @@ RIGHT = Path(__file__).parent / "grade_right"
 ENGINES = sorted(path.name for path in RIGHT.iterdir())
 # Of each part: a case that the plain engine passes each day, and mutants that another one finds.
 DAILY = {
-    "data_parallel": (13, {10: 2, 6: 7}),
-    "zero": (6, {22: 1, 14: 12}),
+    "data_parallel": (13, {10: 2, 6: 7, 17: 11}),
+    "zero": (6, {22: 1, 14: 12, 23: 1}),
     "tensor_parallel": (10, {16: 1, 17: 9}),
-    "pipeline": (13, {16: 4, 14: 12}),
+    "pipeline": (13, {16: 4, 14: 12, 17: 4}),
     "experts": (8, {12: 6, 13: 3}),
 }
 ALL = [(part, number) for part, mutants in MUTANTS.items() for number in range(len(mutants))]
@@ -53,6 +54,21 @@ def test_a_right_case_passes(part, monkeypatch):
 def test_a_mutant_fails_the_case_that_is_for_it(part, number, case, tmp_path):
     case = PARTS[part].cases(7)[case - 1]
     assert not core.judge(PARTS[part], mutant(part, number, tmp_path), case).passed
+
+
+def test_a_share_may_be_reduced_to_its_owner(tmp_path):
+    text = (RIGHT / "plain/zero.py").read_text("utf-8")
+    scatter = "dist.reduce_scatter_tensor(share.grad, self.flat(kind, own), group=self.group)\n"
+    assert scatter in text
+    reduce = """for owner, piece in enumerate(self.flat(kind, own).chunk(n)):
+                dist.reduce(piece, group_dst=owner, group=self.group)
+                if owner == self.group.rank():
+                    share.grad.copy_(piece)
+"""
+    file = tmp_path / "zero.py"
+    file.write_text(text.replace(scatter, reduce), "utf-8")
+    result = core.judge(PARTS["zero"], file, PARTS["zero"].cases(7)[1])
+    assert result.passed, result.message
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -111,6 +127,54 @@ def test_empty_files_are_written_once_and_fail(tmp_path, capsys):
     assert suite.get("tests") == suite.get("failures") == str(total) == str(len(suite))
 
 
+def test_what_ranks_raise_alike_is_said_once_without_the_graders_lines():
+    work = "  at grade/tensor_parallel.py, line 104, in work: (3 * loss).backward()"
+    inner = "  at count/traffic.py, line 96, in __torch_dispatch__: return func(*args)"
+    mine = "  at mine/zero.py, line 7, in step: dist.reduce(g)"
+    both = "\n".join(f"rank {rank} of 3 raised E: e\n{work}\n{mine}\n{inner}" for rank in (0, 2))
+    rest = "Rank 1 was stopped."
+    assert core.told(f"{both}\n{rest}") == f"ranks 0, 2 of 3 raised E: e\n{mine}\n{rest}"
+    # A result that no backward can follow: where the file has no line, the grader's says more.
+    assert core.told(f"rank 1 of 2 raised E: e\n{work}") == f"rank 1 of 2 raised E: e\n{work}"
+    unlike = "rank 0 of 2 raised E: [3, 4]\nrank 1 of 2 raised E: [3, 5]"
+    assert core.told(unlike) == unlike
+
+
+ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "said"),
+    [
+        ([TWO, TWO], [ONE, ONE], "x differs by 2: it is 2 times as large on all ranks"),
+        ([ONE, TWO], [ONE, ONE], "x differs by 2: it is 2 times as large on rank 1; the other"),
+        ([3 * ONE, TWO], [ONE, ONE], "x differs by 4 on all ranks, and on each differently"),
+        ([2 * ONE, 2 * TWO], [ONE, TWO], "x differs by 2: it is 2 times as large on all ranks"),
+        ([2 * ONE, 3 * TWO], [ONE, TWO], "x differs by 2 on all ranks"),
+        ([1.0003 * ONE] * 2, [ONE, ONE], "x differs by 0.0006 on all ranks"),
+        ([0 * ONE] * 2, [ONE, ONE], "x differs by 2: it is 0 on all ranks"),
+        ([TWO, TWO], [None, None], "x should be None, and is a tensor on all ranks"),
+    ],
+)
+def test_what_differs_is_said_as_it_is(got, want, said):
+    case = PARTS["zero"].cases(0)[0]
+    found = core.differs([{"x": t} for t in got], [{"x": t} for t in want], case)
+    assert found.startswith(said) and "differently" not in found.removeprefix(said)
+
+
+def test_a_case_that_fails_like_the_one_before_is_named():
+    first, second, third = PARTS["zero"].cases(0)[:3]
+    results = [core.Result(case, f"no\n{i}") for i, case in ((1, first), (1, second), (2, third))]
+    said = list(report.lines(core.Grade("zero", results)))[1:]
+    assert [line.split("): ")[-1].strip() for line in said] == [
+        "no",
+        "1",
+        "case 2: the same",
+        "no",
+        "2",
+    ]
+
+
 def test_what_cannot_be_imported_is_said_once(tmp_path):
     part, file = PARTS["data_parallel"], tmp_path / "data_parallel.py"
     assert core.unfit(part, file) == "there is no data_parallel.py in this folder"
@@ -119,7 +183,7 @@ def test_what_cannot_be_imported_is_said_once(tmp_path):
     file.write_text("import tochr\n", "utf-8")
     grade = core.grade(part, file, 0)
     assert grade.passed == 0 and "No module named 'tochr'" in grade.results[0].message
-    assert len(list(report.lines(grade))) < 9
+    assert len(list(report.lines(grade))) < 10
 
 
 def test_a_report_holds_what_xml_cannot():

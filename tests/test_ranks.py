@@ -243,6 +243,17 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
         assert seconds < 30  # at once, not at the timeout of 60
 
 
+def test_a_message_larger_than_what_is_received():
+    def work() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(6, dtype=torch.float64), 1)
+        else:
+            dist.recv(torch.empty(6), 0)
+
+    error, seconds = failing(work, 2, 60.0)
+    assert error.ranks == [1] and "48 vs 24" in str(error) and seconds < 30
+
+
 def test_two_ranks_raise():
     def work() -> None:
         if dist.get_rank() in (1, 3):

@@ -36,9 +36,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab import count, memory, ranks, show, text
 from shardlab import sequence_parallel as sp
@@ -576,21 +575,6 @@ def by_torch(model):
 
 # %% tags=["hide-input"]
 # Counts collectives of a step of torch's and of ours, phase by phase
-class Functional(TorchDispatchMode):
-    """Counts the collectives that DTensor calls (`count.sent` sees those of `dist`)."""
-
-    calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # first what it does with its local tensors
-        name = str(func)
-        self.calls += name.startswith("_c10d_functional.") and (
-            "wait" not in name and "wrap" not in name
-        )
-        return func(*args, **(kwargs or {}))
-
-
 def three_phases(model, value_of, finish):
     """A step: loss, bytes kept, collectives in forward, backward, optimizer."""
     optimizer = adamw(model)
@@ -600,7 +584,7 @@ def three_phases(model, value_of, finish):
         kept_ = held.now
     value = None
     calls = []
-    with Functional() as theirs, count.sent() as ours:
+    with count.sent() as sent:
         for phase in ("forward", "backward", "optimizer"):
             if phase == "forward":
                 value = value_of()
@@ -609,7 +593,7 @@ def three_phases(model, value_of, finish):
                 finish()
             else:
                 optimizer.step()
-            calls.append(theirs.calls + sum(ours.calls.values()))
+            calls.append(sum(sent.calls.values()))
     each = [now - before for now, before in zip(calls, [0, *calls], strict=False)]
     return value.item(), kept_, *each
 

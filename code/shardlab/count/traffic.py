@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first operation under a dispatch mode needs it: once here, not per rank
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,13 @@ _NAMES = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
     "recv_any_source_": "recv",
+    "isend": "send",
+    "irecv": "recv",
 }
+
+
+# Of torch.distributed, and of its functional collectives, which a DTensor calls.
+_NAMESPACES = "c10d", "_c10d_functional"
 
 
 @dataclass
@@ -84,16 +91,20 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
-            self._note(func.__name__.split(".")[0], args)
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # first what it does with its local tensors: that may send
+        operator = func.__name__.split(".")[0]
+        if func.namespace in _NAMESPACES and not operator.startswith(("wait", "_wrap")):
+            self._note(operator, args, func.namespace)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operator: str, args: tuple[Any, ...]) -> None:
+    def _note(self, operator: str, args: tuple[Any, ...], namespace: str) -> None:
         name = _NAMES.get(operator, operator.strip("_"))
         if name == "recv":
             return
-        # For collectives with an output and an input, the schema puts the output first.
-        inputs = args[1] if _has_output_first(operator) else args[0]
+        # For collectives with an output and an input, c10d's schema puts the output first.
+        output_first = namespace == "c10d" and _has_output_first(operator)
+        inputs = args[1] if output_first else args[0]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for sent in (self.sent, self.sent.groups.setdefault(_group(args), Sent())):
@@ -107,7 +118,9 @@ class _Counting(TorchDispatchMode):
 
 def _group(args: tuple[Any, ...]) -> str:
     """The name of the group that an operator of torch.distributed was given."""
-    for argument in args:
+    for argument in reversed(args):  # a functional one has its name, behind that of a ReduceOp
+        if isinstance(argument, str):
+            return argument
         if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # it is something else, such as a ReduceOp
                 return dist.ProcessGroup.unbox(argument).group_name
@@ -123,8 +136,8 @@ def _has_output_first(operator: str) -> bool:
 def sent() -> Iterator[Sent]:
     """Count what this process sends inside the `with` block.
 
-    Sees what passes through `torch.distributed`, DDP's own reducer included; not what a collective
-    does inside a backend: for that compare with `wire_bytes`.
+    Sees what passes through `torch.distributed`, from DDP's own reducer and DTensors, too; not what
+    a collective does inside a backend: for that compare with `wire_bytes`.
 
         with count.sent() as sent:
             dist.send(x, 1)

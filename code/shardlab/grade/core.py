@@ -217,13 +217,33 @@ def judge(part: Part, file: Path, case: Case) -> Result:
         world = sum(len(members) for members in case.groups)
         seen = _run(_on_rank, world, part, file, case, timeout=PATIENCE)
     except ranks.RankError as error:
-        ours = re.compile(r"  at grade/.*, in (_on_rank|work|_loss):")
-        said = str(error).splitlines()
-        result.message = "\n".join(line for line in said if not ours.match(line))
+        result.message = told(str(error))
     else:
         result.message = _judged(part, case, seen, result)
     result.seconds = time.monotonic() - begin
     return result
+
+
+def told(error: str) -> str:
+    """What ranks raised, once where they raised the same, without the grader's own lines.
+
+    One of these stays where there is no other: it says what was done with a result.
+    """
+    ours = re.compile(r"  at (grade/.*, in (_on_rank|work|_loss|<listcomp>)|count/traffic.py, .*):")
+    found: dict[tuple[str, ...], list[str]] = {}
+    for block in re.split(r"\n(?=\S)", error):
+        first, *places = block.splitlines()
+        kept = [line for line in places if not ours.match(line)]
+        if places and not any(line.startswith("  at ") for line in kept):
+            kept += [line for line in places if line.startswith("  at grade/")][-1:]
+        rank, of, what = first.partition(" of ")
+        one = re.fullmatch(r"rank (\d+)", rank) if "raised" in what else None
+        found.setdefault((of + what if one else first, *kept), []).append(one[1] if one else "")
+    texts = []
+    for (first, *rest), names in found.items():
+        who = f"rank{'s' * (len(names) > 1)} {', '.join(names)}" if names[0] else ""
+        texts += [who + first, *rest]
+    return "\n".join(texts)
 
 
 def _judged(part: Part, case: Case, seen: list[Seen], result: Result) -> str:
@@ -244,14 +264,14 @@ def _judged(part: Part, case: Case, seen: list[Seen], result: Result) -> str:
     if result.bytes[0] > result.bytes[1]:
         sent, allowed = result.bytes
         return (
-            f"the values are right, but rank {most} sends {sent:.0f} bytes, and at most "
+            f"the values are right, but rank {most} sends {sent:.0f} bytes in all, and at most "
             f"{allowed:.0f} are needed"
         )
     if result.messages[0] > result.messages[1]:
         sent, allowed = result.messages
         return (
-            f"the values are right, but rank {often} calls collectives or sends {sent} times, "
-            f"and {allowed} times are enough"
+            f"the values are right, but rank {often} calls collectives or sends {sent} times in "
+            f"all, and {allowed} times are enough"
         )
     return ""
 
@@ -273,8 +293,16 @@ def differs(got: list[Values], want: list[Values], case: Case) -> str:
     if not good and len(bad) > 1:
         where = "on all ranks" if len(bad) == len(want) else where
     rest = "; the other ranks agree with one process" if good else ""
-    more = f" ({len(wrong) - 1} more tensors are wrong, too)" if len(wrong) > 1 else ""
-    return f"{name} {found[bad[0]]} {where}{rest}{more}"
+    others = len(wrong) - 1
+    more = f" ({others} more tensor{'s are' if others > 1 else ' is'} wrong, too)" if others else ""
+    said, _, factor = found[bad[0]].partition(": ")
+    if factor and all(text.endswith(factor) for text in found.values()):
+        said = found[bad[0]]
+    first = bad[0]
+    alike = not any(_gap(want[rank][name], want[first][name], 0.0) for rank in bad)
+    if alike and any(_gap(got[r].get(name), got[first].get(name), case.tolerance) for r in bad):
+        where += ", and on each differently"
+    return f"{name} {said} {where}{rest}{more}"
 
 
 def _gap(got: Any, want: Tensor | None, tolerance: float) -> str:
@@ -296,7 +324,9 @@ def _gap(got: Any, want: Tensor | None, tolerance: float) -> str:
     if (whole := (want * want).sum().item()) > 0:
         factor = (got * want).sum().item() / whole
         if (got - factor * want).abs().max().item() <= 1e-3 * scale:
-            text += ": it is 0" if abs(factor) < 1e-3 else f": it is {factor:.3g} times as large"
+            times = f"{factor:.3g}"
+            text += ": it is 0" if abs(factor) < 1e-3 else f": it is {times} times as large"
+            text = text.removesuffix(": it is 1 times as large")
     return text
 
 
@@ -306,4 +336,5 @@ def note(seen: Seen, sent: count.Sent, group: dist.ProcessGroup) -> None:
     if (sent.calls, sent.messages) != (within.calls, within.messages):
         seen.wrong = seen.wrong or "sends in a group that it was not given"
     seen.messages += sent.messages + sum(sent.calls.values())
-    seen.bytes += sent.leaving(group.size(), others=1)
+    # What goes to one rank or comes from one is passed on by all others but one.
+    seen.bytes += sent.leaving(group.size(), others=1 - 1 / group.size())

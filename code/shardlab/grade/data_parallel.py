@@ -34,7 +34,9 @@ class Model(nn.Module):
     def __init__(self, case: Case, copy: int, rank: int) -> None:
         super().__init__()
         random = case.random("sizes")
-        width, depth = random.randint(9, 15), 10 if case.has(MANY) else random.randint(3, 5)
+        width, depth = random.randint(9, 15), random.randint(3, 5)
+        if case.has(MANY) or case.has(SMALL):
+            depth = 10  # of fewer layers a bucket of any size may hold most
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.spare = (
             nn.Linear(width, width) if case.has(ONE_USES) or case.has(NOBODY_USES) else None
@@ -137,7 +139,8 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
         seen.values |= _values(module, step, optimizer)
     if fewest < sum(sizes) / max(limit, *sizes):
         seen.wrong = seen.wrong or (
-            f"sends all gradients in {fewest} calls: their tensors are larger than bucket_bytes"
+            f"sends all gradients in {fewest} call{'s' * (fewest > 1)}: their tensors are larger "
+            "than bucket_bytes"
         )
     return seen
 

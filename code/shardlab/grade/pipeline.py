@@ -94,6 +94,7 @@ class Watch:
 
     def __init__(self, stage: nn.Module) -> None:
         self.now = self.most = self.calls = 0
+        self.order = ""  # F and B: forwards that have a backward, and these
         stage.register_forward_hook(self.forward)
 
     def forward(self, _: nn.Module, inputs: object, output: Tensor) -> None:
@@ -101,12 +102,20 @@ class Watch:
         self.calls += 1
         if output.requires_grad:
             self.now += 1
+            self.order += "F"
             self.most = max(self.most, self.now)
             output.register_hook(self.back)
 
     def back(self, gradient: Tensor) -> None:
         """Backward has come so far."""
         self.now -= 1
+        self.order += "B"
+
+
+def one_f_one_b(ahead: int, m: int) -> str:
+    """The order of a stage that runs so many forwards ahead."""
+    ahead = min(ahead, m)
+    return "F" * ahead + "FB" * (m - ahead) + "B" * ahead
 
 
 def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -> Seen:
@@ -131,6 +140,10 @@ def work(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) ->
         seen.wrong = seen.wrong or (
             f"has {watch.most} micro-batches between forward and backward at once, where "
             f"1F1B has {n - rank}"
+        )
+    if watch.order not in ("", one_f_one_b(n - 1 - rank, m) * steps(case)):
+        seen.wrong = seen.wrong or (
+            f"runs its forwards and backwards in the order {watch.order}, which is not 1F1B"
         )
     return seen
 

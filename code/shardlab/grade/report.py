@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from xml.etree import ElementTree
 
 from .core import Grade, Result
@@ -16,13 +17,15 @@ def lines(grade: Grade) -> Iterator[str]:
     """A line for the part, and for each case that failed what it looks like."""
     count = f"{grade.passed} of {len(grade.results)} cases"
     yield f"{'✓' if grade.passed == len(grade.results) else '✗'} {grade.part}: {count}"
-    said = ""
-    for result in grade.results:
-        if not result.passed and result.message != said:
-            said = result.message
-            first, *rest = said.splitlines()
-            yield f"  {result.case.words}: {first}"
-            yield from (f"    {line}" for line in rest)
+    failed = (result for result in grade.results if not result.passed)
+    for message, alike in groupby(failed, lambda result: result.message):
+        one, *more = (result.case for result in alike)
+        first, *rest = message.splitlines()
+        yield f"  {one.words}: {first}"
+        yield from (f"    {line}" for line in rest)
+        if more:
+            numbers = ", ".join(str(case.number) for case in more)
+            yield f"  case{'s' * (len(more) > 1)} {numbers}: the same"
 
 
 def as_json(grades: list[Grade]) -> str:

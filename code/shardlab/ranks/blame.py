@@ -8,6 +8,7 @@ the collectives and messages that it entered. `explain` puts these together.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -235,7 +236,10 @@ def _absence(w: Witness, total: int, within: str) -> str:
     if w.returned:
         return f"rank {w.rank} of {total} returned early, before the others were done."
     where = f": it stands at {w.place()}" if w.user_frame() else ""
-    return f"rank {w.rank} of {total} did not finish{within}{where}."
+    # gloo ends a process that is sent more bytes than it receives, with a word on their numbers.
+    said = re.search(r"what\(\): +\[.*?\] (.* size [^.]*\.)", w.output) if w.died else None
+    gloo = f"\ngloo said: {said[1]}" if said else ""
+    return f"rank {w.rank} of {total} did not finish{within}{where}.{gloo}"
 
 
 def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:

@@ -36,7 +36,8 @@ class ZeroOptimizer:
         Before: each rank has its own `grad` in each parameter; None counts as zeros. After:
         parameters have the same new values on all ranks, as from one optimizer that has all states.
 
-        max_norm: as torch.nn.utils.clip_grad_norm_ clips: of the average, over all parameters.
+        max_norm: as torch.nn.utils.clip_grad_norm_ clips, with its 1e-6: of the average, over all
+            parameters.
         Returns the norm before clipping, the same on all ranks, or None without max_norm.
 
         Sent in one step: what a reduce-scatter of the gradients and an all-gather of the weights

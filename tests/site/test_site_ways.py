@@ -47,6 +47,6 @@ def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     read, core = map(int, re.findall(r"(\d+) (?:minutes to read|of them for its code)", first))
     assert read - core <= 60  # a first reading takes an hour
     onward = page.locator("nav.lesson-next")
-    assert "On One day, Afternoon: Tensor parallelism" in onward.inner_text()
+    assert "On One day, 13:15 to 14:45: Tensor parallelism" in onward.inner_text()
     onward.get_by_role("link", name="Tensor parallelism").first.click()
     page.wait_for_url("**/lessons/tensor_parallel.html*")

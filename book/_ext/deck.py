@@ -14,7 +14,7 @@ it means, come with the next step, so that there is something to ask.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape, unescape
 from itertools import pairwise
@@ -28,8 +28,10 @@ from deck_page import (
     code_lines,
     code_size,
     drawn,
+    fits,
     fitting,
     room,
+    sentences,
     table_size,
 )
 from markup import CELL, ROW, plain
@@ -146,13 +148,26 @@ def around(section: Section, first: int, last: int, used: set[str]) -> tuple[str
     opens = begin == 0 or blocks[begin - 1].sub != sub or blocks[begin].kind == "title"
     order = before if opens else before[::-1]
     lead = next((s for s in order if not _LEANS.match(plain(s))), None)
-    after = []
+    after: list[str] = []
     for block in blocks[last + 1 :]:
-        if block.kind != "prose" or block.sub != sub:
-            break
-        after += fitting(block.html)
-    claim = next((s for s in after if s not in used), None)
-    return lead, claim
+        if block.kind != "prose" or block.sub != sub or block.html.startswith("<strong>"):
+            break  # what begins in bold is the next thing
+        after += sentences(block.html)
+    said = [one for one in connected(after, True) if one not in used]
+    return lead, next(iter(said), None)
+
+
+def connected(said: list[str], leans: bool = False) -> Iterator[str]:
+    """The sentences that a slide takes, and that lean on none that it does not take.
+
+    leans: whether the first may lean, on what stands before it.
+    """
+    for one in said:
+        leans = fits(one) and not plain(one).endswith("?") and (
+            leans or not _LEANS.match(plain(one))
+        )  # fmt: skip
+        if leans:
+            yield one
 
 
 def of_steps(block: Block) -> Slide | None:
@@ -178,9 +193,11 @@ def of_steps(block: Block) -> Slide | None:
     return Slide("", body, "steps", ask="before each step, what comes next?")
 
 
-def of_figure(block: Block, high: float, lead: str | None, claim: str | None) -> Slide | None:
-    """A picture with at most two sentences."""
-    picture = drawn(block.html, high)
+def of_figure(
+    block: Block, high: float, tall: float, lead: str | None, claim: str | None
+) -> Slide | None:
+    """A picture with at most two sentences, below and above it or beside it, `tall` pixels high."""
+    picture = drawn(block.html, high, tall)
     if picture is None:
         return None
     shown = f'<div class="picture">{picture.svg}</div>'
@@ -193,9 +210,15 @@ def of_figure(block: Block, high: float, lead: str | None, claim: str | None) ->
     return Slide("", body, "figure", ask=ask)
 
 
-def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> Slide | None:
+def of_table(
+    block: Block, title: str, high: float, lead: str | None, claim: str | None
+) -> Slide | None:
     """A table. Of one that a cell made, the numbers come with the next step."""
-    size = table_size(block.html, high)
+    html, what = block.html, escape(block.title.removeprefix("Table: "))
+    if what != escape(block.title) and "<caption" not in html and what.lower() != title.lower():
+        what = re.sub("`(.*?)`", r"<code>\1</code>", what)
+        html = re.sub("(<table[^>]*>)", lambda m: f"{m[1]}<caption>{what}</caption>", html, count=1)
+    size = table_size(html, high)
     if not size:
         return None
     hides = block.kind == "table"
@@ -212,7 +235,7 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
             made += f"<{tag}{scope}{named}{step}>{text}</{tag}>"
         return f"<tr>{made}</tr>"
 
-    table = ROW.sub(row, block.html)
+    table = ROW.sub(row, html)
     table = re.sub(r"<table[^>]*>", f'<table style="font-size:{size}px">', table)
     table = re.sub(r"<(thead|tbody|colgroup|caption)[^>]*>", r"<\1>", table)
     ask = ""
@@ -264,8 +287,9 @@ def of_checked(block: Block) -> Slide | None:
 
 def of_text(section: Section) -> Slide | None:
     """The first sentences of a section that has nothing else to show."""
-    said = [s for b in section.blocks if b.kind == "prose" for s in fitting(b.html)][:3]
-    if not said:
+    prose = [s for b in section.blocks if b.kind == "prose" for s in sentences(b.html)]
+    said = [*connected(prose)][:3]
+    if len(said) < 2:
         return None
     return Slide("", f"<ul>{''.join(f'<li>{one}</li>' for one in said)}</ul>", "text")
 
@@ -294,14 +318,15 @@ def pieces(section: Section) -> list[Piece]:
         if asked and len(plain(asked.html)) <= LONG:
             lead = asked.html
         slide, rank = None, 9
-        for said in ((lead, claim), (None, claim), (lead, None), (None, None)):
+        one = [(lead, None), (None, claim)][:: 1 if asked else -1]
+        for said in ((lead, claim), *one, (None, None)):
             high = room(title, kicker, *said)
             if block.kind == "steps":
                 slide, rank = of_steps(block), 0
             elif block.kind == "figure":
-                slide, rank = of_figure(block, high, *said), 1
+                slide, rank = of_figure(block, high, room(title, kicker), *said), 1
             elif block.kind in ("table", "listed"):
-                slide, rank = of_table(block, high, *said), 3
+                slide, rank = of_table(block, title, high, *said), 3
             elif block.kind == "checked":
                 slide, rank = of_checked(block), 4
             elif block.kind == "code":
@@ -384,10 +409,11 @@ def _items(block: Block) -> list[str]:
 
 def question(one: Exercise, said: list[str]) -> Slide:
     """An exercise that a hall can answer; the solution comes with the next step."""
-    size = code_size(one.code, 300) if one.code else 0
+    code = re.sub(r"\n[^\n]*\bcheck\b(?:<[^>]*>)*\([^\n]*(?=</pre>|\n\s*</pre>)", "", one.code)
+    size = code_size(code, 300) if code else 0
     answer = f'<div class="fragment"{_LATER}>{one.verdict}'
-    if size and one.code.count("\n") <= 8:
-        pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{min(size, 24)}px">', one.code)
+    if size and code.count("\n") <= 8:
+        pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{min(size, 24)}px">', code)
         answer += f'<div class="highlight">{pre}</div>'
     slide = Slide(
         f"Question: {one.title}", f'<p class="asked">{one.asked}</p>{answer}</div>', "question"

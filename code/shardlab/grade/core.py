@@ -179,6 +179,12 @@ def _on_rank(part: Part, file: Path, case: Case) -> Seen:
     return part.work(engine, case, *mine)
 
 
+def _of_theirs(error: ranks.RankError) -> str:
+    """What ranks said, without the lines of the grader that led to it."""
+    ours = re.compile(r"  at grade/.*, in (_missing|loaded|_on_rank|work|_loss):")
+    return "\n".join(line for line in str(error).splitlines() if not ours.match(line))
+
+
 _run = partial(ranks.run, device="cpu", show=False, apart=True)
 
 
@@ -205,7 +211,8 @@ def unfit(part: Part, file: Path) -> str:
     try:
         (missing,) = _run(_missing, 1, file, part.defines, timeout=PATIENCE)
     except ranks.RankError as error:
-        return f"{file.name} cannot be imported: {error}"
+        said = _of_theirs(error).removeprefix("rank 0 of 1 ")
+        return f"{file.name} cannot be imported: it {said}"
     return f"{file.name} does not define {' and '.join(missing)}" if missing else ""
 
 
@@ -217,9 +224,7 @@ def judge(part: Part, file: Path, case: Case) -> Result:
         world = sum(len(members) for members in case.groups)
         seen = _run(_on_rank, world, part, file, case, timeout=PATIENCE)
     except ranks.RankError as error:
-        ours = re.compile(r"  at grade/.*, in (_on_rank|work|_loss):")
-        said = str(error).splitlines()
-        result.message = "\n".join(line for line in said if not ours.match(line))
+        result.message = _of_theirs(error)
     else:
         result.message = _judged(part, case, seen, result)
     result.seconds = time.monotonic() - begin
@@ -296,7 +301,8 @@ def _gap(got: Any, want: Tensor | None, tolerance: float) -> str:
     if (whole := (want * want).sum().item()) > 0:
         factor = (got * want).sum().item() / whole
         if (got - factor * want).abs().max().item() <= 1e-3 * scale:
-            text += ": it is 0" if abs(factor) < 1e-3 else f": it is {factor:.3g} times as large"
+            size = f"{factor:.3g} times as large" if abs(factor) >= 1e-3 else "0"
+            text += f": it is {size}" * (f"{factor:.3g}" != "1")
     return text
 
 

@@ -36,6 +36,9 @@ from deck_page import (
 )
 from markup import CELL, ROW, plain
 
+from shardlab.record import pace
+from shardlab.record.paths import Piece
+
 LEAST, MOST = 12, 25  # slides
 EACH = 3  # of a section, but where a deck has fewer than LEAST
 QUESTIONS = 2  # exercises that a hall answers
@@ -62,6 +65,8 @@ class Slide:
     ask: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0
+    exercise: int = 0  # the number of the one that it asks
+    ways: list[str] = field(default_factory=list)  # the paths that come to it
 
     def html(self, lesson: str) -> str:
         """The slide as an element; `lesson` is the address of its page."""
@@ -72,14 +77,15 @@ class Slide:
         there = f'<a href="{lesson}#{self.anchor}" target="_blank">On the page</a>'
         notes = f"<p><strong>{minutes:g} min</strong>. {there}.</p>{ask}{''.join(self.notes)}"
         return (
-            f'<section class="{self.kind}" data-timing="{int(60 * minutes)}">{kicker}'
+            f'<section class="{self.kind}" data-timing="{int(60 * minutes)}"'
+            f' data-paths="{" ".join(self.ways)}">{kicker}'
             f"<{level}>{self.title}</{level}>{self.body}"
             f'<aside class="notes">{notes}</aside></section>'
         )
 
 
 @dataclass
-class Piece:
+class Candidate:
     """What may become a slide of a section: the blocks it stands on, and how much it is wanted."""
 
     first: int
@@ -297,9 +303,9 @@ def of_text(section: Section) -> Slide | None:
 # --- A section ------------------------------------------------------------------------------------
 
 
-def pieces(section: Section) -> list[Piece]:
+def pieces(section: Section) -> list[Candidate]:
     """All that could be a slide of the section."""
-    found: list[Piece] = []
+    found: list[Candidate] = []
     used: set[str] = set()
     blocks = section.blocks
     for place, block in enumerate(blocks):
@@ -340,20 +346,20 @@ def pieces(section: Section) -> list[Piece]:
         slide.ask = asked.html if asked else slide.ask
         slide.title, slide.kicker, slide.anchor = title, kicker, section.anchor
         used |= {one for one in (lead, claim) if one and one in slide.body}
-        found.append(Piece(place, last, rank, slide, "slide" in block.tags))
+        found.append(Candidate(place, last, rank, slide, "slide" in block.tags))
     return found
 
 
-def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece]]]:
+def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Candidate]]]:
     """For each section the pieces that become slides, `most` of them."""
     every = {id(s): sorted(pieces(s), key=lambda p: (not p.forced, p.rank)) for s in sections}
-    taken: dict[int, list[Piece]] = {}
+    taken: dict[int, list[Candidate]] = {}
     for section in sections:
         mine = every[id(section)]
         first = [p for p in mine if p.forced] or mine[:1]
         if not first and (slide := of_text(section)):
             slide.title, slide.anchor = section.title, section.anchor
-            first = [Piece(0, 0, 8, slide)]
+            first = [Candidate(0, 0, 8, slide)]
         taken[id(section)] = first
     # Too many: what says least goes first, and its prose goes into the notes before it.
     order = sorted(
@@ -375,7 +381,7 @@ def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece
     return [(s, sorted(taken[id(s)], key=lambda p: p.first)) for s in sections]
 
 
-def annotated(section: Section, mine: list[Piece]) -> list[Slide]:
+def annotated(section: Section, mine: list[Candidate]) -> list[Slide]:
     """The slides of a section with their notes: all of its prose, each piece beside its slide."""
     slides = [piece.slide for piece in mine]
     ends = []  # a slide's notes reach to the end of the paragraph after it
@@ -424,6 +430,20 @@ def question(one: Exercise, said: list[str]) -> Slide:
     return slide
 
 
+def mark(slides: list[Slide], steps: Iterable[tuple[str, Piece]]) -> None:
+    """Note on each slide the paths that come to it.
+
+    steps: names of paths, each with a piece of the lesson that it reads: all of it, or sections.
+    """
+    for way, piece in steps:
+        read = {pace.anchor(title) for _, title in piece.sections}
+        for slide in slides:
+            of = {pace.anchor(plain(slide.title)), pace.anchor(plain(slide.kicker))}
+            here = slide.kind == "title" or slide.exercise in piece.exercises or of & read
+            if (here or not read) and way not in slide.ways:
+                slide.ways.append(way)
+
+
 def mistakes(one: Exercise, said: list[str]) -> str:
     """The mistakes that people make in an exercise, as its check knows them."""
     if not said:
@@ -453,6 +473,8 @@ def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
         head[-1].notes.append(note(block) if block is not goals else "")
 
     tail = [question(one, said(one.check)) for one in asked]
+    for slide, one in zip(tail, asked, strict=True):
+        slide.exercise = page.exercises.index(one) + 1
     if page.exercises:
         slide = bullets("Exercises", [one.title for one in page.exercises], "exercises")
         slide.anchor, slide.seconds = "exercises", 60
@@ -488,7 +510,8 @@ def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
         f"<p>{len(slides)} slides; what their notes say takes about {minutes:.0f} minutes, "
         "questions apart. Space: the next step. Esc: all slides. B: a black screen. "
         "With <code>?print-pdf</code> behind its address the deck prints, with "
-        "<code>?print-pdf&amp;notes</code> together with these notes.</p>"
+        "<code>?print-pdf&amp;notes</code> together with these notes; with "
+        "<code>?path=one_day</code> it has the slides of that path alone.</p>"
     ))  # fmt: skip
     return slides
 

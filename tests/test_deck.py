@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shardlab import show
+from shardlab.record import paths
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck
@@ -59,9 +60,49 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
     assert short.body.index("x4 = 4") < short.body.index("right 42")
     assert 'class="out fragment"' in short.body
     (_, told) = slides(f"<h2>Code</h2><p>A sentence that says enough here, or there.</p>"
-                       f"<p>A rank keeps its own share alone.</p>{cell(30)}")  # fmt: skip
-    assert told.kind == "text" and "its own share alone" in told.body
+                       "<p>It leans on that sentence, and stays with it.</p><p>Why is that?</p>"
+                       "<p>A rank keeps its own share alone. It sends the rest to others.</p>"
+                       f"<p>This costs three things.</p>{cell(30)}")  # fmt: skip
+    assert told.kind == "text" and told.body.count("<li>") == 2
+    assert "its own share alone" in told.body and "the rest to others" in told.body
     assert "says enough here" not in told.body and "says enough here" in "".join(told.notes)
+
+
+@pytest.mark.parametrize(
+    ("after", "claim"),
+    [
+        ("<p>Why are they of one size? Each rank holds a quarter.</p>", "Each rank holds"),
+        ("<p>This costs three things. The copy takes host memory.</p>", "The copy takes"),
+        ("<p>It is the least of all of them.</p>", "It is the least"),
+        ("<p>What is that, for one rank? It is the least of all of them.</p>", ""),
+        ("<p><strong>Another order.</strong> Rank 1 begins with broadcast.</p>", ""),
+        ('<div class="math">\\[ a = b,\nc = d + e + f + g + h + i .\\]</div>', ""),
+    ],
+)
+def test_what_a_slide_says_of_its_table_is_said_of_it(after, claim):
+    (_, made) = slides(f"<h2>Bytes</h2>{TABLE}{after}")
+    assert (claim in made.body) if claim else ("claim" not in made.body)
+
+
+def test_what_a_cell_says_of_its_table_is_the_caption():
+    (_, made) = slides(f"<h2>Held</h2>{TABLE}")
+    assert "<caption>bytes</caption>" in made.body
+    (_, made) = slides(f"<h2>Bytes</h2>{TABLE}")
+    assert "<caption>" not in made.body  # the heading says it
+
+
+def test_a_table_is_as_large_as_the_slide_lets_it():
+    rows = "".join(f"<tr><td>all the parts {n}</td><td>{n}</td></tr>" for n in range(8))
+    assert (
+        deck_page.table_size(f"<table><tr><th>what</th><th>MB</th></tr>{rows}</table>", 460) == 28
+    )
+
+
+def test_a_solution_is_shown_without_its_check():
+    code = "<pre>answer <span>=</span> 3\n<span>check</span>(answer, &quot;a&quot;)\n</pre>"
+    one = deck_page.Exercise("A", "How many?", "a", True, code, "")
+    made = deck.question(one, [])
+    assert "answer" in made.body and "check" not in made.body
 
 
 def test_tags_overrule_the_rule():
@@ -84,6 +125,14 @@ def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():
     assert "It begins with one thing." in notes
     html = deck.document(made, "../lessons/a.html", "../")
     assert html.count("<section") == len(made) and html.count('class="notes"') == len(made)
+
+
+def test_a_slide_knows_the_paths_that_come_to_it():
+    made = slides(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
+    some = paths.Piece("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
+    deck.mark(made, [("all", paths.Piece("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
+    assert [slide.ways for slide in made] == [["all", "some"], ["all"], ["all", "some"]]
+    assert 'data-paths="all some"' in deck.document(made, "a.html", "../")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from grade_mutants import MUTANTS
 
 from shardlab.grade import core, report
 from shardlab.grade.command import PARTS
+from shardlab.show import ROOT
 
 RIGHT = Path(__file__).parent / "grade_right"
 ENGINES = sorted(path.name for path in RIGHT.iterdir())
@@ -184,6 +187,44 @@ def test_what_cannot_be_imported_is_said_once(tmp_path):
     grade = core.grade(part, file, 0)
     assert grade.passed == 0 and "No module named 'tochr'" in grade.results[0].message
     assert len(list(report.lines(grade))) < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\ufeff# Größe\r\nclass DataParallel: pass\r\njoined_loss = 1\r\n", ""),
+        ("from .zero import flat\n", "it raised ImportError: attempted relative import"),
+        ("class DataParallel\n", "it raised SyntaxError: expected ':' (data_parallel.py, line 1)"),
+        ("import sys\nsys.exit(0)\n", "it called sys.exit(0)"),
+    ],
+)
+def test_of_a_file_its_own_lines_are_said(text, said, tmp_path):
+    file = tmp_path / "data_parallel.py"
+    file.write_bytes(text.encode())
+    found = core.unfit(PARTS["data_parallel"], file)
+    assert (said in found) if said else not found
+    assert "core.py" not in found and "rank" not in found
+
+
+def test_a_factor_is_said_where_it_is_one():
+    want = {"a": torch.tensor([1.0, 2.0])}
+    case = PARTS["data_parallel"].cases(0)[0]
+    assert "it is 2 times as large" in core.differs([{"a": 2 * want["a"]}], [want], case)
+    assert "it is 0 on" in core.differs([{"a": 0 * want["a"]}], [want], case)
+    near = core.differs([{"a": 1.0001 * want["a"]}], [want], case)
+    assert "differs by" in near and "times" not in near
+
+
+def test_the_page_s_table_has_a_row_for_each_person(tmp_path):
+    program = re.search(r"<< 'END'\n(.*?)\nEND\n", (ROOT / "book/project.md").read_text(), re.S)[1]
+    results = [core.Result(case) for case in PARTS["zero"].cases(0)]
+    files = [tmp_path / "ada l.json", tmp_path / "bob.json"]
+    for file in files:
+        file.write_text(report.as_json([core.Grade("zero", results)]), "utf-8")
+        results = [core.Result(one.case, "wrong") for one in results]
+    command = [sys.executable, "-c", program, *map(str, files)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.split("\n") == ["name,zero", "ada l,14", "bob,0", ""]
 
 
 def test_a_report_holds_what_xml_cannot():

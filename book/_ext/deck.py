@@ -14,7 +14,7 @@ it means, come with the next step, so that there is something to ask.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape, unescape
 from itertools import pairwise
@@ -28,11 +28,16 @@ from deck_page import (
     code_lines,
     code_size,
     drawn,
+    fits,
     fitting,
     room,
+    sentences,
     table_size,
 )
 from markup import CELL, ROW, plain
+
+from shardlab.record import pace
+from shardlab.record.paths import Piece
 
 LEAST, MOST = 12, 25  # slides
 EACH = 3  # of a section, but where a deck has fewer than LEAST
@@ -60,6 +65,8 @@ class Slide:
     ask: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0
+    exercise: int = 0  # the number of the one that it asks
+    ways: list[str] = field(default_factory=list)  # the paths that come to it
 
     def html(self, lesson: str) -> str:
         """The slide as an element; `lesson` is the address of its page."""
@@ -70,14 +77,15 @@ class Slide:
         there = f'<a href="{lesson}#{self.anchor}" target="_blank">On the page</a>'
         notes = f"<p><strong>{minutes:g} min</strong>. {there}.</p>{ask}{''.join(self.notes)}"
         return (
-            f'<section class="{self.kind}" data-timing="{int(60 * minutes)}">{kicker}'
+            f'<section class="{self.kind}" data-timing="{int(60 * minutes)}"'
+            f' data-paths="{" ".join(self.ways)}">{kicker}'
             f"<{level}>{self.title}</{level}>{self.body}"
             f'<aside class="notes">{notes}</aside></section>'
         )
 
 
 @dataclass
-class Piece:
+class Candidate:
     """What may become a slide of a section: the blocks it stands on, and how much it is wanted."""
 
     first: int
@@ -146,13 +154,26 @@ def around(section: Section, first: int, last: int, used: set[str]) -> tuple[str
     opens = begin == 0 or blocks[begin - 1].sub != sub or blocks[begin].kind == "title"
     order = before if opens else before[::-1]
     lead = next((s for s in order if not _LEANS.match(plain(s))), None)
-    after = []
+    after: list[str] = []
     for block in blocks[last + 1 :]:
-        if block.kind != "prose" or block.sub != sub:
-            break
-        after += fitting(block.html)
-    claim = next((s for s in after if s not in used), None)
-    return lead, claim
+        if block.kind != "prose" or block.sub != sub or block.html.startswith("<strong>"):
+            break  # what begins in bold is the next thing
+        after += sentences(block.html)
+    said = [one for one in connected(after, True) if one not in used]
+    return lead, next(iter(said), None)
+
+
+def connected(said: list[str], leans: bool = False) -> Iterator[str]:
+    """The sentences that a slide takes, and that lean on none that it does not take.
+
+    leans: whether the first may lean, on what stands before it.
+    """
+    for one in said:
+        leans = fits(one) and not plain(one).endswith("?") and (
+            leans or not _LEANS.match(plain(one))
+        )  # fmt: skip
+        if leans:
+            yield one
 
 
 def of_steps(block: Block) -> Slide | None:
@@ -178,9 +199,11 @@ def of_steps(block: Block) -> Slide | None:
     return Slide("", body, "steps", ask="before each step, what comes next?")
 
 
-def of_figure(block: Block, high: float, lead: str | None, claim: str | None) -> Slide | None:
-    """A picture with at most two sentences."""
-    picture = drawn(block.html, high)
+def of_figure(
+    block: Block, high: float, tall: float, lead: str | None, claim: str | None
+) -> Slide | None:
+    """A picture with at most two sentences, below and above it or beside it, `tall` pixels high."""
+    picture = drawn(block.html, high, tall)
     if picture is None:
         return None
     shown = f'<div class="picture">{picture.svg}</div>'
@@ -193,9 +216,15 @@ def of_figure(block: Block, high: float, lead: str | None, claim: str | None) ->
     return Slide("", body, "figure", ask=ask)
 
 
-def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> Slide | None:
+def of_table(
+    block: Block, title: str, high: float, lead: str | None, claim: str | None
+) -> Slide | None:
     """A table. Of one that a cell made, the numbers come with the next step."""
-    size = table_size(block.html, high)
+    html, what = block.html, escape(block.title.removeprefix("Table: "))
+    if what != escape(block.title) and "<caption" not in html and what.lower() != title.lower():
+        what = re.sub("`(.*?)`", r"<code>\1</code>", what)
+        html = re.sub("(<table[^>]*>)", lambda m: f"{m[1]}<caption>{what}</caption>", html, count=1)
+    size = table_size(html, high)
     if not size:
         return None
     hides = block.kind == "table"
@@ -212,7 +241,7 @@ def of_table(block: Block, high: float, lead: str | None, claim: str | None) -> 
             made += f"<{tag}{scope}{named}{step}>{text}</{tag}>"
         return f"<tr>{made}</tr>"
 
-    table = ROW.sub(row, block.html)
+    table = ROW.sub(row, html)
     table = re.sub(r"<table[^>]*>", f'<table style="font-size:{size}px">', table)
     table = re.sub(r"<(thead|tbody|colgroup|caption)[^>]*>", r"<\1>", table)
     ask = ""
@@ -264,8 +293,9 @@ def of_checked(block: Block) -> Slide | None:
 
 def of_text(section: Section) -> Slide | None:
     """The first sentences of a section that has nothing else to show."""
-    said = [s for b in section.blocks if b.kind == "prose" for s in fitting(b.html)][:3]
-    if not said:
+    prose = [s for b in section.blocks if b.kind == "prose" for s in sentences(b.html)]
+    said = [*connected(prose)][:3]
+    if len(said) < 2:
         return None
     return Slide("", f"<ul>{''.join(f'<li>{one}</li>' for one in said)}</ul>", "text")
 
@@ -273,9 +303,9 @@ def of_text(section: Section) -> Slide | None:
 # --- A section ------------------------------------------------------------------------------------
 
 
-def pieces(section: Section) -> list[Piece]:
+def pieces(section: Section) -> list[Candidate]:
     """All that could be a slide of the section."""
-    found: list[Piece] = []
+    found: list[Candidate] = []
     used: set[str] = set()
     blocks = section.blocks
     for place, block in enumerate(blocks):
@@ -294,14 +324,15 @@ def pieces(section: Section) -> list[Piece]:
         if asked and len(plain(asked.html)) <= LONG:
             lead = asked.html
         slide, rank = None, 9
-        for said in ((lead, claim), (None, claim), (lead, None), (None, None)):
+        one = [(lead, None), (None, claim)][:: 1 if asked else -1]
+        for said in ((lead, claim), *one, (None, None)):
             high = room(title, kicker, *said)
             if block.kind == "steps":
                 slide, rank = of_steps(block), 0
             elif block.kind == "figure":
-                slide, rank = of_figure(block, high, *said), 1
+                slide, rank = of_figure(block, high, room(title, kicker), *said), 1
             elif block.kind in ("table", "listed"):
-                slide, rank = of_table(block, high, *said), 3
+                slide, rank = of_table(block, title, high, *said), 3
             elif block.kind == "checked":
                 slide, rank = of_checked(block), 4
             elif block.kind == "code":
@@ -315,20 +346,20 @@ def pieces(section: Section) -> list[Piece]:
         slide.ask = asked.html if asked else slide.ask
         slide.title, slide.kicker, slide.anchor = title, kicker, section.anchor
         used |= {one for one in (lead, claim) if one and one in slide.body}
-        found.append(Piece(place, last, rank, slide, "slide" in block.tags))
+        found.append(Candidate(place, last, rank, slide, "slide" in block.tags))
     return found
 
 
-def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece]]]:
+def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Candidate]]]:
     """For each section the pieces that become slides, `most` of them."""
     every = {id(s): sorted(pieces(s), key=lambda p: (not p.forced, p.rank)) for s in sections}
-    taken: dict[int, list[Piece]] = {}
+    taken: dict[int, list[Candidate]] = {}
     for section in sections:
         mine = every[id(section)]
         first = [p for p in mine if p.forced] or mine[:1]
         if not first and (slide := of_text(section)):
             slide.title, slide.anchor = section.title, section.anchor
-            first = [Piece(0, 0, 8, slide)]
+            first = [Candidate(0, 0, 8, slide)]
         taken[id(section)] = first
     # Too many: what says least goes first, and its prose goes into the notes before it.
     order = sorted(
@@ -350,7 +381,7 @@ def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Piece
     return [(s, sorted(taken[id(s)], key=lambda p: p.first)) for s in sections]
 
 
-def annotated(section: Section, mine: list[Piece]) -> list[Slide]:
+def annotated(section: Section, mine: list[Candidate]) -> list[Slide]:
     """The slides of a section with their notes: all of its prose, each piece beside its slide."""
     slides = [piece.slide for piece in mine]
     ends = []  # a slide's notes reach to the end of the paragraph after it
@@ -384,10 +415,11 @@ def _items(block: Block) -> list[str]:
 
 def question(one: Exercise, said: list[str]) -> Slide:
     """An exercise that a hall can answer; the solution comes with the next step."""
-    size = code_size(one.code, 300) if one.code else 0
+    code = re.sub(r"\n[^\n]*\bcheck\b(?:<[^>]*>)*\([^\n]*(?=</pre>|\n\s*</pre>)", "", one.code)
+    size = code_size(code, 300) if code else 0
     answer = f'<div class="fragment"{_LATER}>{one.verdict}'
-    if size and one.code.count("\n") <= 8:
-        pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{min(size, 24)}px">', one.code)
+    if size and code.count("\n") <= 8:
+        pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{min(size, 24)}px">', code)
         answer += f'<div class="highlight">{pre}</div>'
     slide = Slide(
         f"Question: {one.title}", f'<p class="asked">{one.asked}</p>{answer}</div>', "question"
@@ -396,6 +428,20 @@ def question(one: Exercise, said: list[str]) -> Slide:
     slide.notes.append(mistakes(one, said))
     slide.anchor, slide.seconds = "exercises", 180
     return slide
+
+
+def mark(slides: list[Slide], steps: Iterable[tuple[str, Piece]]) -> None:
+    """Note on each slide the paths that come to it.
+
+    steps: names of paths, each with a piece of the lesson that it reads: all of it, or sections.
+    """
+    for way, piece in steps:
+        read = {pace.anchor(title) for _, title in piece.sections}
+        for slide in slides:
+            of = {pace.anchor(plain(slide.title)), pace.anchor(plain(slide.kicker))}
+            here = slide.kind == "title" or slide.exercise in piece.exercises or of & read
+            if (here or not read) and way not in slide.ways:
+                slide.ways.append(way)
 
 
 def mistakes(one: Exercise, said: list[str]) -> str:
@@ -427,6 +473,8 @@ def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
         head[-1].notes.append(note(block) if block is not goals else "")
 
     tail = [question(one, said(one.check)) for one in asked]
+    for slide, one in zip(tail, asked, strict=True):
+        slide.exercise = page.exercises.index(one) + 1
     if page.exercises:
         slide = bullets("Exercises", [one.title for one in page.exercises], "exercises")
         slide.anchor, slide.seconds = "exercises", 60
@@ -462,7 +510,8 @@ def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
         f"<p>{len(slides)} slides; what their notes say takes about {minutes:.0f} minutes, "
         "questions apart. Space: the next step. Esc: all slides. B: a black screen. "
         "With <code>?print-pdf</code> behind its address the deck prints, with "
-        "<code>?print-pdf&amp;notes</code> together with these notes.</p>"
+        "<code>?print-pdf&amp;notes</code> together with these notes; with "
+        "<code>?path=one_day</code> it has the slides of that path alone.</p>"
     ))  # fmt: skip
     return slides
 

@@ -28,8 +28,16 @@ _KEPT = re.compile(r"<svg\b.*?</svg>|<pre\b.*?</pre>", re.DOTALL)
 _STAND_IN = re.compile(r'<x-kept n="(\d+)"></x-kept>')
 # Sentences that speak of where something stands on the page mean nothing on a slide.
 _POINTS = re.compile(
-    r"\b(above|below|th(is|e next|e last|e first) (page|lesson|section|cell|column|row)|here"
-    r"|picture|the (cell|module|core|table)s?|next section|in the table|exercise|opening)\b|^[“\"]",
+    r"\b(above|below|th(is|e next|e last|e first) (page|section|cell|column|row)|here|lesson"
+    r"|picture|the (page|cell|module|core|table)s?|next section|in the table|exercise|opening)\b"
+    r"|^[“\"]",
+    re.I,
+)
+# Nor do those that announce what follows there: "This costs three things."
+_ANNOUNCES = re.compile(
+    r"(?<!all )(?<!the )(?<!these )\b(two|three|four|five|six)( more| other)? (additions|facts"
+    r"|mistakes|problems|questions|reasons|shortcomings|steps|things|ways)\b[^:]*$"
+    r"|\ball (two|three|four|five|six)[.]$|^(and|next|now)\b",
     re.I,
 )
 
@@ -181,7 +189,8 @@ class Page:
         elif one.name in ("ul", "ol"):
             yield Block("list", self._outer(one), sub, _words(one))
         elif one.name in ("p", "div", "blockquote", "dl"):
-            yield Block("prose", self._inner(one), sub, _words(one))
+            html = self._outer(one) if "math" in classes else self._inner(one)
+            yield Block("prose", html, sub, _words(one))
 
     def _cell(self, cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
         """The code of a cell, if it is visible, and each of its outputs."""
@@ -277,10 +286,15 @@ def sentences(html: str) -> list[str]:
 
 
 def fitting(html: str) -> list[str]:
-    """The sentences of a paragraph that a slide takes: short, and of no other place."""
-    short = [one for one in sentences(html) if 20 < len(plain(one)) <= LONG]
-    short = [one for one in short if plain(one)[-1] in ".!?)"]
-    return [one for one in short if not _POINTS.search(plain(one))]
+    """The sentences of a paragraph that a slide takes."""
+    return [one for one in sentences(html) if fits(one)]
+
+
+def fits(one: str) -> bool:
+    """Whether a slide takes a sentence: whole, short, and understood without its place."""
+    text = plain(one)
+    whole = 20 < len(text) <= LONG and text[-1] in ".!?)" and not one[0].islower()
+    return whole and not _POINTS.search(text) and not _ANNOUNCES.search(text)
 
 
 # --- What a hall can read -------------------------------------------------------------------------
@@ -315,7 +329,7 @@ def table_size(html: str, most: float) -> int:
     if len(rows) < 2 or len({len(row) for row in rows}) != 1:
         return 0
     columns = list(zip(*rows, strict=True))
-    whole = [max(map(_wide, column[1:])) for column in columns]
+    whole = [max(map(_wide, column)) for column in columns]
     word = [
         max((_wide(w) for cell in column for w in cell.split()), default=1) for column in columns
     ]
@@ -327,6 +341,8 @@ def table_size(html: str, most: float) -> int:
         wants = [max(0, w - least) for w, least in zip(whole, word, strict=True)]
         share = min(1.0, free / sum(wants)) if sum(wants) else 1.0
         widths = [least + share * want for least, want in zip(word, wants, strict=True)]
+        spread = max(1.0, across / sum(widths))  # a table is as wide as the slide
+        widths = [spread * width for width in widths]
         high = 0.0
         for row in rows:
             folds = [_wide(cell) / max(1.0, w * 0.97) for cell, w in zip(row, widths, strict=True)]
@@ -346,8 +362,11 @@ class Drawn:
     text: float  # pixels of its smallest text
 
 
-def drawn(html: str, most: float) -> Drawn | None:
-    """A picture where it is larger, beside its sentences or in `most` pixels; None if too small."""
+def drawn(html: str, most: float, tall: float = 560) -> Drawn | None:
+    """A picture where it is larger: `most` pixels high, or `tall` ones beside its sentences.
+
+    None if it is too small in both.
+    """
     found = re.search(r"<svg\b[^>]*>", html)
     if not found:
         return None
@@ -355,7 +374,7 @@ def drawn(html: str, most: float) -> Drawn | None:
     if not box:
         return None
     wide, high = float(box[1]), float(box[2])
-    below, beside = min(ROOM / wide, most / high), min(760 / wide, 560 / high)
+    below, beside = min(ROOM / wide, most / high), min(760 / wide, tall / high)
     svg = html[found.start() : html.index("</svg>") + len("</svg>")]
     least = min([float(size) for size in FONT.findall(svg)] or [LEAST])
     opening = re.sub(r'\s(?:style|class|width|height)="[^"]*"', "", found[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from lesson_page import SLIDES
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-from shardlab import check
+from shardlab import check, show
+from shardlab.record import index, paths
 
 REVEAL = "_static/reveal"
 _FILES = ("dist/reset.css", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js", "LICENSE")
@@ -41,8 +43,11 @@ def said(exercise: str) -> list[str]:
     return check.mistakes(exercise) if exercise in check.names() else []
 
 
-def write(site: Path, topics: list[str], again: bool = False) -> dict[str, list[deck.Slide]]:
+def write(
+    site: Path, topics: list[str], ways: Iterable[paths.Way], again: bool = False
+) -> dict[str, list[deck.Slide]]:
     """Write the decks of `topics` whose page changed, or all; the slides of those written."""
+    planned = (show.ROOT / paths.PATHS).stat().st_mtime_ns
     folder = site / SLIDES
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.html"):
@@ -52,9 +57,12 @@ def write(site: Path, topics: list[str], again: bool = False) -> dict[str, list[
     written = {}
     for topic in topics:
         page, path = site / f"lessons/{topic}.html", folder / f"{topic}.html"
-        if not again and path.exists() and path.stat().st_mtime_ns > page.stat().st_mtime_ns:
+        changed = max(planned, page.stat().st_mtime_ns)
+        if not again and path.exists() and path.stat().st_mtime_ns > changed:
             continue
         written[topic] = deck.deck(Page(page.read_text("utf-8")), said)
+        steps = [(way.path, piece) for way in ways for _, piece in way.pieces]
+        deck.mark(written[topic], [step for step in steps if step[1].page == topic])
         path.write_text(deck.document(written[topic], f"../lessons/{topic}.html", "../"), "utf-8")
     return written
 
@@ -64,7 +72,7 @@ def make(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     topics = [name.removeprefix("lessons/") for name in app.env.lesson_outputs]
-    written = write(Path(app.outdir), topics)
+    written = write(Path(app.outdir), topics, app.ways.values())
     logger.info("slides: %d decks", len(written))
 
 
@@ -76,6 +84,8 @@ def setup(app: Sphinx) -> None:
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     lessons = sorted(path.stem for path in (place / "lessons").glob("*.html"))
-    for topic, slides in write(place, lessons, again=True).items():
+    course = index.read(show.ROOT)
+    ways = index.ways(course, show.ROOT, index.pages(course, show.ROOT)).values()
+    for topic, slides in write(place, lessons, ways, again=True).items():
         minutes = sum(slide.seconds for slide in slides) / 60
         print(f"{place / SLIDES / topic}.html: {len(slides)} slides, {minutes:.0f} minutes")

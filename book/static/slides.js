@@ -10,6 +10,11 @@ const colour = () => {
 };
 colour();
 dark.addEventListener("change", colour);
+// A deck of a path has the slides of the sections that the path reads.
+const on = `section[data-paths~="${CSS.escape(asked.get("path") ?? "")}"]`;
+if (document.querySelector(on)) {
+  for (const one of document.querySelectorAll(`.slides section:not(${on})`)) one.remove();
+}
 const start = () => Reveal.initialize({
   width: 1280,
   height: 720,

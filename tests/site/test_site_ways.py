@@ -51,6 +51,6 @@ def test_a_lesson_says_what_it_assumes_and_where_one_goes_from_it(visit):
     wait.get_by_role("link").click()
     assert page.locator("section:target").count() == 1
     onward = page.locator("nav.lesson-next")
-    assert "On One day, Afternoon: Tensor parallelism" in onward.inner_text()
+    assert "On One day, 13:15 to 14:45: Tensor parallelism" in onward.inner_text()
     onward.get_by_role("link", name="Tensor parallelism").first.click()
     page.wait_for_url("**/lessons/tensor_parallel.html*")

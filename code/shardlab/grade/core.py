@@ -205,7 +205,8 @@ def unfit(part: Part, file: Path) -> str:
     try:
         (missing,) = _run(_missing, 1, file, part.defines, timeout=PATIENCE)
     except ranks.RankError as error:
-        return f"{file.name} cannot be imported: {error}"
+        said = told(str(error)).removeprefix("rank 0 of 1 ")
+        return f"{file.name} cannot be imported: it {said}"
     return f"{file.name} does not define {' and '.join(missing)}" if missing else ""
 
 
@@ -229,7 +230,9 @@ def told(error: str) -> str:
 
     One of these stays where there is no other: it says what was done with a result.
     """
-    ours = re.compile(r"  at (grade/.*, in (_on_rank|work|_loss|<listcomp>)|count/traffic.py, .*):")
+    ours = re.compile(
+        r"  at (grade/.*, in (_missing|loaded|_on_rank|work|_loss|<listcomp>):|count/traffic.py, )"
+    )
     found: dict[tuple[str, ...], list[str]] = {}
     for block in re.split(r"\n(?=\S)", error):
         first, *places = block.splitlines()
@@ -324,9 +327,8 @@ def _gap(got: Any, want: Tensor | None, tolerance: float) -> str:
     if (whole := (want * want).sum().item()) > 0:
         factor = (got * want).sum().item() / whole
         if (got - factor * want).abs().max().item() <= 1e-3 * scale:
-            times = f"{factor:.3g}"
-            text += ": it is 0" if abs(factor) < 1e-3 else f": it is {times} times as large"
-            text = text.removesuffix(": it is 1 times as large")
+            size = f"{factor:.3g} times as large" if abs(factor) >= 1e-3 else "0"
+            text += f": it is {size}" * (f"{factor:.3g}" != "1")
     return text
 
 

@@ -228,17 +228,16 @@ def judge(part: Part, file: Path, case: Case) -> Result:
 def told(error: str) -> str:
     """What ranks raised, once where they raised the same, without the grader's own lines.
 
-    One of these stays where there is no other: it says what was done with a result.
+    One that calls their code stays where there is no other: it says what was done with a result.
     """
-    ours = re.compile(
-        r"  at (grade/.*, in (_missing|loaded|_on_rank|work|_loss|<listcomp>):|count/traffic.py, )"
-    )
+    calls = re.compile(r"  at grade/.*, in (_on_rank|work|_loss|<listcomp>):")
+    others = re.compile(r"  at (grade/.*, in (_missing|loaded):|count/traffic.py, )")
     found: dict[tuple[str, ...], list[str]] = {}
     for block in re.split(r"\n(?=\S)", error):
         first, *places = block.splitlines()
-        kept = [line for line in places if not ours.match(line)]
-        if places and not any(line.startswith("  at ") for line in kept):
-            kept += [line for line in places if line.startswith("  at grade/")][-1:]
+        kept = [line for line in places if not (calls.match(line) or others.match(line))]
+        if not any(line.startswith("  at ") for line in kept):
+            kept += [line for line in places if calls.match(line)][-1:]
         rank, of, what = first.partition(" of ")
         one = re.fullmatch(r"rank (\d+)", rank) if "raised" in what else None
         found.setdefault((of + what if one else first, *kept), []).append(one[1] if one else "")

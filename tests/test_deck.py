@@ -60,7 +60,8 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
     assert short.body.index("x4 = 4") < short.body.index("right 42")
     assert 'class="out fragment"' in short.body
     (_, told) = slides(f"<h2>Code</h2><p>A sentence that says enough here, or there.</p>"
-                       "<p>It leans on that sentence, and stays with it.</p><p>Why is that?</p>"
+                       "<p>It leans on that sentence, and stays with it.</p>"
+                       "<p>Why is that? It is so, and no other way.</p>"
                        "<p>A rank keeps its own share alone. It sends the rest to others.</p>"
                        f"<p>This costs three things.</p>{cell(30)}")  # fmt: skip
     assert told.kind == "text" and told.body.count("<li>") == 2
@@ -71,7 +72,11 @@ def test_code_comes_before_what_it_printed_and_long_code_stays_on_the_page():
 @pytest.mark.parametrize(
     ("after", "claim"),
     [
-        ("<p>Why are they of one size? Each rank holds a quarter.</p>", "Each rank holds"),
+        ("<p>Why are they of one size? Each rank holds a quarter.</p>", ""),
+        (
+            "<p>Why are they of one size? It is so. Each rank holds one of them.</p>",
+            "Each rank holds",
+        ),
         ("<p>This costs three things. The copy takes host memory.</p>", "The copy takes"),
         ("<p>It is the least of all of them.</p>", "It is the least"),
         ("<p>What is that, for one rank? It is the least of all of them.</p>", ""),

@@ -164,14 +164,15 @@ def around(section: Section, first: int, last: int, used: set[str]) -> tuple[str
 
 
 def connected(said: list[str], leans: bool = False) -> Iterator[str]:
-    """The sentences that a slide takes, and that lean on none that it does not take.
+    """The sentences that a slide takes, and that lean on none that it does not take: no answers.
 
     leans: whether the first may lean, on what stands before it.
     """
+    asked = False
     for one in said:
-        leans = fits(one) and not plain(one).endswith("?") and (
-            leans or not _LEANS.match(plain(one))
-        )  # fmt: skip
+        follows = asked or (not leans and _LEANS.match(plain(one)))
+        asked = plain(one).endswith("?")
+        leans = fits(one) and not asked and not follows
         if leans:
             yield one
 
@@ -256,17 +257,18 @@ def of_code(
     block: Block, printed: Block | None, high: float, lead: str | None, claim: str | None
 ) -> Slide | None:
     """Code, and with the next step what it printed."""
+    html = re.sub(r"\n{3,}", "\n\n", block.html)  # one blank line is enough
     out = (printed.out if printed else block.out).strip("\n")
-    size = code_size(block.html, high, out) if out else 0
+    size = code_size(html, high, out) if out else 0
     shows = bool(size)
-    size = size or code_size(block.html, high)
+    size = size or code_size(html, high)
     if not size:
         return None
-    pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{size}px">', block.html)
+    pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{size}px">', html)
     result = ""
     if shows:
         result = f'<pre class="out fragment"{_LATER} style="font-size:{size}px">{out}</pre>'
-    code = plain(block.html)
+    code = plain(html)
     line = next((row.strip() for row in code.splitlines() if _SENDS.search(row)), "")
     if line and not line.startswith(("def ", "class ", "import ", "from ")):
         ask = f"what does each rank have before and after <code>{escape(line)}</code>?"

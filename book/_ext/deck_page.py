@@ -37,7 +37,7 @@ _POINTS = re.compile(
 _ANNOUNCES = re.compile(
     r"(?<!all )(?<!the )(?<!these )\b(two|three|four|five|six)( more| other)? (additions|facts"
     r"|mistakes|problems|questions|reasons|shortcomings|steps|things|ways)\b[^:]*$"
-    r"|\ball (two|three|four|five|six)[.]$|^(and|next|now)\b",
+    r"|\ball (two|three|four|five|six)[.]$|^(and|let there be|next|now)\b",
     re.I,
 )
 

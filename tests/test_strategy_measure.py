@@ -31,6 +31,8 @@ from shardlab.strategy.rates import known, read
         ("NVIDIA A100 80GB PCIe", "a100"),
         ("AMD Instinct MI300X", "mi300x"),
         ("H100 96GB HBM2e, 500 W", "h100-96"),
+        ("NVIDIA GH200 480GB", "gh200"),  # the memory of its CPU
+        ("NVIDIA GH200 144G HBM3e", None),
         ("h100-80", "h100"),
         ("a100-40gb", "a100-40"),
         ("h100 80 GB", "h100"),

@@ -74,6 +74,12 @@ MACHINES: dict[str, Machine] = {
     # sparsity, dense products reach half of it.
     "h100": _H100,
     "h200": replace(_H100, name="H200", memory=141e9, bandwidth=4800e9),
+    # Four GH200 in a node (data sheet; user guides of Alps and JUPITER): the same GPU with 96 GB of
+    # HBM3, NVLink of 900 GB/s to the three others and as much to its own CPU, for each a card of
+    # 200 Gbit/s.
+    "gh200": replace(
+        _H100, name="GH200", memory=96e9, per_node=4, between=25e9, bandwidth=4000e9, host=450e9
+    ),
     # The same with 96 GB of HBM2e, held to 500 W: torchtitan's benchmarks/llama3_h100_202412.
     "h100-96": replace(_H100, name="H100 96 GB", memory=96e9, bandwidth=2400e9),
     # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
@@ -93,6 +99,7 @@ MACHINES: dict[str, Machine] = {
     ),
 }
 
+_OF_ITS_CPU = {("gh200", "120"), ("gh200", "480")}  # GB that drivers print behind a GPU's name
 # What drivers and shops add to a GPU's name, which changes nothing in the table.
 _ADDED = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|oam|hbm\d?e?|nvl\d+|\d+-?w")
 
@@ -107,6 +114,7 @@ def named(name: str, memory: float | None = None) -> Machine | None:
     words = [w for w in re.split(r"[^a-z0-9_]+", plain) if w and not _ADDED.fullmatch(w)]
     words = [re.sub(r"(?<=\d)(gb|gib|g)$", "", word).replace("_", "-") for word in words]
     family, *sizes = words or [""]
+    sizes = [size for size in sizes if (family, size) not in _OF_ITS_CPU]
     if family not in MACHINES or len(sizes) > 1 or not all(size.isdigit() for size in sizes):
         return None
     size = float(sizes[0]) if sizes else memory

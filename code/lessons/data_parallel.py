@@ -147,7 +147,7 @@ assert apart > 1e-3  # a step of AdamW: about the learning rate
 #
 # This is what is missing, in three lines.
 
-# %%
+# %% tags=["slide"]
 def average(model):
     for parameter in model.parameters():
         parameter.grad /= dist.get_world_size()

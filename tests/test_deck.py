@@ -12,6 +12,7 @@ from shardlab.record import paths
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck
 import deck_page
+from slides import document, mark
 
 CELL = (
     '<div class="cell {tags}"><div class="cell_input"><pre>{code}</pre></div>'
@@ -128,16 +129,16 @@ def test_a_deck_has_at_most_so_many_slides_and_its_notes_all_of_the_prose():
     notes = "".join(one for slide in made for one in slide.notes)
     assert all(f"said {n} times" in notes for n in range(40))
     assert "It begins with one thing." in notes
-    html = deck.document(made, "../lessons/a.html", "../")
+    html = document(made, "../lessons/a.html", "../")
     assert html.count("<section") == len(made) and html.count('class="notes"') == len(made)
 
 
 def test_a_slide_knows_the_paths_that_come_to_it():
     made = slides(f"<h2>Bytes</h2>{TABLE}", f"<h2>A <code>sum</code>, whole</h2>{TABLE}")
     some = paths.Piece("a", "A", [("a-sum-whole", "A `sum`, whole")], [], 1, 0)
-    deck.mark(made, [("all", paths.Piece("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
+    mark(made, [("all", paths.Piece("a", "A", [], [], 1, 0)), ("some", some), ("some", some)])
     assert [slide.ways for slide in made] == [["all", "some"], ["all"], ["all", "some"]]
-    assert 'data-paths="all some"' in deck.document(made, "a.html", "../")
+    assert 'data-paths="all some"' in document(made, "a.html", "../")
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ from deck_page import (
 )
 from markup import CELL, ROW, plain
 
-from shardlab.record import pace
-from shardlab.record.paths import Piece
-
 LEAST, MOST = 12, 25  # slides
 EACH = 3  # of a section, but where a deck has fewer than LEAST
 QUESTIONS = 2  # exercises that a hall answers
@@ -432,20 +429,6 @@ def question(one: Exercise, said: list[str]) -> Slide:
     return slide
 
 
-def mark(slides: list[Slide], steps: Iterable[tuple[str, Piece]]) -> None:
-    """Note on each slide the paths that come to it.
-
-    steps: names of paths, each with a piece of the lesson that it reads: all of it, or sections.
-    """
-    for way, piece in steps:
-        read = {pace.anchor(title) for _, title in piece.sections}
-        for slide in slides:
-            of = {pace.anchor(plain(slide.title)), pace.anchor(plain(slide.kicker))}
-            here = slide.kind == "title" or slide.exercise in piece.exercises or of & read
-            if (here or not read) and way not in slide.ways:
-                slide.ways.append(way)
-
-
 def mistakes(one: Exercise, said: list[str]) -> str:
     """The mistakes that people make in an exercise, as its check knows them."""
     if not said:
@@ -516,39 +499,3 @@ def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
         "<code>?path=one_day</code> it has the slides of that path alone.</p>"
     ))  # fmt: skip
     return slides
-
-
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}: slides</title>
-<meta name="description" content="Slides of the lesson {title}, with notes for lecturers.">
-{head}
-</head>
-<body>
-<main class="reveal"><div class="slides">
-{slides}
-</div></main>
-{scripts}
-</body>
-</html>
-"""
-
-
-def document(slides: list[Slide], lesson: str, up: str) -> str:
-    """The deck as a page. lesson: the address of the lesson's page; up: that of the site."""
-    styles = ["reveal/reset.css", "reveal/reveal.css", "pygments.css", "slides.css"]
-    scripts = ["reveal/reveal.js", "reveal/notes.js", "slides.js"]
-    body = "\n".join(slide.html(lesson) for slide in slides)
-    if "\\(" in body or "\\[" in body:
-        scripts.insert(0, "mathjax/tex-chtml.js")
-    links = [f'<link rel="stylesheet" href="{up}_static/{name}">' for name in styles]
-    return PAGE.format(
-        title=escape(plain(slides[0].title)),
-        head="\n".join([f'<link rel="icon" href="{up}_static/favicon.svg">', *links]),
-        slides=body,
-        scripts="\n".join(f'<script defer src="{up}_static/{name}"></script>' for name in scripts),
-    )

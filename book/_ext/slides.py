@@ -11,20 +11,41 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable
+from html import escape
 from importlib import metadata
 from pathlib import Path
 
 import deck
 from deck_page import Page
 from lesson_page import SLIDES
+from markup import plain
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
 from shardlab import check, show
-from shardlab.record import index, paths
+from shardlab.record import index, pace, paths
 
 REVEAL = "_static/reveal"
 _FILES = ("dist/reset.css", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js", "LICENSE")
+
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}: slides</title>
+<meta name="description" content="Slides of the lesson {title}, with notes for lecturers.">
+{head}
+</head>
+<body>
+<main class="reveal"><div class="slides">
+{slides}
+</div></main>
+{scripts}
+</body>
+</html>
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +62,36 @@ def reveal(site: Path) -> None:
 def said(exercise: str) -> list[str]:
     """What the check of an exercise says of the mistakes that it knows."""
     return check.mistakes(exercise) if exercise in check.names() else []
+
+
+def mark(slides: list[deck.Slide], steps: Iterable[tuple[str, paths.Piece]]) -> None:
+    """Note on each slide the paths that come to it.
+
+    steps: names of paths, each with a piece of the lesson that it reads: all of it, or sections.
+    """
+    for way, piece in steps:
+        read = {pace.anchor(title) for _, title in piece.sections}
+        for slide in slides:
+            of = {pace.anchor(plain(slide.title)), pace.anchor(plain(slide.kicker))}
+            here = slide.kind == "title" or slide.exercise in piece.exercises or of & read
+            if (here or not read) and way not in slide.ways:
+                slide.ways.append(way)
+
+
+def document(slides: list[deck.Slide], lesson: str, up: str) -> str:
+    """The deck as a page. lesson: the address of the lesson's page; up: that of the site."""
+    styles = ["reveal/reset.css", "reveal/reveal.css", "pygments.css", "slides.css"]
+    scripts = ["reveal/reveal.js", "reveal/notes.js", "slides.js"]
+    body = "\n".join(slide.html(lesson) for slide in slides)
+    if "\\(" in body or "\\[" in body:
+        scripts.insert(0, "mathjax/tex-chtml.js")
+    links = [f'<link rel="stylesheet" href="{up}_static/{name}">' for name in styles]
+    return PAGE.format(
+        title=escape(plain(slides[0].title)),
+        head="\n".join([f'<link rel="icon" href="{up}_static/favicon.svg">', *links]),
+        slides=body,
+        scripts="\n".join(f'<script defer src="{up}_static/{name}"></script>' for name in scripts),
+    )
 
 
 def write(
@@ -62,8 +113,8 @@ def write(
             continue
         written[topic] = deck.deck(Page(page.read_text("utf-8")), said)
         steps = [(way.path, piece) for way in ways for _, piece in way.pieces]
-        deck.mark(written[topic], [step for step in steps if step[1].page == topic])
-        path.write_text(deck.document(written[topic], f"../lessons/{topic}.html", "../"), "utf-8")
+        mark(written[topic], [step for step in steps if step[1].page == topic])
+        path.write_text(document(written[topic], f"../lessons/{topic}.html", "../"), "utf-8")
     return written
 
 

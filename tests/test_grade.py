@@ -155,6 +155,7 @@ ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0])
         ([2 * ONE, 2 * TWO], [ONE, TWO], "x differs by 2: it is 2 times as large on all ranks"),
         ([2 * ONE, 3 * TWO], [ONE, TWO], "x differs by 2 on all ranks"),
         ([1.0003 * ONE] * 2, [ONE, ONE], "x differs by 0.0006 on all ranks"),
+        ([1.0001 * ONE] * 2, [ONE, ONE], "x differs by 0.0002 on all ranks"),
         ([0 * ONE] * 2, [ONE, ONE], "x differs by 2: it is 0 on all ranks"),
         ([TWO, TWO], [None, None], "x should be None, and is a tensor on all ranks"),
     ],
@@ -186,7 +187,7 @@ def test_what_cannot_be_imported_is_said_once(tmp_path):
     file.write_text("import tochr\n", "utf-8")
     grade = core.grade(part, file, 0)
     assert grade.passed == 0 and "No module named 'tochr'" in grade.results[0].message
-    assert len(list(report.lines(grade))) < 10
+    assert len(list(report.lines(grade))) < 9
 
 
 @pytest.mark.parametrize(
@@ -204,15 +205,6 @@ def test_of_a_file_its_own_lines_are_said(text, said, tmp_path):
     found = core.unfit(PARTS["data_parallel"], file)
     assert (said in found) if said else not found
     assert "core.py" not in found and "rank" not in found
-
-
-def test_a_factor_is_said_where_it_is_one():
-    want = {"a": torch.tensor([1.0, 2.0])}
-    case = PARTS["data_parallel"].cases(0)[0]
-    assert "it is 2 times as large" in core.differs([{"a": 2 * want["a"]}], [want], case)
-    assert "it is 0 on" in core.differs([{"a": 0 * want["a"]}], [want], case)
-    near = core.differs([{"a": 1.0001 * want["a"]}], [want], case)
-    assert "differs by" in near and "times" not in near
 
 
 def test_the_page_s_table_has_a_row_for_each_person(tmp_path):

@@ -155,10 +155,11 @@ def _id(section: pace.Section) -> str:
     return nodes.make_id(section.title)
 
 
-def waits(page: paths.Page) -> dict[str, str]:
+def waits(app: Sphinx, docname: str) -> dict[str, str]:
     """What is said under the heading of each section that can wait, by the section's id."""
     lines = {}
-    for address in page.later:
+    page = app.lesson_pages.get(docname.removeprefix("lessons/"))
+    for address in page.later if page else ():
         where = ""
         if to := page.onward(address):
             title = escape(to.title.replace("`", ""))
@@ -198,9 +199,10 @@ def find_moved(
 ) -> list[str]:
     """The pages around which something else stands than in the last build."""
     docnames = env.found_docs
-    now = {docname: assumes(app, docname) + leads_to(app, docname) for docname in docnames}
-    for name, page in app.lesson_pages.items():
-        now[f"lessons/{name}"] = now.get(f"lessons/{name}", "") + "".join(waits(page).values())
+    now = {
+        name: "".join([assumes(app, name), *waits(app, name).values(), leads_to(app, name)])
+        for name in docnames
+    }
     before, env.around_pages = getattr(env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
@@ -215,8 +217,7 @@ def add_ways(
         return
     head, title_end, rest = context["body"].partition("</h1>")
     rest += leads_to(app, pagename)
-    page = app.lesson_pages.get(pagename.removeprefix("lessons/"))
-    for section, line in (waits(page) if page else {}).items():
+    for section, line in waits(app, pagename).items():
         heading = re.search(rf'<section id="{section}">.*?</h[23]>', rest, re.DOTALL)
         assert heading, f"{pagename}: no section {section}"
         rest = rest[: heading.end()] + line + rest[heading.end() :]

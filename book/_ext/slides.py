@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -95,7 +95,7 @@ def document(slides: list[deck.Slide], lesson: str, up: str) -> str:
 
 
 def write(
-    site: Path, topics: list[str], ways: Iterable[paths.Way], again: bool = False
+    site: Path, topics: list[str], ways: Collection[paths.Way], again: bool = False
 ) -> dict[str, list[deck.Slide]]:
     """Write the decks of `topics` whose page changed, or all; the slides of those written."""
     planned = (show.ROOT / paths.PATHS).stat().st_mtime_ns
@@ -112,8 +112,8 @@ def write(
         if not again and path.exists() and path.stat().st_mtime_ns > changed:
             continue
         written[topic] = deck.deck(Page(page.read_text("utf-8")), said)
-        steps = [(way.path, piece) for way in ways for _, piece in way.pieces]
-        mark(written[topic], [step for step in steps if step[1].page == topic])
+        steps = ((way.path, piece) for way in ways for _, piece in way.pieces)
+        mark(written[topic], (step for step in steps if step[1].page == topic))
         path.write_text(document(written[topic], f"../lessons/{topic}.html", "../"), "utf-8")
     return written
 

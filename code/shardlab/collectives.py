@@ -173,7 +173,7 @@ def barrier(group: Group) -> None:
     rounds later it has heard of everyone (Hensgen, Finkel, Manber, IJPP 17 (1988)).
     """
     rank, size = _enter(group)
-    device = ranks.device() if dist.get_backend(group) in gpu.CARRIERS.values() else "cpu"
+    device = ranks.device() if gpu.carries(dist.get_backend(group)) else "cpu"
     here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for reach in _powers(size):
         ranks.exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group).wait()

@@ -24,6 +24,11 @@ def module() -> ModuleType:
     return torch.get_device_module(kind())
 
 
+def carries(backend: str) -> bool:
+    """Whether a backend moves GPUs' tensors alone, as nccl does."""
+    return backend in CARRIERS.values()
+
+
 def is_on(device: torch.device) -> bool:
     """Whether a device is a GPU."""
     return device.type in CARRIERS

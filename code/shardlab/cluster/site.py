@@ -29,7 +29,7 @@ RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
 # Options of sbatch with a key of their own, and those that every batch file says for itself.
 _KEYS = "account", "partition", "reservation", "qos", "constraint"
 _OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
-        "gres", "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
+        "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
 # What follows a command's name, up to its program: options, on one line or on several.
 _OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
 _HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
@@ -57,9 +57,8 @@ def _options(value: object) -> str:
     if words := _listed(_OPTION)(value):
         return words
     names = [str(one)[2:].partition("=")[0] for one in value]  # type: ignore[attr-defined]
-    said = {name: f"that is the key {name}" for name in _KEYS}
+    said = {name: f"that is the key {name}" for name in (*_KEYS, "gres")}
     said |= {name: f"each batch file says its own --{name}" for name in _OWN}
-    said["gres"] = "that is the key gres"
     return next((said[name] for name in names if name in said), "")
 
 
@@ -230,7 +229,9 @@ class Site:
         if self.environment:  # of the image's Python: it is there inside alone
             venv = f'bash -c \'source "{_home(self.environment)}/bin/activate"; exec "$@"\' venv'
         program, *flags = self.runtime.split()
+        need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
         if self.runtime == "pyxis":
+            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
             mounts = ",".join(f"{folder}:{folder}" for folder in folders)
             more = f'--container-image="{image}" --container-mounts="{mounts}"'
             text = re.sub(r"(?m)^srun ", f'srun {more} \\\n  --container-workdir="$PWD" ', text)
@@ -244,9 +245,6 @@ class Site:
         if how := " \\\n  ".join(filter(None, [how, venv])):
             text = re.sub(rf"(?m)^(srun{_OPTIONS})((?: |\s*\\\n\s*))(?=[^-\s\\])",
                           lambda m: f"{m[1]} \\\n  {how} \\\n  ", text)  # fmt: skip
-        need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
-        if self.runtime == "pyxis":
-            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
         return re.sub(r"(?m)^command -v (?:torchrun|python) .*$", lambda m: need, text)
 
 

@@ -65,9 +65,7 @@ def _clock() -> float:
 
 def _wire_device(group: Group) -> torch.device:
     """Where a tensor has to be for `group` to carry it: nccl knows GPUs alone."""
-    return (
-        ranks.device() if dist.get_backend(group) in gpu.CARRIERS.values() else torch.device("cpu")
-    )
+    return ranks.device() if gpu.carries(dist.get_backend(group)) else torch.device("cpu")
 
 
 def measure(

@@ -121,8 +121,8 @@ class Watch:
 
     seed: of noise; every output, gradient and first weight is then moved by one unit in the last
     place, and some of what an optimizer casts to fewer bits, to see what rounding does to all
-    others. begins: how many steps were taken before this
-    program, which resumes. every: weights are told before each step, not before the first alone.
+    others. begins: how many steps were taken before this program, which resumes. every: weights
+    are told before each step, not before the first alone.
     """
 
     def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):

@@ -105,7 +105,7 @@ def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
     All ranks of `group` call it together.
     """
-    if p2p.carrier(device, group) not in gpu.CARRIERS.values():
+    if not gpu.carries(p2p.carrier(device, group)):
         return group
     if group not in _ways_back:
         members = dist.get_process_group_ranks(group)

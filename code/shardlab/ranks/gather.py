@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab import gpu
+
 from .p2p import carrier, irecv, isend
 from .renamed import all_gather_single, reduce_scatter_single
 
@@ -88,7 +90,7 @@ def reduce_scatter(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     equal = rows is None or len(set(rows)) == 1
     m = len(x) // size if rows is None else rows[rank]
-    if carrier(x.device, group) == "nccl" and equal:
+    if gpu.carries(carrier(x.device, group)) and equal:
         total = x.new_empty((m, *x.shape[1:]))
         work = reduce_scatter_single(total, x, group=group, async_op=True)
         return lambda: (work.wait(), total)[1]

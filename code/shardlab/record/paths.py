@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from . import pace
@@ -116,17 +115,20 @@ class Page:
         """Minutes to read it, as the site says them."""
         return fives(self.read)
 
+    @cached_property
+    def waiting(self) -> list[pace.Section]:
+        """The sections that can wait, and those below them."""
+        return [section for name in self.later for section in self.of(name)]
+
     @property
     def first(self) -> float:
         """Minutes of a first reading, without what can wait."""
-        waits = sum(section.minutes for name in self.later for section in self.of(name))
-        return sum(section.minutes for section in self.sections) - waits
+        return sum(section.minutes for section in self.sections if section not in self.waiting)
 
     def onward(self, name: str) -> pace.Section | None:
         """The first section after that one that cannot wait."""
-        waiting = [section for other in self.later for section in self.of(other)]
         after = self.sections[self.sections.index(self.of(name)[0]) :]
-        return next((section for section in after if section not in waiting), None)
+        return next((section for section in after if section not in self.waiting), None)
 
     def of(self, name: str) -> list[pace.Section]:
         """The section of that address, and those below it; [] when there is none."""
@@ -148,14 +150,12 @@ def fives(minutes: float) -> int:
     return 5 * max(1, round(minutes / 5))
 
 
-def page(
-    name: str, root: Path, minutes: int = 0, later: Mapping[str, str] = MappingProxyType({})
-) -> Page:
+def page(name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | None = None) -> Page:
     """A page by its name, "zero" or "book/setup"; `minutes` are those of all its exercises.
 
     later: the addresses of the sections that can wait, and what each of them is.
     """
-    return Page(source(name, root).read_text("utf-8"), root, minutes, later)
+    return Page(source(name, root).read_text("utf-8"), root, minutes, later or {})
 
 
 def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:

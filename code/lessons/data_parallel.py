@@ -254,7 +254,7 @@ show.source(Bucket.place, Bucket.launch)
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
 # In step 3 a hook on each parameter puts its gradient into its bucket, and a full bucket is sent at once.
-# `_arrived` is this hook, and its loop sends the buckets that are full. Autograd calls `_finish` when backward is over, because [Backward](../code/shardlab/buckets.py) has asked for it.
+# `_arrived` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finish` when backward is over, through a small class, [Backward](../code/shardlab/buckets.py).
 
 # %%
 show.source(DataParallel._arrived, DataParallel._finish)

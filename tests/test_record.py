@@ -204,6 +204,16 @@ def test_gpu_is_named_only_when_it_was_used(monkeypatch, initialized, where):
         assert "Imaginary" not in found["name"]
 
 
+@pytest.mark.parametrize("label", ["", "+cpu", "+cu130"])
+def test_versions_are_the_same_with_torch_imported_and_without(monkeypatch, label):
+    """PyPI's torch for Linux has a label in its module that its distribution lacks."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    without = facts.versions()
+    public, _, _ = without["torch"].partition("+")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=public + label))
+    assert facts.versions() == without
+
+
 @pytest.mark.parametrize(
     ("cell", "words"),
     [

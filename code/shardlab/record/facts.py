@@ -6,7 +6,6 @@ recording names a GPU only when its own process used one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.metadata
 import json
@@ -52,13 +51,18 @@ def driver() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, and of torch, DeepSpeed and the course where they are installed."""
+    """Return the installed versions of Python, torch, DeepSpeed and the course.
+
+    torch's own `__version__` may have a label that its distribution lacks (2.13.0+cu130 and
+    2.13.0), and not every page imports torch: a module is asked only where none is installed.
+    """
     found = {"python": platform.python_version()}
     for name in ("torch", "deepspeed", "shardlab"):
-        # The module that runs knows best; but not every lesson loads every one.
-        stated = getattr(sys.modules.get(name), "__version__", "")
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = str(stated or importlib.metadata.version(name))
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if version := getattr(sys.modules.get(name), "__version__", ""):
+                found[name] = str(version)
     return found
 
 

@@ -668,6 +668,17 @@ def test_many_starts_in_a_row():
         assert run(lambda: dist.get_rank(), 4) == [0, 1, 2, 3]  # without a single collective
 
 
+@pytest.mark.parametrize(("given", "slowdown"), [(None, 20.0), (None, 1.0), (0.5, 20.0)])
+def test_only_the_default_limit_grows_on_a_slow_machine(given, slowdown, monkeypatch):
+    monkeypatch.setattr("shardlab.ranks.worker.TIMEOUT", 0.5)
+    monkeypatch.setattr("shardlab.ranks.slowdown", lambda: slowdown)
+    if given is None and slowdown > 1:
+        assert run(lambda: time.sleep(1.5), 2, timeout=given) == [None, None]
+        return
+    with pytest.raises(RankError, match=r"within 0\.5 s"):
+        run(lambda: time.sleep(60), 2, timeout=given)
+
+
 # Bad input, before any process starts.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -233,6 +235,36 @@ def test_failing_cell_is_named(book, cell, words, leaves_nothing):
     with pytest.raises(record.LessonError) as caught:
         record.execute("small", book.root)
     assert str(caught.value).startswith(f"lessons/small.md, code cell 2 of 2: {words}")
+
+
+def test_a_kernel_that_dies_at_its_start_and_a_full_disk_name_the_page(
+    book, monkeypatch, leaves_nothing
+):
+    book.write(
+        "code/sitecustomize.py",
+        "import os; 'ipykernel_launcher' in os.sys.orig_argv[2:3] and os._exit(9)",
+    )
+    with pytest.raises(
+        record.LessonError, match=r"lessons/small\.md could not be executed: .*died"
+    ):
+        record.execute("small", book.root)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
+    with pytest.raises(record.LessonError, match=r"lessons/small\.md could not .*No space left"):
+        record.execute("small", book.root)
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 20.0])
+def test_the_limit_of_a_cell_grows_on_a_slow_machine(book, monkeypatch, slowdown):
+    cell = "import time; time.sleep(2)"
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    monkeypatch.setattr("shardlab.record.kernel.CELL_TIMEOUT", 1)
+    monkeypatch.setattr("shardlab.record.kernel.slowdown", lambda: slowdown)
+    if slowdown > 1:
+        record.execute("small", book.root)
+        return
+    with pytest.raises(record.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
+        record.execute("small", book.root)
 
 
 @pytest.mark.parametrize("why", ["too busy to judge", "a quiet machine"])

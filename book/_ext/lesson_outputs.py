@@ -144,11 +144,15 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
 
     def done(name: str, book: nbformat.NotebookNode | record.LessonError) -> None:
         begin = f"executed {next(ended)} of {len(todo)}: {name}"
+        if not isinstance(book, record.LessonError):
+            try:
+                record.save(book, found[name].path)
+            except OSError as error:  # a full disk
+                book = record.LessonError(f"{name}.md: its outputs could not be kept: {error}")
         if isinstance(book, record.LessonError):
             failures[name] = str(book)
             logger.info("%s, failed", begin)
             return
-        record.save(book, found[name].path)
         found[name].book = book
         made = record.about(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])

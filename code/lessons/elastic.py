@@ -174,7 +174,7 @@ LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
 at = f"127.0.0.1:{free_port('127.0.0.1')}"
 told = {"nodes": (2, 2), "logs": FOLDER / "found"}
 jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
-ended = ranks.run(node, 2, *jobs, device="cpu", timeout=60)  # CPU: agents, no GPU
+ended = ranks.run(node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
 
 # %% tags=["hide-input"]
 # Table: the environment of four ranks on two nodes
@@ -196,7 +196,7 @@ show.table(rows, NAMES)
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
 at = f"127.0.0.1:{free_port('127.0.0.1')}"
 job = Job(program, at, nodes=(2, 2), logs=FOLDER / "logs")
-ended = ranks.run(node, 2, job, job, device="cpu", timeout=60)  # CPU: agents, no GPU
+ended = ranks.run(node, 2, job, job, device="cpu")  # CPU: agents, no GPU
 for status, said in ended:
     print(f"status {status}:", *said, sep="\n  ")
 

@@ -400,7 +400,7 @@ def refusals(chosen):
 
 CHOSEN = programs.draw(200, seed=0)
 said = ranks.pretend(refusals, 2, CHOSEN)
-wrong = ranks.run(wrong_gradients, 2, CHOSEN, timeout=300)[0]
+wrong = ranks.run(wrong_gradients, 2, CHOSEN)[0]
 
 # %% tags=["hide-input"]
 # Table: the checker's verdict beside finite differences

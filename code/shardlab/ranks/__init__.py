@@ -31,6 +31,7 @@ import torch
 
 from shardlab import gpu, stale
 from shardlab.launcher import local_rank_of
+from shardlab.show.timed import slowdown
 
 from . import blame, pretended, stacks, start, torchrun, worker
 from .agree import (
@@ -143,7 +144,7 @@ def run(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float | None = None,
     device: str = "auto",
     method: str = "auto",
     show: bool = True,
@@ -155,7 +156,8 @@ def run(
     starts from the caller's random state. Tensors come back on the CPU.
 
     timeout: seconds that the run may take, a year at most, from when its ranks have met: a start is
-        slow where interpreters are fresh and CUDA is used for the first time.
+        slow where interpreters are fresh and CUDA is used for the first time. None: 120, and more
+        on a machine that is measured to be slow or busy when they are over.
     device: "auto", "cpu", "cuda" or "xpu" (see `place`).
     method: "auto", "fork" or "fresh": how processes start (see `start`).
     show: print what the ranks printed, grouped by rank.
@@ -172,6 +174,8 @@ def run(
     under_torchrun = torchrun.launched()
     if under_torchrun:
         torchrun.enter()
+    scaled = timeout is None
+    timeout = worker.TIMEOUT if timeout is None else timeout
     world_size, timeout = _checked(fn, world_size, args, timeout, method)
     if under_torchrun and not apart and world_size <= torchrun.world()[1]:
         reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
@@ -192,13 +196,13 @@ def run(
         spoilt = spoilt or (device in gpu.CARRIERS and not start.gpus_survive_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
     try:
-        return _run(fn, args, world_size, timeout, backend, device, method, show)
+        return _run(fn, args, world_size, timeout, scaled, backend, device, method, show)
     except KeyboardInterrupt:
         raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
 
 
 def pretend(
-    fn: Callable[..., Any], world_size: int, *args: Any, rank: int = 0, timeout: float = 120.0
+    fn: Callable[..., Any], world_size: int, *args: Any, rank: int = 0, timeout: float | None = None
 ) -> Any:
     """Call `fn(*args)` in one process that takes itself for `rank` of `world_size` ranks.
 
@@ -241,6 +245,7 @@ def _run(
     args: tuple[Any, ...],
     world_size: int,
     timeout: float,
+    scaled: bool,
     backend: str,
     device: str,
     method: str,
@@ -256,7 +261,7 @@ def _run(
         processes, lifeline = starter(job, fn, args)
         patience = 0.0
         try:
-            time_up = _wait(processes, timeout)
+            time_up = _wait(processes, timeout, scaled)
             failed = any(p.report is None or p.report.failed for p in processes)
             witnesses = _question(job, processes) if failed else []
             patience = 0.0 if failed else 0.5
@@ -310,16 +315,23 @@ def _checked(
     return count, float(timeout)
 
 
-def _wait(processes: list[start.Process], timeout: float) -> float | None:
-    """Wait until all ranks reported, or one failed, or time is up: then the limit in seconds."""
-    limit, deadline, met = worker.START, time.monotonic() + worker.START, False
+def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float | None:
+    """Wait until all ranks reported, one failed, or time is up: then return the limit in seconds.
+
+    scaled: when `timeout` is over, add what it lacks on a slow machine, as for the start.
+    """
+    limit, deadline, met, extend = worker.START, time.monotonic() + worker.START, False, True
     while True:
         if not met and all(p.met for p in processes):
-            limit, deadline, met = timeout, time.monotonic() + timeout, True
+            limit, deadline, met, extend = timeout, time.monotonic() + timeout, True, scaled
         pending = [p for p in processes if p.report is None]
         left = deadline - time.monotonic()
         if not pending:
             return None
+        if left <= 0 and extend:
+            extend = False
+            deadline += limit * (min(slowdown(), worker.MAX_SLOWDOWN) - 1)
+            continue
         if left <= 0:
             return limit
         # 50 ms: a death shows at the pipe at once, unless a helper of the rank's own holds it.

@@ -45,8 +45,8 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
     gloo's is half an hour, whatever limit the run has, and so long a rank that is left alone would
     wait. The limit is that of `run`, or what `init_process_group` was given.
     """
-    if worker._inside is not None:  # twice, so that the caller's own clock is the first to ring
-        return timedelta(seconds=2 * worker._inside.timeout + 30)
+    if worker._inside is not None:  # longer than the run's own limit, which names the rank at fault
+        return timedelta(seconds=worker.MAX_SLOWDOWN * worker._inside.timeout + 30)
     return group.get_group_store().timeout
 
 

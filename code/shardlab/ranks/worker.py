@@ -36,6 +36,8 @@ from . import calls
 VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
 
 START = 120.0  # seconds in which the ranks of a run have to start and meet
+TIMEOUT = 120.0  # seconds that a run may take, unless its caller says otherwise
+MAX_SLOWDOWN = 10.0  # by which both may grow on a slow machine
 
 _inside: Job | None = None  # set in a rank, None everywhere else
 
@@ -195,7 +197,7 @@ def _join(rank: int, job: Job) -> None:
         use_gpu(rank)
     store = dist.FileStore(str(job.file("store")), job.world_size)
     # The caller's clock decides: gloo's own must not go off first, in a rank that only waited.
-    limit = timedelta(seconds=START + 2 * job.timeout + 30)
+    limit = timedelta(seconds=MAX_SLOWDOWN * (START + job.timeout) + 30)
     dist.init_process_group(
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardlab import folder_lock
-from shardlab.show.timed import BUSY, UNSEEN
+from shardlab.show.timed import BUSY, UNSEEN, slowdown
 
 from . import facts
 from .key import Key, Reader, cell_hash, code_cells, notebook, reach, source
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AT_ONCE = 2  # pages, and no more than there are cores
 MEASURED = "measured"  # the tag of a cell that measures times
 HOME = "lesson-"  # begins the name of a temporary folder; short: it holds sockets
-CELL_TIMEOUT = 600  # seconds: a lesson as a whole is meant to take one minute
+CELL_TIMEOUT = 600  # seconds, more on a slow machine: a whole lesson is meant to take a minute
 TRIES = 3  # of a cell whose times are not what it claims, on a machine that others use as well
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -213,7 +213,8 @@ async def _run(
     cells = list(lesson.cells)
     again: list[int] = []
     lesson.cells.append(question)
-    options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
+    limit = round(CELL_TIMEOUT * slowdown())
+    options = {"timeout": limit, "record_timing": False, "coalesce_streams": True}
     begin = time.monotonic()
     number = 0
     try:
@@ -251,12 +252,16 @@ async def _run(
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
         raise LessonError(_message(shown, number, cells, what)) from None
     except CellTimeoutError:
-        what = f"it did not end within {CELL_TIMEOUT} s"
+        what = f"it did not end within {limit} s"
         raise LessonError(_message(shown, number, cells, what)) from None
     except DeadKernelError:
         if asyncio.current_task().cancelling():  # nbclient calls that so, too
             raise asyncio.CancelledError from None
         raise LessonError(_message(shown, number, cells, "its kernel died")) from None
+    except LessonError:
+        raise
+    except (OSError, RuntimeError) as error:  # a full disk, a kernel that died at its start
+        raise LessonError(f"{shown} could not be executed: {error}") from error
     finally:
         lesson.cells = cells
         _progress(name)

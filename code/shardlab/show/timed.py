@@ -17,6 +17,8 @@ import time
 
 UNSEEN = "Not seen in this run: "  # how the line begins
 BUSY = "too busy to judge"
+_LOOPS = 5_000_000
+_LOOP_SECONDS = 0.1  # so many took on a quiet core of an AMD EPYC server, with Python 3.11
 _FRACTION = 0.15  # of the cores, with others: below it, a quiet machine's own services
 # Computes without pause from a moment on, in seconds of the clock that all processes share.
 _SPIN = """\
@@ -58,3 +60,14 @@ def others(seconds: float = 0.4) -> float:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(cores)]
     got = [float(process.communicate()[0]) for process in running]
     return max(0.0, 1 - sum(got) / len(got))
+
+
+def slowdown() -> float:
+    """Return how many times as long as on a quiet core a computation takes here now, at least 1.
+
+    Both a slow processor and other work count, as both do for a limit in seconds.
+    """
+    begin = time.monotonic()
+    for _ in range(_LOOPS):
+        pass
+    return max(1.0, (time.monotonic() - begin) / _LOOP_SECONDS)

@@ -179,8 +179,6 @@ STRATEGIES: Table = {
     "memory=0: allowed are numbers above 0": lambda: replace(A100, memory=0),
 }
 PRODUCTS: Table = {
-    "rank=2: allowed are whole numbers, 0 to 1": lambda: gemm.shard_slice(4, 2, 2),
-    "ranks=0: allowed are whole numbers, 1 or more": lambda: gemm.shard_slice(4, 0, 0),
     "allowed with way='summa' is False": lambda: gemm.predict("summa", 4, 4, 4, 4),
     "a grid of 4": lambda: gemm.predict("summa", 4, 4, 4, 4, full=False, shape=(1, 3)),
     "for way='summa'": lambda: gemm.predict("rows", 4, 4, 4, 4, shape=(2, 2)),
@@ -226,7 +224,6 @@ SEQUENCES: Table = {
     "seq=9: 2 ranks in layout 'contiguous'": lambda: cp.score_turns("contiguous", 9, 2),
     "heads=4: allowed on 3 ranks are multiples of 3, such as 3 or 6; allowed ranks for this model "
     "are 1, 2 and 4": lambda: tp.predicted_states(PLAIN, 3),
-    "t=0: allowed are whole numbers": lambda: tp.predicted_states(PLAIN, 0),
     "experts=4: 3 ranks do not divide them": lambda: experts.held(SPARSE, 3),
 }
 LINEAR = nn.Linear(2, 2, bias=False)

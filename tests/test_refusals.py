@@ -105,27 +105,6 @@ def test_every_door_refuses_wrong_objects_by_name(tmp_path, monkeypatch):
     assert not found, f"{len(found)} of {tried}:\n" + "\n".join(found)
 
 
-def test_every_public_function_has_its_row():
-    group = doors.called
-    rows = {group(function) for function, _ in doors.numbers()}
-    ((objects,),) = [ranks.run(lambda: [group(f) for f, _ in doors.objects("")], 1, device="cpu")]
-    rows |= set(objects)
-    ours = {group(one) for one in doors.OURS}
-    public = {
-        group(thing)
-        for package in doors.PACKAGES
-        for name, thing in vars(package).items()
-        if not name.startswith("_")
-        and callable(thing)
-        and getattr(thing, "__module__", "").startswith(package.__name__)
-        and name in getattr(package, "__all__", vars(package))
-        and "TypeVar" not in type(thing).__name__
-    }
-    assert public - rows - ours == set()
-    assert not rows & ours
-    assert {*doors.INNER, *(name for name, _ in doors.FINE)} <= rows
-
-
 # --- Commands ---------------------------------------------------------------------------------
 
 for module, _ in COMMANDS.values():

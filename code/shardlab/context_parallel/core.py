@@ -44,7 +44,7 @@ from shardlab.model import GPT, Attention
 from shardlab.ranks import check_group, check_same, check_trained, exchange
 
 from .kernel import block_attention, block_gradients
-from .layout import check_call, check_layout, check_rank, key_repeats, positions, split
+from .layout import check_call, check_layout, key_repeats, positions, split
 from .ulysses import all_to_all_attention
 
 
@@ -189,7 +189,6 @@ def blocks(
       stand between this rank's early queries, which see neither, and its late ones, which see both.
     """
     check_layout(layout)
-    check_rank(ranks, rank=rank, source=source)
     check_whole(local_seq=local_seq)
     full, half = slice(0, local_seq), local_seq // 2
     if not causal or source == rank:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlab.arguments import check_all, check_kind, check_number, check_one_of, check_whole
+from shardlab.arguments import check_one_of
 from shardlab.layout import ALONE, Layout
 from shardlab.memory import PRECISIONS, estimate, in_flight
 from shardlab.shapes import Config
@@ -45,9 +45,7 @@ def context_moments(
     cannot share, dropout or plain scores (attention="plain") with cp above 1.
     """
     unit = grain(layout)
-    check_kind(Config, config=config)
     _check(config, layout, way, choices)
-    check_whole(seq=seq)
     if seq % unit:
         near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
         nearest = " and ".join(map(str, near))
@@ -93,7 +91,6 @@ def grain(layout: Layout) -> int:
 
     Of both ways to deal out tokens the stricter, the zig-zag.
     """
-    check_kind(Layout, layout=layout)
     pieces, shares = 2 if layout.cp > 1 else 1, layout.tp if layout.sequence_parallel else 1
     return layout.cp * math.lcm(pieces, shares)
 
@@ -107,7 +104,6 @@ def tokens_that_fit(
     large. choices: of `context_moments` (precision, device) and of `memory.estimate`. Not in it is
     what that does not count: fragments, CUDA's context, buffers of nccl. Leave a tenth for them.
     """
-    check_number(budget=budget)
     unit = grain(layout)
 
     def fits(units: int) -> bool:
@@ -130,9 +126,6 @@ def tokens_table(
 
     cases: name of a column -> the layout, but for its context ranks. For a table, and a picture.
     """
-    check_all(int, cps=cps)
-    check_kind(Mapping, cases=cases)
-    check_kind(Layout, **{f"cases[{name!r}]": layout for name, layout in cases.items()})
     return [
         {"cp": cp}
         | {name: tokens_that_fit(config, budget, replace(c, cp=cp)) for name, c in cases.items()}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.arguments import check_all, check_count, check_kind, check_one_of, check_whole
+from shardlab.arguments import check_one_of
 from shardlab.ranks.agree import check_group, check_same_once
 from shardlab.ranks.renamed import all_gather_single
 
@@ -29,7 +29,6 @@ LAYOUTS = "contiguous", "zigzag"
 def pieces(layout: str, ranks: int, rank: int) -> list[int]:
     """Which pieces of the sequence a rank has, in its order: of N contiguous, of 2N zig-zag."""
     check_layout(layout)
-    check_rank(ranks, rank=rank)
     return [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
 
 
@@ -43,8 +42,6 @@ def positions(
 
 def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
     """A rank's shard of `full` along `dim`: a view when contiguous, a copy when zig-zag."""
-    check_kind(Tensor, full=full)
-    check_whole(-full.dim(), full.dim() - 1, dim=dim)
     check_seq(full.shape[dim], ranks, layout)
     mine = pieces(layout, ranks, rank)
     parts = full.chunk(ranks * len(mine), dim)
@@ -54,8 +51,6 @@ def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int 
 def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
     """The full tensor from all ranks' shards, given in rank order: the inverse of `split`."""
     check_layout(layout)
-    check_all(Tensor, parts=parts)
-    check_whole(-parts[0].dim(), parts[0].dim() - 1, dim=dim)
     if layout == "zigzag":  # the early halves in rank order, the late ones back from the last
         halves = [part.chunk(2, dim) for part in parts]
         parts = [early for early, _ in halves] + [late for _, late in reversed(halves)]
@@ -68,8 +63,6 @@ def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
     Each rank sends its shard to N - 1 others.
     """
     check_layout(layout)
-    check_kind(Tensor, shard=shard)
-    check_whole(-shard.dim(), shard.dim() - 1, dim=dim)
     _, ranks = check_call("gather", group, layout=layout, dim=dim)
     parts = shard.new_empty((ranks, *shard.shape))
     all_gather_single(parts.flatten(0, 1), shard.detach().contiguous(), group=group)
@@ -104,8 +97,6 @@ def check_call(
 def check_seq(seq: int, ranks: int, layout: str) -> None:
     """Raise ValueError for a sequence that cannot be shared out equally; it says what could."""
     check_layout(layout)
-    check_count(ranks=ranks)
-    check_whole(0, seq=seq)
     unit = ranks if layout == "contiguous" else 2 * ranks
     if seq < 1 or seq % unit:
         down, up = seq // unit * unit, -(-max(seq, 1) // unit) * unit
@@ -114,16 +105,9 @@ def check_seq(seq: int, ranks: int, layout: str) -> None:
         raise ValueError(f"seq={seq}: {needed}; the {nearest}")
 
 
-def check_rank(ranks: int, **named: int) -> None:
-    """Raise ValueError for a rank, by its argument's name, that is not in a group of this size."""
-    check_count(ranks=ranks)
-    check_whole(0, ranks - 1, **named)
-
-
 def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) -> None:
     """Raise ValueError unless these are queries, keys and values of tokens in such a layout."""
     check_layout(layout)
-    check_kind(Tensor, q_BAsD=q_BAsD, k_BKsD=k_BKsD, v_BKsD=v_BKsD)
     shapes = f"q {list(q_BAsD.shape)}, k {list(k_BKsD.shape)}, v {list(v_BKsD.shape)}"
     if q_BAsD.dim() != 4 or k_BKsD.shape != v_BKsD.shape or k_BKsD.dim() != 4:
         raise ValueError(f"{shapes}: allowed are q [B, A, s, D] and k, v [B, K, s, D]")

@@ -8,13 +8,12 @@ size of a head, e bytes an element.
 
 from __future__ import annotations
 
-from shardlab.arguments import check_count, check_flag, check_one_of, check_whole
+from shardlab.arguments import check_one_of
 
 from .core import blocks
-from .layout import check_rank, check_seq, key_repeats
+from .layout import check_seq, key_repeats
 
 WAYS = "one", "ring", "ulysses"
-TURNS = 1024  # ranks in a table of all turns, which has a row and a column for each
 
 
 def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[list[int]]:
@@ -24,8 +23,6 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
     long as its slowest rank: contiguous, that is a whole block in all turns; zig-zag, half of one.
     """
     check_seq(seq, ranks, layout)
-    check_whole(1, TURNS, ranks=ranks)
-    check_flag(causal=causal)
     return [_turns(layout, seq, ranks, rank, causal) for rank in range(ranks)]
 
 
@@ -40,8 +37,6 @@ def _turns(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> list[i
 def score_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
     """The same in all turns, for one rank."""
     check_seq(seq, ranks, layout)
-    check_rank(ranks, rank=rank)
-    check_flag(causal=causal)
     return sum(_turns(layout, seq, ranks, rank, causal))
 
 
@@ -54,7 +49,6 @@ def ring_sent(
     their gradients, of 4 bytes at least, go N hops, the last one home.
     """
     check_seq(seq, ranks, "contiguous")
-    check_whole(batch=batch, kv_heads=kv_heads, head_size=head_size, itemsize=itemsize)
     elements = 2 * batch * (seq // ranks) * kv_heads * head_size
     home = ranks if ranks > 1 else 0
     return {
@@ -80,8 +74,6 @@ def ulysses_sent(
     are as many as ranks at least.
     """
     check_seq(seq, ranks, "contiguous")
-    check_whole(batch=batch, heads=heads, kv_heads=kv_heads)
-    check_whole(head_size=head_size, itemsize=itemsize)
     sent_heads = kv_heads * key_repeats(heads, kv_heads, ranks)
     handed = 2 * batch * (seq // ranks) * (heads + sent_heads) * head_size * itemsize
     if ranks == 1:
@@ -114,9 +106,6 @@ def attention_memory(
     a message that is over. What the kernel needs for itself is not counted.
     """
     check_one_of(WAYS, way=way)
-    check_count(ranks=ranks)
-    check_whole(batch=batch, heads=heads, kv_heads=kv_heads)
-    check_whole(head_size=head_size, itemsize=itemsize)
     ranks = 1 if way == "one" else ranks
     check_seq(seq, ranks, "contiguous")
     wide = max(4, itemsize)

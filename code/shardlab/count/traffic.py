@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.arguments import check_count, check_kind, check_number, given
-
 # How an operator of torch.distributed is called by the people who use it.
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -58,7 +56,6 @@ class Sent:
 
     def within(self, group: dist.ProcessGroup) -> Sent:
         """What of it was sent in `group`."""
-        check_kind(dist.ProcessGroup, group=group)
         return self.groups.get(group.group_name, Sent())
 
     def leaving(self, ranks: int, others: float | None = None) -> float:
@@ -69,8 +66,6 @@ class Sent:
         (Thakur et al. 2005, section 4), and a barrier nothing. Any other counts as `others` S;
         without `others`, it raises ValueError.
         """
-        check_count(ranks=ranks)
-        check_number(0, **given(others=others))
         rings = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
         rings |= {"all_to_all": 1 / ranks, "barrier": 0}
         found = float(self.bytes)
@@ -153,7 +148,6 @@ def wire_bytes(interface: str = "lo") -> int | None:
 
     None where the operating system keeps no such file (it is Linux's). Source: proc(5), net/dev.
     """
-    check_kind(str, interface=interface)
     table = Path("/proc/net/dev")
     if not table.exists():
         return None

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardlab import memory
-from shardlab.arguments import check_count, check_kind, check_number, check_numbers, check_whole
 from shardlab.layout import Layout
 from shardlab.shapes import Config
 
@@ -31,7 +30,6 @@ class Parameters(NamedTuple):
 
 def sparse_layers(config: Config) -> int:
     """How many layers have experts."""
-    check_kind(Config, config=config)
     return config.layers - config.dense_layers if config.experts else 0
 
 
@@ -56,7 +54,6 @@ def held(config: Config, ranks: int) -> int:
     Raises ValueError for ranks that do not divide the experts.
     """
     check_sparse(config)
-    check_count(ranks=ranks)
     check_experts(config.experts, ranks)
     return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
@@ -76,8 +73,6 @@ def predicted_sent(
     "sizes" are those of one rank. dropped: choices without a place, of all layers. On the wire goes
     what stays on no rank: (N - 1) / N of it, if choices are even.
     """
-    check_whole(tokens=tokens, itemsize=itemsize)
-    check_whole(0, dropped=dropped)
     layers = sparse_layers(config)
     rows = tokens * config.experts_per_token * layers - dropped
     one = rows * config.hidden * itemsize
@@ -90,16 +85,12 @@ def padded(config: Config, tokens: int, fullest: int) -> float:
     tokens: those of all ranks, of one layer.
     """
     check_sparse(config)
-    check_whole(tokens=tokens, fullest=fullest)
     return config.experts * fullest / (tokens * config.experts_per_token)
 
 
 def wait(load_E: Sequence[float], ranks: int) -> float:
     """Rows of the fullest of `ranks` over those of the mean: so much longer the experts take."""
-    check_numbers(0, load_E=load_E)
-    check_count(ranks=ranks)
     check_experts(len(load_E), ranks)
-    check_number(sum_of_load_E=sum(load_E))
     local_experts = len(load_E) // ranks
     each = [sum(load_E[rank * local_experts :][:local_experts]) for rank in range(ranks)]
     return max(each) * ranks / sum(each)
@@ -131,10 +122,8 @@ def latent_parameters(shape: Mapping[str, int]) -> Parameters:
     Queries, and keys with values, go through a narrow middle with a norm (DeepSeek-V2, arXiv
     2405.04434, section 2.1). Without the module that predicts a second token.
     """
-    check_kind(Mapping, shape=shape)
     if missing := DEEPSEEK_V3.keys() - shape.keys():
         raise ValueError(f"shape: {min(missing)} is missing; allowed are the names in DEEPSEEK_V3")
-    check_whole(0, **{name: shape[name] for name in DEEPSEEK_V3})
     h, heads, q, kv = (shape[n] for n in ("hidden", "heads", "query_rank", "key_value_rank"))
     plain, rotary, value = (shape[f"head_{n}"] for n in ("plain", "rotary", "value"))
     attention = h * q + q + q * heads * (plain + rotary)

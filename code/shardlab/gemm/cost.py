@@ -17,11 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from shardlab.arguments import (
-    check_count,
-    check_flag,
-    check_kind,
     check_number,
-    check_whole,
     told,
 )
 from shardlab.link import ring_seconds
@@ -48,7 +44,6 @@ class Cost:
 
 def near_square(ranks: int) -> tuple[int, int]:
     """Rows and columns of the grid of `ranks` that is nearest to a square: 6 is 2 x 3."""
-    check_count(ranks=ranks)
     rows = max(p for p in range(1, math.isqrt(ranks) + 1) if ranks % p == 0)
     return rows, ranks // rows
 
@@ -122,7 +117,6 @@ class OverBudget(MemoryError):
 
 def check_budget(needed: int, budget: int, what: str = "the product") -> None:
     """Raise OverBudget if `what` needs more than `budget` bytes: before anything is allocated."""
-    check_number(0, needed=needed, budget=budget)
     if needed > budget:
         raise OverBudget(
             f"{what} needs {needed / 1e6:,.1f} MB, which is {(needed - budget) / 1e6:,.1f} MB more "
@@ -174,7 +168,6 @@ def seconds(
     Compute at the machine's rate, whatever the shape of a share; collectives as
     `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
     """
-    check_kind(Machine, machine=machine)
     _check(way, M, N, K, ranks, itemsize, full, shape)
     cost = predict(way, M, N, K, ranks, itemsize, full, 0, shape, width)
     compute = cost.flops / machine.flops
@@ -238,8 +231,6 @@ def pays_from(
         return split.total < one.total
 
     _check(way, 1, 1, 1, ranks, itemsize, full, None)
-    check_kind(Machine, machine=machine)
-    check_whole(limit=limit)
     if ranks == 1:
         raise ValueError("ranks=1: allowed are 2 or more, for there is nothing to split on one")
     high = 1
@@ -265,9 +256,6 @@ def _check(
     shape: tuple[int, int] | None,
 ) -> None:
     check_way(way, WAYS)
-    check_whole(1, M=M, N=N, K=K, itemsize=itemsize)
-    check_count(ranks=ranks)
-    check_flag(full=full)
     if way == "summa" and full:
         raise ValueError("full=True: allowed with way='summa' is False, for it leaves C in blocks")
     pair = isinstance(shape, tuple) and len(shape) == 2 and all(type(n) is int for n in shape)

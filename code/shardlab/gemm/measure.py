@@ -14,22 +14,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup as Group
 
 from shardlab import gpu, ranks
-from shardlab.arguments import (
-    check_all,
-    check_callable,
-    check_count,
-    check_kind,
-    check_one_of,
-    check_whole,
-    given,
-)
+from shardlab.arguments import check_one_of
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
 from .core import CUTS, shard_sizes
 from .cost import Machine
-
-SIDE = 2**20  # of a matrix that is really multiplied: no memory holds a larger one
 
 
 def stopwatch(
@@ -44,8 +34,6 @@ def stopwatch(
     repeats' seconds the one that counts; `min` where it is to be what the machine can do.
     """
     check_group(group)
-    check_callable(call=call, pick=pick)
-    check_count(repeats=repeats)
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group=group)
@@ -84,10 +72,6 @@ def measure(
     measure: latency 0, bandwidth without end.
     """
     _, number = check_group(group)
-    check_kind(torch.device, **given(device=device))
-    check_whole(1, SIDE, **given(side=side))
-    check_whole(1, SIDE**2, size=size)
-    check_count(repeats=repeats)
     device = ranks.device() if device is None else device
     side = (8192 if gpu.is_on(device) else 768) if side is None else side
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
@@ -139,11 +123,6 @@ def shard_throughput(
     degrees alternate, so that what disturbs the machine disturbs all.
     """
     check_one_of(CUTS, cut=cut)
-    check_whole(1, SIDE, M=M, N=N, K=K)
-    check_all(int, degrees=degrees)
-    check_kind(torch.dtype, dtype=dtype)
-    check_kind(torch.device, **given(device=device))
-    check_count(repeats=repeats)
     device = ranks.device() if device is None else device
     sizes = []
     for degree in degrees:

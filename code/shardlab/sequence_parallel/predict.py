@@ -8,7 +8,6 @@ In formulas: B batch, S tokens in all, H hidden, L layers, t ranks, e bytes an e
 
 from __future__ import annotations
 
-from shardlab.arguments import check_count, check_flag, check_kind, check_whole
 from shardlab.shapes import Config
 
 from .core import check_seq
@@ -38,13 +37,9 @@ def edges_sent(
 
     Raises ValueError for attention that sends anything else there.
     """
-    check_kind(Config, config=config)
     for name, only in (("latent", None), ("qk_norm", False)):
         if (value := getattr(config, name)) is not only:
             raise ValueError(f"{name}={value!r}: allowed is {only}")
-    check_whole(batch=batch, seq=seq, itemsize=itemsize)
-    check_count(ranks=ranks)
-    check_flag(along_sequence=along_sequence, keep=keep)
     if config.key_value_heads % ranks:
         allowed = f"divisors of key_value_heads={config.key_value_heads}"
         raise ValueError(f"ranks={ranks}: allowed are {allowed}")

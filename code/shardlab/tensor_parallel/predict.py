@@ -22,7 +22,6 @@ from __future__ import annotations
 from math import gcd
 
 from shardlab import memory
-from shardlab.arguments import check_count, check_kind, check_number, check_whole
 from shardlab.layout import Layout
 from shardlab.layout.entries import COPIED
 from shardlab.shapes import Config
@@ -41,8 +40,6 @@ def predicted_states(
     Raises ValueError for a t that is none of `degrees`.
     """
     check_degree(config, t)
-    check_whole(itemsize=itemsize)
-    check_whole(0, bytes_per_state=bytes_per_state)
     held = sum(memory.parameters(config, Layout(tp=t)).values())
     return {
         "parameters": held * itemsize,
@@ -73,7 +70,6 @@ def predicted_sent(
     Experts with a capacity may leave tokens out: then it is the most.
     """
     calls = predicted_calls(config, t)
-    check_whole(batch=batch, seq=seq, itemsize=itemsize)
     stream = batch * seq * config.hidden * itemsize  # [B, S, H]
     chosen = config.experts_per_token
     streams = 1 + sum(in_layer(config, layer, chosen) for layer in range(config.layers))
@@ -111,8 +107,6 @@ def in_layer(config: Config, layer: int, experts: int) -> int:
 
 def on_wire(payload: int, t: int) -> float:
     """Bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
-    check_number(0, payload=payload)
-    check_count(t=t)
     return 2 * (t - 1) / t * payload
 
 
@@ -126,7 +120,6 @@ def degrees(config: Config) -> list[int]:
 
     These they divide, or have copies of: then key-value heads divide the ranks.
     """
-    check_kind(Config, config=config)
     common, some = gcd(*(getattr(config, name) for name in widths(config))), config.key_value_heads
     return [t for t in range(1, common + 1) if common % t == 0 and 0 in (some % t, t % some)]
 
@@ -144,8 +137,6 @@ def parts_of(name: str, size: int, t: int) -> int:
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
-    check_kind(Config, config=config)
-    check_count(t=t)
     for name in (*widths(config), COPIED):
         if (value := getattr(config, name)) % t and (name != COPIED or t % value):
             *some, last = map(str, degrees(config))

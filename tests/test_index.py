@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import yaml
 
 from shardlab import __main__
 from shardlab.record import index, lesson, pairs, paths
-from shardlab.record.index import Index, Part, Topic
 
 
 @pytest.fixture
@@ -171,49 +168,6 @@ def test_the_list_of_claims_is_made_where_there_is_such_a_page(root: Path) -> No
     listed = index.made(root)[root / index.CLAIMS].partition("<!-- topics: checked -->")[2]
     assert len(boxes) > 50 and listed.count("\n- [") == len(boxes)
     assert all(f"- [{box}](" in listed for box in boxes)
-
-
-def some(seed: int) -> Index:
-    """Twelve topics in parts of any size, each with up to three needs."""
-    draw, parts, names = random.Random(seed), [], [f"t{i}" for i in range(12)]
-    while names_left := names[sum(len(part.topics) for part in parts) :]:
-        topics = []
-        for name in names_left[: draw.randint(1, 5)]:
-            before = names[: names.index(name)]
-            needs = draw.sample(before, min(len(before), draw.randint(0, 3)))
-            topics.append(Topic(name, f"Title of {name}", "do it", needs[1:], needs[:1]))
-        parts.append(Part(f"part {len(parts)}", topics))
-    return Index(parts, [])
-
-
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
-def test_lines_of_the_map_cross_no_other_and_no_box(root: Path, seed: int | None) -> None:
-    drawing = runpy.run_path(str(root / "figures/index.py"))
-    course = index.read(root) if seed is None else some(seed)
-    boxes = drawing["layout"](course)
-    assert sorted(box.topic.topic for box in boxes) == sorted(course.topics)
-    place = {box.topic.topic: row for row, box in enumerate(boxes)}
-    needs = drawing["direct"](course)
-    words = drawing["alt"](course)
-    for box in boxes:
-        others = needs[box.topic.topic]
-        assert box.below == "" if not others else place[box.below] < place[box.topic.topic]
-        # What no line says is written.
-        said = " ".join([*box.notes, course.topics[box.below].title if box.below else ""])
-        assert all(course.topics[name].title in said for name in (*others, *box.topic.after))
-        assert box.topic.title in words
-    lines = list(drawing["lines"](boxes))
-    for (x, y), (u, v) in lines:
-        for box in boxes:  # a line may end at a box, and goes through none
-            assert not (
-                box.left < max(x, u) and y < box.top + box.high and v > box.top and x >= u
-            ), box
-    flat = [(y, x, u) for (x, y), (u, v) in lines if y == v]
-    upright = [(x, y, v) for (x, y), (u, v) in lines if x == u]
-    for y, left, right in flat:
-        assert not any(left < x < right and top < y < bottom for x, top, bottom in upright)
-    for i, (x, top, bottom) in enumerate(upright):
-        assert not any(x == u and top < v and t < bottom for u, t, v in upright[i + 1 :])
 
 
 WAY = """\

@@ -7,6 +7,7 @@ Shapes in names: B batch, S sequence, v this rank's part of the vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardlab.arguments import check_kind, check_one_of
+from shardlab.model import IGNORED
 from shardlab.ranks import check_group, check_same_once
 
 Group = dist.ProcessGroup
@@ -63,9 +65,12 @@ class _CrossEntropy(torch.autograd.Function):
         if ranks > 1:
             dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
         sum_BS1, target_BS1 = sums_2BS1
+        ignored_BS1 = targets_BS[..., None] == IGNORED
+        losses_BS1 = (sum_BS1.log() - target_BS1).masked_fill_(ignored_BS1, 0)
+        sum_BS1.masked_fill_(ignored_BS1, math.inf)  # in backward their softmax is then 0
         ctx.dtype = logits_BSv.dtype
         ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1)
-        return (sum_BS1.log() - target_BS1).squeeze(-1)
+        return losses_BS1.squeeze(-1)
 
     @staticmethod
     @once_differentiable
@@ -81,9 +86,9 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     """Cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
 
     logits_BSv: of this rank's part of the vocabulary. targets_BS: numbers in the whole vocabulary,
-    the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of [B, S] and
-    [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known for each
-    entry where it is. The [B, S, V] logits never exist on any rank.
+    or IGNORED, the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of
+    [B, S] and [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known
+    for each entry where it is. The [B, S, V] logits never exist on any rank.
 
     Raises ValueError for other shapes, reductions, and (on the CPU; a GPU would have to be waited
     for, and gives nan) for targets that are not in the vocabulary.
@@ -94,10 +99,11 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
         what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
         raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
-    check_entries("targets", targets_BS, vocabulary)
+    counts_BS = targets_BS != IGNORED
+    check_entries("targets", targets_BS * counts_BS, vocabulary)
     check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
     losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
     if not targets_BS.is_cpu:
-        outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)
+        outside_BS = ((targets_BS < 0) & counts_BS) | (targets_BS >= vocabulary)
         losses_BS = losses_BS.masked_fill(outside_BS, float("nan"))
-    return losses_BS.mean() if reduction == "mean" else losses_BS.sum()
+    return losses_BS.sum() / (counts_BS.sum() if reduction == "mean" else 1)

@@ -84,6 +84,8 @@ def fit(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(map(repr, STRATEGIES))}")
     size, notes = dist.get_world_size(), Notes()
+    if batch % size:
+        raise ValueError(f"batch={batch}: allowed are multiples of {size}, one share a rank")
     chosen: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
         chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")

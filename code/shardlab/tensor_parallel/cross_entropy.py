@@ -7,7 +7,6 @@ Shapes in names: B batch, S sequence, v this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -39,7 +38,9 @@ def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target.
+    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target; 0 if ignored.
+
+    mean: divide each by the number of those that are not.
 
     Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
     becomes their gradient in place: backward can be done once.
@@ -48,7 +49,9 @@ class _CrossEntropy(torch.autograd.Function):
     words = "V, R -> I"
 
     @staticmethod
-    def forward(ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group, mean: bool
+    ) -> Tensor:
         rank, ranks = check_group(group)
         width = logits_BSv.shape[-1]
         largest_BS1 = logits_BSv.amax(-1, keepdim=True)
@@ -65,21 +68,22 @@ class _CrossEntropy(torch.autograd.Function):
         if ranks > 1:
             dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
         sum_BS1, target_BS1 = sums_2BS1
-        ignored_BS1 = targets_BS[..., None] == IGNORED
-        losses_BS1 = (sum_BS1.log() - target_BS1).masked_fill_(ignored_BS1, 0)
-        sum_BS1.masked_fill_(ignored_BS1, math.inf)  # in backward their softmax is then 0
+        losses_BS1 = sum_BS1.log() - target_BS1
+        weight_BS1 = target_BS1.copy_((targets_BS != IGNORED)[..., None])  # kept in its place
+        if mean:
+            weight_BS1 /= weight_BS1.sum()
         ctx.dtype = logits_BSv.dtype
-        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1)
-        return losses_BS1.squeeze(-1)
+        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1, weight_BS1)
+        return (losses_BS1 * weight_BS1).squeeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None]:
-        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1 = ctx.saved_tensors
-        scale_BS1 = dlosses_BS[..., None]
+    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None, None]:
+        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1, weight_BS1 = ctx.saved_tensors
+        scale_BS1 = dlosses_BS[..., None] * weight_BS1
         softmax_BSv = exp_BSv.mul_(scale_BS1 / sum_BS1)  # of this rank's entries, scaled
         target_BS1 = scale_BS1.masked_fill(elsewhere_BS1, 0)
-        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None
+        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None, None
 
 
 def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
@@ -102,8 +106,8 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
     counts_BS = targets_BS != IGNORED
     check_entries("targets", targets_BS * counts_BS, vocabulary)
     check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
-    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
+    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group, reduction == "mean")
     if not targets_BS.is_cpu:
         outside_BS = ((targets_BS < 0) & counts_BS) | (targets_BS >= vocabulary)
         losses_BS = losses_BS.masked_fill(outside_BS, float("nan"))
-    return losses_BS.sum() / (counts_BS.sum() if reduction == "mean" else 1)
+    return losses_BS.sum()

@@ -184,8 +184,7 @@ CUTS |= dict.fromkeys(("out", "down"), RowwiseParallel())
 
 def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Summed cross-entropy of all tokens, in float32; targets of -100 count as nothing."""
-    logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten()
-    return F.cross_entropy(logits, targets, reduction="sum")
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
 # Your data.
@@ -265,8 +264,7 @@ class Training(Stateful):
         attention = 12 * options.layers * options.hidden * options.seq
         self.flops = 6 * sum(p.numel() for p in model.parameters()) + attention
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        known = (peak for gpu, peak in PEAKS.items() if gpu in name)
-        self.peak = options.peak or next(known, None)
+        self.peak = options.peak or next((p for gpu, p in PEAKS.items() if gpu in name), None)
         self.optimizer = torch.optim.AdamW(model.parameters(), options.lr, foreach=self.foreach)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
         self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step

@@ -109,21 +109,6 @@ def test_a_script_equals_one_process(script, size, changes, one, tmp_path):
     assert max((found[name] - one[1][name]).abs().max() for name in found) < WEIGHT
 
 
-def test_the_model_of_the_script_to_take_home_is_trained_alike(tmp_path):
-    def main(strategy, tensor, size):
-        options = {"strategy": strategy, "tensor": tensor, "micro": 3} | SMALL
-        folder = str(tmp_path / f"{strategy}-{tensor}-{size}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run = lambda: take_home.main(Options(folder=folder, **options))  # noqa: E731
-            return ranks.run(run, size, show=False, timeout=60)[0]
-
-    alone = main("ddp", 1, 1)
-    assert alone[-1] < alone[0] - 0.5
-    for strategy, tensor in (("ddp", 1), ("fsdp2", 2)):
-        assert apart(main(strategy, tensor, 4), alone) < LOSS
-
-
 def test_half_precision_is_near(one, tmp_path):
     # 8 binary digits: a product is off by up to 2**-8, a loss of 5 by some thousandths.
     losses = trained(take_home, 2, tmp_path / "bf16", precision="bf16", micro=4)
@@ -251,7 +236,8 @@ def test_every_token_that_counts_weighs_the_same(tmp_path):
     targets[8:, 8:], targets[12:] = -100, -100
 
     def step(**options):
-        training = on_a_rank(folder=str(tmp_path), clip=1e9, **options)
+        own = lambda: take_home.GPT(Options())  # noqa: E731
+        training = on_a_rank(own, folder=str(tmp_path), clip=1e9, **options)
         share = (x.chunk(training.replicas)[training.replica] for x in (tokens, targets))
         loss, norm = training.step(*share)
         return loss.item(), norm.item()
@@ -589,24 +575,6 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(take_home.fcntl, "lockf", none)
     assert "process" in ranks.run(inside, 1, show=False, device="cpu")[0]
-
-
-def test_in_a_terminal_rank_0_draws_a_bar(tmp_path):
-    import pty
-    import termios
-
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), *SHORT, "--steps", "3"]
-    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, env=ENVIRONMENT)
-    os.close(theirs)
-    drawn = ""
-    while True:
-        try:
-            drawn += os.read(ours, 10_000).decode()
-        except OSError:  # the other end is closed, and all is read
-            break
-    assert done.returncode == 0 and "3/3" in drawn and "loss=" in drawn
 
 
 @pytest.mark.parametrize(

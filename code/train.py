@@ -92,9 +92,7 @@ class Options:
     workers: int = option(0, "processes of each rank that load data", 0, 1000)
     every: int = option(100, "steps from one validation and checkpoint to the next", 1)
     report: int = option(10, "steps from one line of metrics.jsonl to the next", 1)
-    resume: str = option(
-        "auto", "from the folder's last checkpoint, or none there", "auto", "never"
-    )
+    resume: str = option("auto", "whether to go on from the folder's checkpoint", "auto", "never")
     peak: float = option(0.0, "FLOP/s of a device, to count MFU by; 0: its data sheet's", 0)
     timeout: float = option(600.0, "seconds that a rank waits for another one", 1, 1e9)
 
@@ -184,20 +182,16 @@ CUTS = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
 CUTS |= dict.fromkeys(("out", "down"), RowwiseParallel())
 
 
-def loss_of(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens, in float32; targets of -100 count as nothing."""
-    logits, targets = logits_BSV.float().flatten(0, 1), targets_BS.flatten()
-    return F.cross_entropy(logits, targets, reduction=reduction)
+def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Summed cross-entropy of all tokens, in float32; targets of -100 count as nothing."""
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
 # Your data.
 
 
 def text(options: Options) -> list[Tensor]:
-    """Bytes to train, to validate and to test with: 80, 10 and 10 % of the source.
-
-    Raises Refused for one that cannot be read.
-    """
+    """Bytes to train, validate and test with: 80, 10, 10 % of a source that can be read."""
     library = Path(sysconfig.get_paths()["stdlib"]).glob("[!_]*.py")
     files = sorted(library) if options.source == "stdlib" else [Path(options.source)]
     try:
@@ -266,14 +260,12 @@ class Training(Stateful):
         self.replica, self.replicas = self.rank // options.tensor, self.world // options.tensor
         # With `tensor`, parameters lie on one mesh or another, and are not stepped in one call.
         self.foreach = None if options.tensor == 1 else False
-        rate = options.lr
         # Of a token, forward and backward (Chowdhery et al. 2022, appendix B); here your model's.
         attention = 12 * options.layers * options.hidden * options.seq
         self.flops = 6 * sum(p.numel() for p in model.parameters()) + attention
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        known = (peak for gpu, peak in PEAKS.items() if gpu in name)
-        self.peak = options.peak or next(known, None)
-        self.optimizer = torch.optim.AdamW(model.parameters(), rate, foreach=self.foreach)
+        self.peak = options.peak or next((p for gpu, p in PEAKS.items() if gpu in name), None)
+        self.optimizer = torch.optim.AdamW(model.parameters(), options.lr, foreach=self.foreach)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
         self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step
         self.random = torch.cuda if device.type == "cuda" else torch  # where dropout draws
@@ -297,18 +289,27 @@ class Training(Stateful):
         """An optimizer step with this rank's share of a batch: the batch's loss, and the norm."""
         self.optimizer.zero_grad()
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
-        loss = self.backward(tokens, targets) / self.world
+        sums = torch.full((2,), float(self.asked), device=self.device)
+        sums[0] = (targets != -100).sum()
+        dist.all_reduce(sums)  # [2]: tokens that count, ranks that were asked to stop
+        on_host = sums.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        loss = self.backward(tokens, targets, sums[0]) / self.world
         self.scaler.unscale_(self.optimizer)
         norm = self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         dist.all_reduce(loss)  # a scalar: the mean over all ranks
         self.done += 1
+        if copied:
+            copied.synchronize()  # until the GPU begins this step, all of which is queued by now
+        self.stopped = bool(on_host[1])
         return loss, norm
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Backward for the mean loss, `micro` sequences at a time; return that loss.
+    def backward(self, tokens: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+        """Backward for this rank's loss, `micro` sequences at a time; return that loss.
 
+        Its average over ranks is the mean over the `counted` tokens of all, whoever has how many.
         ddp and zero1 send gradients with the last ones. The others keep no whole gradient to add
         to: each backward sends.
         """
@@ -320,7 +321,7 @@ class Training(Stateful):
                 self.model.set_requires_gradient_sync(last)
             waits = self.options.strategy == "ddp" and not last
             with self.model.no_sync() if waits else nullcontext():
-                loss = loss_of(self.model(part), its_targets) * len(part) / len(tokens)
+                loss = loss_of(self.model(part), its_targets) * self.world / counted
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
@@ -346,7 +347,7 @@ class Training(Stateful):
         for number, (tokens, targets) in enumerate(loader):
             places = (number * size + torch.arange(len(targets))) * self.replicas + self.replica
             targets[places >= len(windows)] = -100  # repeated to fill up: counted as nothing
-            loss = loss_of(self.model(tokens.to(self.device)), targets.to(self.device), "sum")
+            loss = loss_of(self.model(tokens.to(self.device)), targets.to(self.device))
             total += torch.stack([loss, (targets >= 0).sum().to(loss)])
         dist.all_reduce(total)  # [2]
         self.model.train()
@@ -379,15 +380,12 @@ class Training(Stateful):
             (under_way / "SHA256SUMS").write_text("".join(lines))
             under_way.rename(path)
             for old in checkpoints(self.folder):
-                if old.name not in (path.name, f"step-{self.best[1]:06d}"):
+                if old.name not in (path.name, f"step-{self.best[1]:06}"):
                     shutil.rmtree(old)
         dist.barrier()
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint, whichever ranks have written it.
-
-        Raises Refused for a file that is not what was written, and for another model.
-        """
+        """Go on from a checkpoint of any ranks, if it is whole, and of this model."""
         try:
             noted = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
             own = noted[self.rank :: self.world]  # each rank reads some
@@ -410,13 +408,13 @@ class Training(Stateful):
             raise Refused(f"{path} does not fit: {first}") from None
 
     def report(self, loss: Tensor, norm: Tensor) -> None:
-        """Log the steps since the last line; notice whether any rank was asked to stop."""
+        """Log the steps since the last line."""
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         cuda = self.device.type == "cuda"
         held = torch.cuda.max_memory_allocated(self.device) if cuda else 1024 * kilobytes
-        most = torch.tensor([held, self.asked], dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)  # [2]: the same on all ranks
-        memory, self.stopped = int(most[0]), bool(most[1])
+        most = torch.tensor(held, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)  # a scalar
+        memory = int(most)  # waits for the GPU, so that the clock is read when it is through
         seconds = (time.perf_counter() - self.then) / max(1, self.done - self.since)
         line = {"loss": loss.item(), "norm": norm.item(), "scale": self.scaler.get_scale()}
         rate = self.options.batch * self.options.seq / seconds
@@ -425,8 +423,7 @@ class Training(Stateful):
         self.note(time=time.time(), **line)
         if self.rank == 0 and sys.stderr.isatty():
             said = f"\rstep {self.done}/{self.options.steps}, loss={line['loss']:.3f} "
-            end = "\n" if self.done == self.options.steps else ""
-            print(said, end=end, file=sys.stderr, flush=True)
+            print(said, end="\n" * (self.done == self.options.steps), file=sys.stderr, flush=True)
 
     def ask_to_stop(self, *_: Any) -> None:
         """What a signal calls, on whichever ranks it comes to."""
@@ -449,25 +446,31 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     torch.manual_seed(options.seed)
     training = Training(options, spread(build(options), options, device), device)
     torch.manual_seed(options.seed + 1 + training.replica)  # sharing data, they drop out the same
+    train, validation, test = (Windows(part, options.seq) for part in text(options))
     for number in SIGNALS:
         signal.signal(number, training.ask_to_stop)
+
+    def validate() -> None:  # a loss that is nan is no best
+        mean = training.evaluate(validation)
+        training.best = min(training.best, (mean if mean < math.inf else math.inf, training.done))
+        training.note(validation=mean)
+
     if found := checkpoints(training.folder):
         training.load(found[-1])
-    train, validation, test = (Windows(part, options.seq) for part in text(options))
+        if training.done % options.every == 0 or training.done == steps:
+            validate()  # of this step a checkpoint knows nothing
     training.then, training.since = time.perf_counter(), training.done
     while training.done < steps:
         for tokens, targets in training.batches(train):
             loss, norm = training.step(tokens, targets)
             losses.append(loss)
+            steps = training.done if training.stopped else steps  # so this one is the last
             if training.done % options.report == 0 or training.done == steps:
                 training.report(loss, norm)
-                steps = training.done if training.stopped else steps  # so this one is the last
             if training.done % options.every == 0 or training.done == steps:
-                mean = training.evaluate(validation)
-                best = mean if mean < math.inf else math.inf  # nan is none
-                training.best = min(training.best, (best, training.done))
                 training.save()
-                training.note(validation=mean)
+                if not training.stopped:  # after a stop there is no time: the next start does it
+                    validate()
             if training.done == steps:
                 break
     (training.folder / "stopped").unlink(missing_ok=True)
@@ -508,10 +511,7 @@ def checksum(file: Path) -> str:
 
 @contextmanager
 def entered(options: Options) -> Iterator[None]:
-    """Have the folder, which is made, for this job alone, and the same one on all ranks.
-
-    Raises Refused where it cannot be written, where another job has it, and where ranks differ.
-    """
+    """Have the folder for this job alone, and the same one on all ranks; else raise Refused."""
     folder, first, problem = Path(options.folder), dist.get_rank() == 0, None
     owner, file = f"process {os.getpid()} on {socket.gethostname()}", folder / ".lock"
     try:

@@ -39,7 +39,7 @@ from sides import (
 
 from shardlab import link, ranks
 from shardlab.layout import AXES, Layout
-from shardlab.model import GPT, Config
+from shardlab.model import GPT, IGNORED, Config
 
 SIDES: dict[str, type[Side]] = {
     "one process": Side,
@@ -114,6 +114,7 @@ class Row:
     frozen: tuple[str, ...] = ()  # modules that nobody trains
     against: str = "one process"
     balanced: bool = False  # a balancing loss, and biases of routers
+    ignored: bool = False  # targets of short texts, and all of the last text's
     gpus: bool = False  # runs on GPUs too, pretended and real
     weekly: str = ""  # "cpu", "gpus" (pretended) or both: there it waits for --whole
 
@@ -133,6 +134,7 @@ class Row:
             f"in {self.group}": self.group != "world",
             "zeros for None": not self.set_to_none,
             "clipped": self.clip,
+            "targets ignored": self.ignored,
             f"as {self.against}": self.against != "one process",
             f"weekly on {self.weekly}": self.weekly,
         }
@@ -171,7 +173,10 @@ class Row:
         generator = torch.Generator().manual_seed(step)
         vocab, total = (self.config.vocab if self.config else 17), sum(self.sizes)
         shape = (2, total, self.config.seq) if self.config else (2, total)
-        both = here(torch.randint(vocab, shape, generator=generator))
+        both = torch.randint(vocab, shape, generator=generator)
+        if self.ignored:
+            both[1, ::2, 3:], both[1, -1] = IGNORED, IGNORED
+        both = here(both)
         found = []
         for number, (x, y) in enumerate(zip(*(b.split(self.sizes) for b in both), strict=True)):
             parts = zip(*(z.tensor_split(self.layout.microbatches) for z in (x, y)), strict=True)

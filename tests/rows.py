@@ -97,6 +97,7 @@ def data() -> Iterator[Row]:
     yield toy("data", "plain", 2, group="pairs", clip=(1e9, 0.1))
     yield toy("data", "plain", 2, group="slow")
     yield toy("DDP", "plain", 2, group="slow", gpus=True)
+    yield row("data", "gpt", GPT2, Layout(dp=2), ignored=True)
     yield row("data", "gpt", GPT2, Layout(dp=2), **F32)
     yield row("data", "gpt", GPT2, Layout(dp=4), **AGAIN)
 
@@ -138,6 +139,7 @@ def zero() -> Iterator[Row]:
             nano = PRESETS["nano"]
             yield row("zero", "text", nano, layout, against="FSDP2", near=exact, **beside)
             yield row("zero", "text", nano, layout, against="DeepSpeed", near=near, **beside)
+    yield row("zero", "gpt", GPT2, Layout(dp=2, zero=3), ignored=True)
     late = {"options": {"late": True}, "near": SUMS_OF_SUMS, "dtype": torch.float32}
     yield toy("zero", "accumulated, unused", 2, 1, **late)
     for stage in (2, 3):
@@ -209,6 +211,7 @@ def pipelines() -> Iterator[Row]:
         # Micro-batches of unequal size, and both ends of a tied matrix.
         layout = staged(name, 2, 3)
         yield row("pipeline", f"tied {name}", tied, layout, sizes=(5,))
+        yield row("pipeline", f"tied {name}", tied, layout, sizes=(5,), ignored=True)
     layout = staged("1f1b", 2, 3)
     over = {"group": "slow", "steps": 2, "sizes": (3,), "near": SAME}
     yield row("pipeline", "1f1b", TINY_LLAMA, layout, **over, **narrow)
@@ -275,6 +278,7 @@ def tensors() -> Iterator[Row]:
             for case in ("gpt2", "llama"):
                 more = F32 if t == 2 else AGAIN
                 yield row("tensor", case, replace(CUT[case], seq=8), layout, **more)
+            yield row("tensor", "llama", LLAMA, layout, ignored=True, **near)
     thirds = Config(vocab=15, seq=5, layers=1, heads=6, hidden=24, kv_heads=3, ffn=9, mlp="swiglu")
     yield row("tensor", "thirds", thirds, Layout(tp=3), **near)
     for stage in (0, 3):
@@ -303,6 +307,8 @@ def contexts() -> Iterator[Row]:
         options = {"way": "ring", "layout": "zigzag"}
         layout = Layout(cp=c, recompute="full")
         yield row("context", "ring", dense, layout, options=options, near=CUT64)
+        if c > 1:
+            yield row("context", "ring", dense, Layout(cp=c), options=options, ignored=True)
     for group in ("slow", "pairs"):
         layout = Layout(cp=2)
         more = {"options": options, "near": CUT64, "group": group}
@@ -394,6 +400,9 @@ def meshes() -> Iterator[Row]:
             # One cut alone is in the rows of its technique, and beside others on four.
             narrow = (AGAIN if layout.ranks == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
             yield row("mesh", f"{number}", replace(config, dropout=0.0), layout, **narrow)
+    short = {"sizes": (2, 3), "ignored": True}
+    yield row("mesh", "short", gpt, replace(eight, zero=1), clip=(0.3,), **short)
+    yield row("mesh", "short", gpt, replace(four, zero=2), **F32 | short | {"weekly": ""})
     copies = replace(QWEN, kv_heads=1, vocab=32, ffn=24)
     for case, layout, config in (
         ("deepseek", replace(eight, zero=1), ROUTED_LATENT),

@@ -24,7 +24,7 @@ from shardlab import experts, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.layout import ledger
-from shardlab.model import GPT, loss
+from shardlab.model import GPT, IGNORED, loss
 
 SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, what else the model is given
@@ -59,6 +59,11 @@ def plain_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
     if logits.dim() == 2:
         return F.cross_entropy(logits, targets, reduction=reduction)
     return loss(logits, targets, reduction)
+
+
+def counted(part: Part) -> int:
+    """How many of a micro-batch's targets are not ignored."""
+    return int((part[1] != IGNORED).sum())
 
 
 def optimizer(model: Any, lr: float = 1e-2) -> torch.optim.AdamW:
@@ -119,14 +124,14 @@ class Side:
         if self.drops:
             self.drops.begin(self.number)
         self.number += 1
-        total, found, whole = sum(len(part[0]) for copy in batch for part in copy), {}, 0.0
+        total, found, whole = sum(counted(part) for copy in batch for part in copy), {}, 0.0
         with self.watched() as routed:
             for number, copy in enumerate(batch):
                 found[number] = torch.zeros(())
                 for part in copy:
-                    if not len(part[0]):
+                    if not counted(part):
                         continue
-                    value, weight = self.loss(part), len(part[0]) / total
+                    value, weight = self.loss(part), counted(part) / total
                     if self.row.balanced:
                         whole = whole + value * weight
                     else:
@@ -179,9 +184,9 @@ class Data(Side):
         return self.model.no_sync() if self.way == "hooks" else nullcontext()
 
     def mean(self, part: Part, parts: int) -> Tensor:
-        if len(set(self.row.sizes)) == 1:
+        if len(set(self.row.sizes)) == 1 and not self.row.ignored:
             return self.loss(part) / parts
-        return dp.joined_mean(self.loss(part, "sum"), part[1].numel(), self.groups["dp"])
+        return dp.joined_mean(self.loss(part, "sum"), counted(part), self.groups["dp"])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
         parts, values = batch[self.copy], []
@@ -409,7 +414,13 @@ class Context(Side):
         (((tokens, targets, _),),) = batch
         tokens, targets = (cp.shard(x, self.group, self.layout) for x in (tokens, targets))
         logits = self.model(tokens)
-        value = tp.loss(logits, targets, self.groups["tp"]) if self.cuts else loss(logits, targets)
+        if self.cuts:
+            value = tp.loss(logits, targets, self.groups["tp"])
+        elif self.row.ignored:
+            part = logits, targets, ()
+            value = dp.joined_mean(plain_loss(*part[:2], "sum"), counted(part), self.group)
+        else:
+            value = loss(logits, targets)
         value.backward()
         cp.average_gradients(self.model, self.group)
         return {None: value.detach()}

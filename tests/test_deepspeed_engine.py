@@ -579,6 +579,7 @@ def refusals(folder):
     engine = started({"pp": 2, "precision": "bf16"})
     note(de.save, engine, folder)
     note(de.step, engine, [])
+    note(de.step, engine, [(torch.ones(1, 4).long(), torch.full((1, 4), -100))])
     note(de.load, engine, folder)
     note(de.load, engine, folder, "global_step7")
     return said
@@ -593,6 +594,7 @@ def test_refusals_come_before_anything_is_started_or_written(tmp_path):
         "ValueError: stages=0: allowed are whole numbers, 1 or more",
         "ValueError: zero=0: for the checkpoint of a 16-bit pipeline allowed is 1",
         "ValueError: micro_batches: 0 of them; allowed is 1",
+        "ValueError: targets: -100 is among them; allowed are targets that all count",
         "FileNotFoundError: ",
         "FileNotFoundError: ",
     ]

@@ -1,6 +1,5 @@
 """What several cuts at once hold, send, save and refuse; they equal one process: `rows.meshes`."""
 
-import itertools
 import json
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from shardlab import count, mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
 from shardlab.layout import Layout
-from shardlab.mesh import groups
 from shardlab.model import GPT, Config
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
@@ -307,13 +305,3 @@ def test_a_budget_is_met_before_anything_starts(capsys):
     assert status == 1 and out.startswith("does not fit: the fullest rank would hold 538,624 of")
     status, out, _ = ran(capsys, "mesh", "--budget", "1e5", "--json")
     assert status == 1 and json.loads(out) == {"fits": False, "needs": 538624, "budget": 1e5}
-
-
-@given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
-def test_every_rank_stands_once_in_each_panel_of_the_picture(dp, pp, tp, order):
-    found = Layout(dp=dp, pp=pp, tp=tp, order=order)
-    for axis in mesh.AXES:
-        rows = groups.packed(found.groups(axis))
-        for row in rows:  # none passes over another
-            assert all(a[-1] < b[0] for a, b in itertools.pairwise(row))
-        assert sorted(sum(sum(rows, []), [])) == list(range(found.ranks))

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -185,6 +186,75 @@ def test_an_unknown_strategy_of_lightning_is_named():
 
     with pytest.raises(ValueError, match="strategy='fsdp'"):
         beside.fit("fsdp", 1)
+    with pytest.raises(ranks.RankError, match="batch=7: allowed are multiples of 2"):
+        run(beside.fit, "ddp", 1, 7)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Start the script with Lightning as a process of its own; the step where it begins."""
+    L = pytest.importorskip("pytorch_lightning")
+    from shardlab.trainers import core
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer, module):
+            self.begun = trainer.global_step
+
+    def start(folder, *options):
+        look = Look()
+
+        def main():
+            monkeypatch.setattr(core, "SaveTogether", lambda: look)
+            core.main()
+            return look.begun
+
+        given = ["core", "--folder", str(folder), "--limit", "4097", *options]
+        monkeypatch.setattr("sys.argv", given)
+        return ranks.run(main, 1, device="cpu", show=False, timeout=120)[0]
+
+    return start
+
+
+def test_a_start_goes_on_from_the_newest_checkpoint(started, tmp_path):
+    assert started(tmp_path / "own", "--steps=2", "--every=1") == 0
+    assert started(tmp_path / "other", "--steps=3", "--every=1") == 0
+    # As Lightning saves at SIGUSR1, a step after the last validation.
+    shutil.move(tmp_path / "other/last.ckpt", tmp_path / "own/hpc_ckpt_1.ckpt")
+    assert started(tmp_path / "own", "--steps=4", "--every=1") == 3
+    assert started(tmp_path / "own", "--steps=5", "--every=1") == 4  # from the validation since
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused(started, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    for batch in ("15", "0", "-2"):
+        with pytest.raises(ranks.RankError, match="sys.exit.2"):
+            started(tmp_path / "none", f"--batch={batch}")
+    assert not (tmp_path / "none").exists()
+
+
+def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
+    pytest.importorskip("pytorch_lightning")
+    from shardlab.trainers import beside, core
+
+    class Signals(core.SaveTogether):
+        """In the place of Lightning's handler, which saves under Slurm: the step is noted."""
+
+        def on_train_start(self, trainer, module):
+            self.saved = []
+            signal.signal(signal.SIGUSR1, lambda *_: self.saved.append(trainer.global_step))
+            super().on_train_start(trainer, module)
+
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == (7 if dist.get_rank() else 12):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            super().on_train_batch_end(trainer)
+
+    def saved():
+        signals = Signals()
+        beside.fit("ddp", 22, also=[signals])
+        return signals.saved
+
+    assert run(saved) == [[10, 20], [10, 20]]
 
 
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")

@@ -286,7 +286,7 @@ sessions.job("requeue.sbatch")
 # Ask for more seconds than a step and a save need together.
 #
 # All ranks have to leave after the same step, though the signal reaches them at different moments. A rank that left earlier would leave the others waiting.
-# So at each step every rank adds a flag to an all-reduce, 1 if it has got the signal. When the sum is not 0, all of them save and stop.
+# So at each step every rank adds a flag to an all-reduce, 1 if it has got the signal. When the sum is not 0, all of them save after that step, and stop.
 # They end with status 0 and leave the file `stopped`; the batch script sees it, and puts its own job back into the queue.
 # Another status would look like a failure to `torchrun`, which would start all ranks again.
 

@@ -313,7 +313,7 @@ show.source(Parallel.step, Parallel._loss, Parallel._joined)
 # %% [markdown]
 # Two things here are in none of the earlier lessons:
 #
-# - Each copy's loss has a *weight*, so that the average over copies is the mean over sequences even where copies have different numbers of them.
+# - Each copy's loss has a *weight*, so that the average over copies is the mean over all tokens that count, even where copies have different numbers of them: fewer sequences, or more targets of −100.
 # - The gradients of what is partly seen are summed over the tensor group at the very end: by then ZeRO has left each rank a shard of them, and the message is short.
 #
 # ## Five steps equal one process
@@ -983,7 +983,7 @@ check(my_mesh)
 # - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
 # - The last digit is the tensor axis's, which sends in every layer. Other orders send up to 24 times as much out of a node.
 # - Cut matrices, then layers, then shard over copies. A step sums along tensor, pipeline, between the twins, along data, and last what is partly seen.
-# - Every number counts once in the gradient norm; copies weigh by their sequences; dropout follows the place in the model and the batch, not the rank.
+# - Every number counts once in the gradient norm; copies weigh by their tokens that count; dropout follows the place in the model and the batch, not the rank.
 # - What ranks hold and send is predicted to the byte, along each axis.
 # - A checkpoint loads under any mesh with the same bits; later steps have them if sums are made in the same order.
 #

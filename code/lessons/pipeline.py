@@ -641,7 +641,7 @@ show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
 
 # %% [markdown]
 # Its passes are those of the plain stage. Three things are new: an output that has been sent is freed, since backward needs its place in autograd's graph and not its numbers;
-# a micro-batch's loss is weighted by its number of sequences, so that gradients are those of the batch's mean even if $m$ does not divide the batch;
+# a micro-batch's loss is weighted by its number of targets (those of −100 do not count), so that gradients are those of the batch's mean even if $m$ does not divide the batch;
 # and a backward may leave the weights' gradients for later.
 
 # %%

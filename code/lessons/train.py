@@ -277,7 +277,7 @@ assert losses[0] != losses[1]
 show.source(core.averaged)
 
 # %% [markdown]
-# The shares are equally large, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
+# The shares are equally large and every target counts, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
 #
 # ## Validation: each window once
 #
@@ -396,6 +396,7 @@ show.source(take_home.main, Training.batches, Training.step)
 # On a GPU, `pin_memory` has the loader put batches into memory that the GPU reads by itself.
 # `non_blocking=True` then starts the copy and returns at once, while from other memory the CPU waits until the batch is read.
 # The step's kernels come after the copy, in the same stream, so no line waits for it.
+# The one line that waits for the GPU is `copied.synchronize()`: until the GPU begins this step. All kernels of the step are queued by then, so the GPU has work while the CPU prepares the next step.
 # Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the peak of the device is known or given.
 
 # %% tags=["hide-input"]
@@ -434,7 +435,9 @@ _ = home("the script to take home")
 # %% [markdown]
 # ## Accumulation: several backwards before a step
 #
-# A batch that does not fit is cut into micro-batches whose gradients add up. Each loss is weighted by its share of the batch, so that the sum is the batch's mean.
+# A batch that does not fit is cut into micro-batches whose gradients add up.
+# Each loss is the sum over its tokens, divided by the number of tokens of the whole batch. Targets of −100, as short texts have them, do not count.
+# The mean of the micro-batches' means, or of the ranks', would be another number: a token of a short text would weigh more than one of a long text. `step` adds up the number over all ranks before the first backward.
 
 # %%
 show.source(Training.backward)
@@ -555,7 +558,7 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 #
 # ### A model that no rank holds whole
 #
-# The script builds the model on every rank's host before it cuts it. On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
+# The script builds the model on every rank's host before it cuts it ([how many GB that takes](../book/your_job.md#emit)). On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
 
 # %%
 def begun_on_meta():
@@ -655,14 +658,15 @@ show.table(
 #
 # What is left of [code/train.py](../code/train.py) is what a job needs around its training.
 # `report` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
-# A signal reaches one rank or all, at any moment; the ranks agree on it in the same message, and the current step becomes the last:
+# A signal reaches one rank or all, at any moment. Every step begins with an all-reduce of two numbers, in [`step`](#what-a-job-asks-for-besides): the tokens that count, and the ranks that got the signal. So all ranks learn of the signal in the same step, the first one that begins after it, and that step is the last:
 
 # %%
-show.source(Training.report)
+show.source(Training.report, Training.ask_to_stop)
 
 
 # %% [markdown]
-# Then a checkpoint is written as after any last step, and all ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
+# A checkpoint is saved at once. A validation that was due waits for the next start, since on much text it takes longer than the seconds before the time limit.
+# All ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
 # Processes that load data ignore the signal: the last step still needs them.
 # Here rank 1 alone gets a signal while it trains; the command is then given once more.
 
@@ -674,7 +678,7 @@ def signalled(folder, **options):
     return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
 
 
-long = {"steps": 2000, "every": 2000, "report": 1, "limit": SMALL["limit"]}
+long = {"steps": 2000, "every": 2000, "limit": SMALL["limit"]}
 made = len(ranks.run(partial(signalled, FOLDER / "signal", **long), 2, show=False)[0])
 print("stopped early:", made < 2000, "-", (FOLDER / "signal/stopped").exists())
 rest = long | {"steps": made + 5}
@@ -948,7 +952,7 @@ check(answer, "missing_lines")
 #
 # A model of 1.3 billion parameters trains on 8 GPUs of 40 GB with AdamW and `--precision bf16`, with a batch of 512 sequences. It has to stop within 60 seconds of a signal.
 # How many GB of weights, gradients and optimizer does each GPU hold with `--strategy ddp`, and how many with `fsdp2`?
-# Which strategy, `--micro`, `--report` and `--every` would you begin with, and what would you measure first?
+# Which strategy, `--micro` and `--every` would you begin with, and what would you measure first?
 
 # %%
 answer = {"ddp": ..., "fsdp2": ...}  # GB on each GPU
@@ -975,7 +979,7 @@ check(answer, "states_of_a_job")
 # %% [markdown]
 # DDP holds more than that: its buckets are a second copy of the gradients (without `gradient_as_bucket_view=True`), and what `autocast` has cast is kept for backward. So 11 GB are left for activations. FSDP2 has 37, less a block or two that are gathered; as every micro-batch sends, no whole gradients wait.
 # Begin with `ddp`, which sends least, and the largest `--micro` that fits. If that is only 1 or 2, `fsdp2` leaves three times as much, and larger products may pay for its messages.
-# A rank has 64 sequences of a step. A signal is noticed every `--report` steps, so these, and a save, must take less than 60 seconds: measure one of each.
+# A rank has 64 sequences of a step. A signal comes within a step, and the next one is the last: two steps and a save must take less than 60 seconds. Measure one of each.
 # `--every` follows from how long a save takes and how often a job dies ([Checkpoints](checkpoint.md#how-often-to-save)).
 # First of all, hold ten losses against one process with the same seed; better, ask for [every tensor](parity.md#two-scripts).
 #

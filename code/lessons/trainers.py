@@ -80,10 +80,18 @@ show.source(lightning.trainer, lightning.main)
 # %%
 beside.batch_file()
 
+# %% [markdown]
+# Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning's handler then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue.
+# It does so within the signal, which reaches each rank in another step. A rank that saves waits for the others while they wait for it in a step, and now and then the job hangs ([Lightning#21406](https://github.com/Lightning-AI/pytorch-lightning/issues/21406), version 2.6).
+# So a callback notes the signal, and calls that handler once all ranks know of it, every ten steps:
+
+# %%
+show.source(lightning.SaveTogether, lightning.newest)
+
 
 # %% [markdown]
-# Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue. At its next start it finds that checkpoint in `default_root_dir` by itself.
-# For this the batch file needs `--signal` and `--requeue`, and your script nothing. With `#SBATCH --signal=B:USR1@120` the signal would go only to the shell of the batch file, and nothing would be saved.
+# At the next start there may be two checkpoints, that of the signal and that of the last validation. Lightning goes on from the one that `ckpt_path` names, or without it from that of the signal, however old it is. `newest` gives it the newer one.
+# For all this the batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the shell of the batch file, and nothing would be saved.
 #
 # The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and check that the job starts again and finishes. They have no GPU: `accelerator="auto"` on GPUs, and nccl between nodes, are not tested.
 #
@@ -532,6 +540,7 @@ show.table(rows, ["step", *map(str, range(1, 11))])
 # |---|---|
 # | losses differ from the script's from the first step | [the order](#what-it-hides): Lightning's sampler shuffles, unless `use_distributed_sampler=False` |
 # | with `ModelParallelStrategy`, two GPUs take as long as one | [`data_parallel_size`](#held-against-a-plain-loop): its default shards over nodes |
+# | a job hangs at its time limit: two ranks save at different steps | [one step for all](#two-nodes): a flag in an all-reduce, then Lightning's handler |
 # | a job is ended at its time limit, without a checkpoint | [`--signal`](#two-nodes), without `B:` |
 # | losses rise after an overflow, scales differ by rank | [one decision](#built-broken-repaired): each rank checks only its own shard |
 # | the run ends with an exception, at the smallest scale | [`min_loss_scale`](#fp16-in-deepspeeds-configuration): the loss itself is nan, or the model overflows without a scale |

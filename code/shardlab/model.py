@@ -114,8 +114,11 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BSH))  # [B, S, H] @ [H, V]
 
 
+IGNORED = -100  # a target that counts as nothing: torch's own choice
+
+
 def loss(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens; reduction "mean" or "sum".
+    """Cross-entropy over all tokens whose target is not IGNORED; reduction "mean" or "sum".
 
     Logits of 16 bits are widened to float32 first: a softmax over a vocabulary needs the digits.
     """

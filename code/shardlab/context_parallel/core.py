@@ -21,6 +21,9 @@ The other one is `all_to_all_attention`: see `ulysses`.
     average_gradients(model, group)
     optimizer.step()
 
+A rank's mean is over s tokens, as many as another's. Where some targets are ignored, the loss is
+`data_parallel.joined_mean` of a sum, in the place of a mean.
+
 Shapes: B batch, S tokens in all, s = S/N of one rank, H hidden, A query heads, K key and value
 heads, D size of a head.
 """

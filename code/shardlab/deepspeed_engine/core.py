@@ -99,11 +99,15 @@ def step(
         given the same ones.
     loss_of: (engine, tokens, targets) to the mean loss; the pipeline has its own.
 
-    Raises ValueError when their number is not the configuration's.
+    Raises ValueError when their number is not the configuration's, and for targets of -100:
+    DeepSpeed makes a mean of means, so that a loss_of of your own has to weigh them.
     """
     wanted = engine.gradient_accumulation_steps()
     if len(micro_batches) != wanted:
         raise ValueError(f"micro_batches: {len(micro_batches)} of them; allowed is {wanted}")
+    weighed = loss_of is not _loss_of and not is_pipeline(engine)
+    if not weighed and any((targets == plain.IGNORED).any() for _, targets in micro_batches):
+        raise ValueError("targets: -100 is among them; allowed are targets that all count")
     device = ranks.device()
     batches = [(tokens.to(device), targets.to(device)) for tokens, targets in micro_batches]
     if is_pipeline(engine):

@@ -31,7 +31,7 @@ from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
 from shardlab.arguments import check_kind, check_whole
 from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.layout import Layout
-from shardlab.model import GPT
+from shardlab.model import GPT, IGNORED
 from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_same
 
@@ -192,7 +192,7 @@ class Parallel(OnMesh):
         return torch.Size((batch, seq // self.shard, hidden)), dtype
 
     def _loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean over tokens, times the weight of this copy's batch: see `step`."""
+        """Mean over this copy's targets, times the weight of its batch: see `step`."""
         mean = tensor_parallel.loss(logits_BSv, targets_BS, self.groups.tp)
         return mean * self.weight.to(mean.dtype)
 
@@ -204,10 +204,11 @@ class Parallel(OnMesh):
         every rank; gradients are those of this mean.
         """
         copy, copies = check_group(self.groups.dp)
-        # The average over copies shall be the mean over sequences: a copy with more weighs more.
-        total = torch.full((), len(tokens_BS), device=tokens_BS.device)
+        # The average over copies shall be the mean over targets: a copy with more weighs more.
+        counted = (targets_BS != IGNORED).sum()
+        total = counted.clone()
         dist.all_reduce(total, group=self.groups.dp)  # a scalar
-        self.weight = len(tokens_BS) * copies / total.double()
+        self.weight = counted * copies / total.double()
         if self.dropout is not None:
             microbatches = self.pipeline.schedule.microbatches
             self.dropout.begin(self.number, first=copy * microbatches, device=tokens_BS.device)

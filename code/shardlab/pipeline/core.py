@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shardlab import gpu, ranks
 from shardlab.arguments import check_callable, check_flag, check_kind, given
 from shardlab.buckets import average_gradients, copy_from_rank_0
+from shardlab.model import IGNORED
 from shardlab.ranks import agree, p2p
 from shardlab.ranks.gather import gathered
 
@@ -56,7 +57,11 @@ class Passes:
     def begin(self, tokens_BS: Tensor, targets_BS: Tensor, m: int) -> None:
         """Begin a step of m micro-batches, which differ by a sequence at most."""
         self.tokens, self.targets = tokens_BS.tensor_split(m), targets_BS.tensor_split(m)
-        self.scales = [len(tokens) / len(tokens_BS) for tokens in self.tokens]
+        if self.last is not None:  # no micro-batch has a mean of nothing, which would be nan
+            counted = torch.stack([(targets != IGNORED).sum() for targets in self.targets])
+            self.scales = counted.double() / counted.sum().clamp(min=1)
+            pairs = zip(self.targets, counted, strict=True)
+            self.targets = [targets.masked_fill(count == 0, 0) for targets, count in pairs]
         self.live: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = {}
         self.undone: dict[tuple[int, int], list[deferred.Task]] = {}
         self.value: Tensor | None = None  # the loss, where the last part is
@@ -66,7 +71,8 @@ class Passes:
         x = self.tokens[i] if x is None else x.requires_grad_()
         y = self.parts[chunk](x)
         if chunk == self.last:
-            y = self.loss(y, self.targets[i]) * self.scales[i]  # its part of the mean
+            y = self.loss(y, self.targets[i])
+            y = y * self.scales[i].to(y.dtype)  # its part of the mean
             self.value = y.detach() if self.value is None else self.value + y.detach()
         # Backward needs the graph that leads to y, and not y: that goes once it is sent.
         self.live[i, chunk] = x, get_gradient_edge(y) if y.requires_grad else None
@@ -271,12 +277,13 @@ class Pipeline(Held):
     parts: this stage's modules, one for each chunk: those with the numbers
     `schedule.placement[stage]`. Each takes what the one before gives; the first takes tokens.
     group: the ranks of this pipeline; rank and stage are the same number. loss(output, targets) is
-    a mean over sequences. between(tokens): shape and dtype of what travels from part to part.
+    a mean over targets. between(tokens): shape and dtype of what travels from part to part.
 
     replicas: the ranks that hold the same parts in other pipelines, each of which has its own share
-    of the batch: gradients become averages over them, once, after the last micro-batch. All start
-    from the first replica's weights. twin: a parameter that another stage holds too, and which
-    stage: both get the sum of their gradients, and start from the lower stage's weights.
+    of the batch: gradients become averages over them, once, after the last micro-batch. (A mean of
+    means: `mesh.Parallel` weighs unequal shares.) All start from the first replica's weights. twin:
+    a parameter that another stage holds too, and which stage: both get the sum of their gradients,
+    and start from the lower stage's weights.
 
     record: note when each pass begins and ends, for `timeline`. back: see `Mail`; by default
     `group`, or with nccl another group of the same ranks, made for the first pipeline of `group`.
@@ -321,7 +328,7 @@ class Pipeline(Held):
 
         Adds the gradients of the mean loss over the batch to those that are there. Returns that
         loss on the rank with the last part, None on the others. Micro-batches differ by a sequence
-        at most, and each counts by its share of the sequences.
+        at most, and each counts by its share of the targets that are not IGNORED.
 
         Raises ValueError for fewer sequences than micro-batches.
         """

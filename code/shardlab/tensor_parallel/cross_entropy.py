@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardlab.arguments import check_kind, check_one_of
+from shardlab.model import IGNORED
 from shardlab.ranks import check_group, check_same_once
 
 Group = dist.ProcessGroup
@@ -37,7 +38,9 @@ def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target.
+    """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target; 0 if ignored.
+
+    mean: divide each by the number of those that are not.
 
     Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
     becomes their gradient in place: backward can be done once.
@@ -46,7 +49,9 @@ class _CrossEntropy(torch.autograd.Function):
     words = "V, R -> I"
 
     @staticmethod
-    def forward(ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits_BSv: Tensor, targets_BS: Tensor, group: Group, mean: bool
+    ) -> Tensor:
         rank, ranks = check_group(group)
         width = logits_BSv.shape[-1]
         largest_BS1 = logits_BSv.amax(-1, keepdim=True)
@@ -63,27 +68,31 @@ class _CrossEntropy(torch.autograd.Function):
         if ranks > 1:
             dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
         sum_BS1, target_BS1 = sums_2BS1
+        losses_BS1 = sum_BS1.log() - target_BS1
+        weight_BS1 = target_BS1.copy_((targets_BS != IGNORED)[..., None])  # kept in its place
+        if mean:
+            weight_BS1 /= weight_BS1.sum()
         ctx.dtype = logits_BSv.dtype
-        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1)
-        return (sum_BS1.log() - target_BS1).squeeze(-1)
+        ctx.save_for_backward(exp_BSv, sum_BS1, own_BS1, elsewhere_BS1, weight_BS1)
+        return (losses_BS1 * weight_BS1).squeeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None]:
-        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1 = ctx.saved_tensors
-        scale_BS1 = dlosses_BS[..., None]
+    def backward(ctx: Any, dlosses_BS: Tensor) -> tuple[Tensor, None, None, None]:
+        exp_BSv, sum_BS1, own_BS1, elsewhere_BS1, weight_BS1 = ctx.saved_tensors
+        scale_BS1 = dlosses_BS[..., None] * weight_BS1
         softmax_BSv = exp_BSv.mul_(scale_BS1 / sum_BS1)  # of this rank's entries, scaled
         target_BS1 = scale_BS1.masked_fill(elsewhere_BS1, 0)
-        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None
+        return softmax_BSv.scatter_add_(-1, own_BS1, -target_BS1).to(ctx.dtype), None, None, None
 
 
 def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
     """Cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
 
     logits_BSv: of this rank's part of the vocabulary. targets_BS: numbers in the whole vocabulary,
-    the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of [B, S] and
-    [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known for each
-    entry where it is. The [B, S, V] logits never exist on any rank.
+    or IGNORED, the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of
+    [B, S] and [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known
+    for each entry where it is. The [B, S, V] logits never exist on any rank.
 
     Raises ValueError for other shapes, reductions, and (on the CPU; a GPU would have to be waited
     for, and gives nan) for targets that are not in the vocabulary.
@@ -94,10 +103,11 @@ def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = 
         what = f"allowed are whole numbers of shape {list(logits_BSv.shape[:-1])}, as logits have"
         raise ValueError(f"targets={targets_BS.dtype} {list(targets_BS.shape)}: {what}")
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]
-    check_entries("targets", targets_BS, vocabulary)
+    counts_BS = targets_BS != IGNORED
+    check_entries("targets", targets_BS * counts_BS, vocabulary)
     check_same_once(group, "tensor_parallel.loss", group, reduction=reduction)
-    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group)
+    losses_BS = _CrossEntropy.apply(logits_BSv, targets_BS, group, reduction == "mean")
     if not targets_BS.is_cpu:
-        outside_BS = (targets_BS < 0) | (targets_BS >= vocabulary)
+        outside_BS = ((targets_BS < 0) & counts_BS) | (targets_BS >= vocabulary)
         losses_BS = losses_BS.masked_fill(outside_BS, float("nan"))
-    return losses_BS.mean() if reduction == "mean" else losses_BS.sum()
+    return losses_BS.sum()

@@ -8,6 +8,7 @@ Left to itself, Lightning starts the script again for each rank; here it takes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,19 @@ def fit(
     batch: int = 8,
     windows: int = 40,
     data_ranks: int | str | None = None,
+    also: Sequence[L.Callback] = (),
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """On a rank: losses and gradient norms of all steps, and the weights after them.
 
     strategy: "ddp" or "fsdp2". batch: windows in a step, over all ranks; the first `windows` of the
     text are an epoch. data_ranks: over how many ranks FSDP2 shards; all, or "auto", Lightning's own
-    default.
+    default. also: further callbacks.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(map(repr, STRATEGIES))}")
     size, notes = dist.get_world_size(), Notes()
+    if batch % size:
+        raise ValueError(f"batch={batch}: allowed are multiples of {size}, one share a rank")
     chosen: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
         chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
@@ -94,7 +98,8 @@ def fit(
         plugins=[TheseRanks()],  # else it would start this script again for each
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[notes],
+        callbacks=[notes, *also],
+        log_every_n_steps=10,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

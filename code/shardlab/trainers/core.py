@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as L
 import torch
@@ -57,11 +59,37 @@ class LitGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class SaveTogether(L.Callback):
+    """Saves at SIGUSR1 on all ranks after the same step.
+
+    Lightning's own handler, set under Slurm, saves within the signal. That reaches each rank in
+    another step, where the others may be in another collective: then all of them hang (Lightning's
+    issue 21406). Here the signal is noted, and the handler called once all ranks know of it.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        """Take the place of Lightning's handler."""
+        self.asked, self.save = False, signal.getsignal(signal.SIGUSR1)
+        if callable(self.save):
+            signal.signal(signal.SIGUSR1, self.ask)
+
+    def ask(self, *_: Any) -> None:
+        """Note that this rank got the signal."""
+        self.asked = True
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Ask all ranks where the loss is logged: reading either waits for the GPU."""
+        due = callable(self.save) and trainer.global_step % trainer.log_every_n_steps == 0
+        if due and trainer.strategy.reduce_boolean_decision(self.asked, all=False):
+            self.asked = False
+            self.save(signal.SIGUSR1, None)
+
+
 def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
     """A Trainer on all GPUs of `nodes` nodes, or on their CPUs; it validates `every` steps.
 
     It keeps the last checkpoint and the best one. In a job of Slurm's it saves and requeues the
-    job at SIGUSR1, and goes on from there at the next start.
+    job at SIGUSR1.
     """
     kept = ModelCheckpoint(folder, "best", monitor="validation", save_last=True)
     return L.Trainer(
@@ -73,11 +101,21 @@ def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
         val_check_interval=every,  # in batches
         check_val_every_n_epoch=None,  # counted over all epochs, not within each
         gradient_clip_val=1.0,
-        callbacks=[kept],
+        callbacks=[kept, SaveTogether()],
+        log_every_n_steps=10,
         logger=CSVLogger(folder),
         default_root_dir=folder,  # where it saves at SIGUSR1
         enable_progress_bar=False,
     )
+
+
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint: the last validation's, or that of a signal since; or None.
+
+    Given "last", or none where both are there, Lightning does not compare the two.
+    """
+    found = [*folder.glob("last*.ckpt"), *folder.glob("hpc_ckpt_*.ckpt")]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def main() -> None:
@@ -90,10 +128,11 @@ def main() -> None:
     given = parser.parse_args()
     train, validation, _ = (Windows(64, part[: given.limit or None]) for part in parts())
     made = trainer(given.folder, given.nodes, given.steps, given.every)
-    own = given.batch // made.world_size  # a loader's batch is its rank's share
+    own, left = divmod(given.batch, made.world_size)  # a loader's batch is its rank's share
+    if own < 1 or left:
+        parser.error(f"--batch {given.batch}: allowed are multiples of {made.world_size} ranks")
     loaders = DataLoader(train, own, shuffle=True, drop_last=True), DataLoader(validation, 64)
-    last = given.folder / "last.ckpt"
-    made.fit(LitGPT(), *loaders, ckpt_path=last if last.exists() else None)
+    made.fit(LitGPT(), *loaders, ckpt_path=newest(given.folder))
 
 
 if __name__ == "__main__":

@@ -488,3 +488,10 @@ def test_a_stretch_of_a_box_is_boxes_in_its_order(of):
             numbers = [n for part in parts for n in part.flatten().tolist()]
             assert numbers == list(range(first, end)) and len(found) <= 2 * len(of) + 1
             assert all(common(box, whole(of)) == box for box in found)
+    for change, name in (({"vocab": config.vocab // 2}, r"embedding.weight is \[128, 64\]"),
+                         ({"hidden": 32}, r"embedding.weight is \[256, 32\]"),
+                         ({"ffn": 128}, r"blocks.0.ffn.up.weight is \[128, 64\]"),
+                         ({"layers": 3}, "blocks.3.attention_norm.weight is missing")):  # fmt: skip
+        other = GPT(replace(config, **change)) if rank > 3 else None
+        with pytest.raises(ValueError, match=f"target: {name}, and .* in the source"):
+            hand_over(model if rank < 4 else None, other, group)

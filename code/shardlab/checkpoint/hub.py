@@ -30,7 +30,7 @@ from shardlab.zero.wrapper import Sharded
 from . import names, safe
 from .folder import SAVING, CheckpointError, sync, write_durably
 from .members import Members
-from .moving import by_name, carry, holders, parts_of, transfers
+from .moving import by_name, carry, holders, parts_of, shapes_of, transfers
 from .names import FAMILIES, Link
 from .pieces import changed, pieces, unwrapped
 from .reasons import cause, is_full, no_room, said
@@ -59,7 +59,7 @@ def load_hub(
         members.check_same(folder=os.path.abspath(folder))
         members.first(lambda: names.check_folder(folder=folder))
         own = pieces(model)
-        shapes = _shapes(members.exchange(parts_of(own)))
+        shapes = shapes_of(members.exchange(parts_of(own)))
         there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
         links = links_of(model, kind, shapes)
         found, left = members.first(lambda: _matched(folder, there, names.shapes(links), kind))
@@ -194,7 +194,7 @@ class _Saving:
             members.first(lambda: names.check_folder(like=like))
             there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
         self.kind, self.pieces, self.holders = kind, by_name(own), holders(parts)
-        links = links_of(model, kind, _shapes(parts))
+        links = links_of(model, kind, shapes_of(parts))
         lost = [p.name for p in own if p.name not in links and p.tensor.count_nonzero()]
         if lost := [name for names in members.exchange(lost) for name in names]:
             text = f"model_type={kind!r} has no place for {lost[0]}"
@@ -366,16 +366,6 @@ def config_json(model: nn.Module, kind: str) -> dict[str, Any]:
         return names.config_json(config, kind)
     classname = type(unwrapped(model)).__name__.removeprefix("FSDP")  # fully_shard's own class
     return config.to_dict() | {"architectures": config.architectures or [classname]}
-
-
-def _shapes(parts: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors, of which each rank has parts."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, box in (part for mine in parts for part in mine):
-        ends = tuple(end for _, end in box)
-        before = found.get(name, ends)
-        found[name] = tuple(max(pair) for pair in zip(before, ends, strict=True))
-    return found
 
 
 def _kind(folder: Path) -> str:

@@ -107,7 +107,9 @@ def there_and_back(hub, out, layout):
     """Each kind into a mesh, and out again."""
     group, left = dist.group.WORLD, {}
     for kind, config in SHAPES.items():
-        model = Parallel(here(GPT(config)), join(layout, group), layout)
+        with torch.device("meta"):
+            model = GPT(config)
+        model = Parallel(model, join(layout, group), layout)
         left[kind] = load_hub(model, hub / kind, group)
         save_hub(model, out / kind, group, like=hub / kind, shard_bytes=20_000)
     return left

@@ -46,8 +46,9 @@ def load_hub(
     """Fill a model with the weights in `folder`, which is as the hub has it.
 
     model: a GPT, plain or on any ranks, as `pieces` takes it; or one of `transformers`, plain or
-    with DTensors. All ranks of `group` call it. Values are converted to the model's dtype. Returns
-    the tensors in the folder that such a model has no place for, such as GPT-2's positions.
+    with DTensors. All ranks of `group` call it; None: those of the world. Values are converted to
+    the model's dtype. Returns the tensors in the folder that such a model has no place for, such as
+    GPT-2's positions.
 
     Raises CheckpointError, the same on all ranks, which names the file or tensor that is missing,
     cut off, of another shape, or unknown: all that is found before the model changes.

@@ -1,6 +1,7 @@
 """Weights of real models: the hub's folders, in and out, and over to another layout."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -39,7 +40,7 @@ SMALL = {"layers": 2, "heads": 4, "hidden": 32, "ffn": 48, "vocab": 64, "seq": 3
 SHAPES = {
     "llama": replace(PRESETS["llama-3-8b"], **SMALL, kv_heads=2),
     "mixtral": replace(PRESETS["mixtral-8x7b"], **SMALL, kv_heads=2, experts=4),
-    "qwen3": replace(PRESETS["llama-3-8b"], **SMALL, kv_heads=2, head=12, qk_norm=True),
+    "qwen3": replace(PRESETS["llama-3-8b"], **SMALL, kv_heads=2, head=12, qk_norm=True, tied=True),
     "qwen3_moe": replace(
         PRESETS["qwen3-30b-a3b"], **SMALL, kv_heads=2, head=12, experts=4, experts_per_token=2,
         expert_ffn=24,
@@ -76,7 +77,34 @@ def hub(tmp_path_factory):
             if tensor.is_floating_point() and tensor.numel() > 6:  # not angles of positions
                 torch.nn.init.normal_(tensor, std=0.1)  # biases are no zeros, norms no ones
         model.save_pretrained(folder / kind, max_shard_size="30KB")
+    with_head(folder / "qwen3")
+    (folder / "qwen3").rename(folder / "alone")
+    (folder / "qwen3").symlink_to(cached(folder / "alone", folder / "cache"))
     return folder
+
+
+def with_head(folder, change=0):
+    """Add the output layer of a tied model, in a file of its own, as Qwen3-1.7B's folder has it."""
+    index = json.loads((folder / safe.INDEX).read_text())
+    head = tensors(folder)["model.embed_tokens.weight"] + change
+    save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
+    index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
+    (folder / safe.INDEX).write_text(json.dumps(index))
+
+
+def cached(folder, cache):
+    """Put a folder into a cache of the hub's; return what its own library says is the snapshot."""
+    from huggingface_hub import snapshot_download
+
+    model, sha = cache / "models--course--tiny", "0123456789" * 4
+    for place in ("blobs", "refs", f"snapshots/{sha}"):
+        (model / place).mkdir(parents=True)
+    (model / "refs/main").write_text(sha)
+    for path in folder.iterdir():
+        blob = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, model / "blobs" / blob)
+        (model / "snapshots" / sha / path.name).symlink_to(f"../../blobs/{blob}")
+    return snapshot_download("course/tiny", cache_dir=cache, local_files_only=True)
 
 
 def tensors(folder):
@@ -84,6 +112,14 @@ def tensors(folder):
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    return found
+
+
+def once(folder):
+    """The tensors, with those of tied layers once, as transformers and we write them."""
+    found = tensors(folder)
+    if json.loads((folder / "config.json").read_text())["tie_word_embeddings"]:
+        found.pop("lm_head.weight", None)
     return found
 
 
@@ -107,7 +143,9 @@ def there_and_back(hub, out, layout):
     """Each kind into a mesh, and out again."""
     group, left = dist.group.WORLD, {}
     for kind, config in SHAPES.items():
-        model = Parallel(here(GPT(config)), join(layout, group), layout)
+        with torch.device("meta"):
+            model = GPT(config)
+        model = Parallel(model, join(layout, group), layout)
         left[kind] = load_hub(model, hub / kind, group)
         save_hub(model, out / kind, group, like=hub / kind, shard_bytes=20_000)
     return left
@@ -116,7 +154,7 @@ def there_and_back(hub, out, layout):
 def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub, tmp_path):
     found = ranks.run(there_and_back, 8, hub, tmp_path, MESH, timeout=120)
     for kind in SHAPES:
-        assert equal(tensors(hub / kind), tensors(tmp_path / kind))
+        assert equal(once(hub / kind), tensors(tmp_path / kind))
         assert torch.equal(logits(hub / kind), logits(tmp_path / kind))
         written = sorted(path.name for path in (tmp_path / kind).iterdir())
         assert len(written) > 4 and safe.INDEX in written and "generation_config.json" in written
@@ -172,14 +210,14 @@ def of_the_library(hub, out):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        assert load_hub(model, hub / kind, group) == ()
-        save_hub(model, out / kind, group, dtype=torch.bfloat16 if kind == "llama" else None)
+        assert load_hub(model, hub / kind) == ()  # None is the world
+        save_hub(model, out / kind, dtype=torch.bfloat16 if kind == "llama" else None)
 
 
 def test_models_of_transformers_in_shards_of_fsdp2_go_out_under_the_hub_s_names(hub, tmp_path):
     ranks.run(of_the_library, 3, hub, tmp_path, device="cpu", timeout=120)
     for kind in SHAPES:
-        before = tensors(hub / kind)
+        before = once(hub / kind)
         if kind == "llama":
             before = {name: tensor.bfloat16() for name, tensor in before.items()}
         assert equal(before, tensors(tmp_path / kind))
@@ -190,6 +228,15 @@ def test_models_of_transformers_in_shards_of_fsdp2_go_out_under_the_hub_s_names(
     load_hub(model := GPT(SHAPES["llama"]), tmp_path / "llama")
     save_hub(model, tmp_path / "again", like=tmp_path / "llama")
     assert equal(tensors(tmp_path / "llama"), tensors(tmp_path / "again"))
+
+
+def test_two_layers_that_differ_are_not_tied(hub, tmp_path):
+    shutil.copytree(hub / "alone", folder := tmp_path / "qwen3")
+    with_head(folder, change=1)
+    with pytest.raises(CheckpointError, match="lm_head.weight is not equal to .*embed_tokens"):
+        load_hub(GPT(SHAPES["qwen3"]), folder)
+    load_hub(untied := GPT(replace(SHAPES["qwen3"], tied=False)), folder)
+    assert torch.equal(untied.head.weight, untied.embedding.weight + 1)
 
 
 def peak():
@@ -254,6 +301,39 @@ def no_numbers(folder):
     return path.name
 
 
+def offsets(number, *move):
+    """Damage that moves where the header says that a tensor begins and ends."""
+
+    def damage(folder):
+        path = sorted(folder.glob("model-*"))[0]
+        content = path.read_bytes()
+        end = 8 + struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8:end])
+        header.pop("__metadata__")
+        place = sorted(of["data_offsets"] for of in header.values())[number]
+        place[:] = (at + by for at, by in zip(place, move, strict=True))
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+        return path.name
+
+    return damage
+
+
+def pipe(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")  # whoever reads it waits for a writer
+    with pytest.raises(ValueError, match="there is no file config.json"):
+        config_of(folder)
+    return "config.json: is no file"
+
+
+def loose_end(folder):
+    path = sorted(folder.glob("model-*"))[0]
+    path.unlink()
+    path.symlink_to("../blobs/0123")
+    return f"{path.name}: is missing"
+
+
 def without_index(folder):
     (folder / safe.INDEX).unlink()
     return safe.INDEX
@@ -312,10 +392,28 @@ def whole_numbers(found):
     return name
 
 
-DAMAGES = {
-    of.__name__: of
-    for of in (cut_off, renamed, no_numbers, without_index, no_index, elsewhere, without_config)
-} | {of.__name__: changed(of) for of in (other_name, one_more, other_shape, whole_numbers)}
+DAMAGES = (
+    {
+        of.__name__: of
+        for of in (
+            cut_off,
+            renamed,
+            no_numbers,
+            pipe,
+            loose_end,
+            without_index,
+            no_index,
+            elsewhere,
+            without_config,
+        )
+    }
+    | {
+        "overlapping": offsets(1, -4, -4),
+        "negative": offsets(0, -4, -4),
+        "short": offsets(0, 0, -4),
+    }
+    | {of.__name__: changed(of) for of in (other_name, one_more, other_shape, whole_numbers)}
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -450,6 +548,13 @@ def trainer_and_generator():
         hand_over(model if rank < 4 else None, model if rank > 3 else None, group)
     with pytest.raises(ValueError, match="target: embedding.weight is not all in the source"):
         hand_over(model if rank in (0, 4) else None, model if rank > 3 else None, group)
+    for change, name in (({"vocab": config.vocab // 2}, r"embedding.weight is \[128, 64\]"),
+                         ({"hidden": 32}, r"embedding.weight is \[256, 32\]"),
+                         ({"ffn": 128}, r"blocks.0.ffn.up.weight is \[128, 64\]"),
+                         ({"layers": 3}, "blocks.3.attention_norm.weight is missing")):  # fmt: skip
+        other = GPT(replace(config, **change)) if rank > 3 else None
+        with pytest.raises(ValueError, match=f"target: {name}, and .* in the source"):
+            hand_over(model if rank < 4 else None, other, group)
     return sent.bytes, {n: p.detach().cpu() for n, p in model.named_parameters()}, plain
 
 

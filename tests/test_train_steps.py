@@ -10,6 +10,12 @@ from shardlab.train import core, ddp, fsdp, one_gpu, sampler, steps
 
 SCRIPTS = {m.__name__.rpartition(".")[2]: m for m in (core, ddp, fsdp, one_gpu, sampler)}
 STEP = 'torch.save(model.module.state_dict(), folder / "last.pt")'
+BEST, LOAD = STEP.replace("last", "best"), 'torch.load(folder / "best.pt", device)'
+FILES = {  # named in torch's other ways
+    STEP: 'torch.save(obj=model.module.state_dict(), f=folder / "last.pt")',
+    BEST: 'torch.save(model.module.state_dict(), open(folder / "best.pt", "wb"))',
+    LOAD: 'torch.load(f=folder / "best.pt", map_location=device)',
+}
 # Script, what is replaced in it by what; how many steps are made, and words of what is said then.
 ROWS = [
     ("one_gpu", {}, 0, "Each process trains alone"),
@@ -52,13 +58,13 @@ ROWS = [
     ),
     ("core", {STEP: STEP.replace(".module", "")}, 13, "begin with `module.`"),
     ("core", {"    dist.barrier()": "    pass"}, 14, "while rank 0 still writes"),
-    ("core", {}, 15, "DDP keeps all on each rank"),
+    ("core", FILES, 15, "DDP keeps all on each rank"),
     ("fsdp", {"in (*model.blocks, model)": "in (model,)"}, 15, "one unit"),
     ("fsdp", {"full_state_dict=True": "full_state_dict=False"}, 16, "a rank's state dict"),
     ("fsdp", {"mesh=mesh, reshard_after_forward=True": "mesh=mesh"}, 16, "It ended with Runtime"),
     ("fsdp", {}, 17, ""),
 ]
-DAILY = {0, 9, 15, 22}
+DAILY = {0, 9, 20, 22}
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))

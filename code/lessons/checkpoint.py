@@ -894,7 +894,7 @@ print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 #
 # On Hugging Face's hub a model is a folder: `config.json` has its shape, and the weights are in `safetensors` files.
 # Such a file begins with a header in JSON: name, dtype, shape and place of each tensor. Then come raw numbers, and no code.
-# So each rank reads just the slices that it is to hold; nothing is sent, and no rank ever holds the whole model.
+# So each rank reads just the slices that it is to hold, and nothing is sent.
 #
 # But each kind of model has its own names, and some store matrices transposed or joined.
 # `names.links` says where in the files each tensor of the course's GPT is:
@@ -911,13 +911,16 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 # GPT-2 keeps queries, keys and values side by side in one matrix, whose rows are the inputs: keys are its middle third, transposed.
 #
 # In the next cell `transformers` saves a tiny Llama, in files of 30 kB. Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
+# The model is built on the device `meta`, where tensors have no storage. `Parallel` makes room for this rank's part of it alone, so no rank ever holds the whole model.
 # Then they write it: for each tensor all ranks send their parts to one, which writes the file. The folder gets its final name when it is complete.
 
 # %%
 def through_a_mesh(source, target):
     group = dist.group.WORLD
     layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=2)
-    model = Parallel(GPT(config_of(source)), join(layout, group), layout)
+    with torch.device("meta"):
+        plain = GPT(config_of(source))
+    model = Parallel(plain, join(layout, group), layout)
     load_hub(model, source, group)
     save_hub(model, target, group, like=source, shard_bytes=30_000)
 
@@ -954,7 +957,10 @@ assert torch.equal(theirs, again) and (ours(tokens) - theirs).abs().max() < 1e-5
 print("logits of transformers from both folders: equal; the course's GPT has the same")
 
 # %% [markdown]
+# `snapshot_download` of `huggingface_hub` returns such a folder, in its own cache: each file is a link there, which `load_hub` follows.
 # If a file is cut off, missing or renamed, or a tensor has another shape or name, `load_hub` names it before the model changes.
+# In a tied model the output layer is the embedding. Some folders have both all the same, such as Qwen3-1.7B's. `load_hub` compares them and keeps one.
+# If they differ, `transformers` warns and ties them no longer. `load_hub` refuses them: build the model with `tied=False`.
 # One warning: the course's GPT has rotary positions. GPT-2's weights load, but its learned positions are not used, so the result is another model. `load_hub` returns the names of the tensors that it did not use.
 #
 # ### Another layout, while the job runs

@@ -197,8 +197,8 @@ class Checkpoints:
     keep: complete checkpoints that remain after a save. writer: makes DCP's storage writer for a
     path. timeout: seconds that a rank waits for another in a save or load, by default the run's.
     All methods but `steps` are collective: every rank of `group` calls them, and all of them raise
-    the same error. Without a group, one process does everything. From the first save to `close` or
-    its end, the folder is this job's: another one may load from it, and its saves are refused.
+    the same error. group: None is the world, as torch has it. From the first save to `close` or its
+    end, the folder is this job's: another one may load from it, and its saves are refused.
 
     Raises ValueError for a folder that is a file, keep below 1, a group without this rank, a
     timeout that is no number above 0, and ranks with other folders or another `keep`.

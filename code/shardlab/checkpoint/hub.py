@@ -28,9 +28,10 @@ from shardlab.shapes import Config
 from shardlab.zero.wrapper import Sharded
 
 from . import names, safe
+from .contents import plain_name
 from .folder import SAVING, CheckpointError, sync, write_durably
 from .members import Members
-from .moving import by_name, carry, holders, parts_of, transfers
+from .moving import by_name, carry, holders, parts_of, shapes_of, transfers
 from .names import FAMILIES, Link
 from .pieces import changed, pieces, unwrapped
 from .reasons import cause, is_full, no_room, said
@@ -46,11 +47,13 @@ def load_hub(
     """Fill a model with the weights in `folder`, which is as the hub has it.
 
     model: a GPT, plain or on any ranks, as `pieces` takes it; or one of `transformers`, plain or
-    with DTensors. All ranks of `group` call it. Values are converted to the model's dtype. Returns
-    the tensors in the folder that such a model has no place for, such as GPT-2's positions.
+    with DTensors. All ranks of `group` call it; None: those of the world. Values are converted to
+    the model's dtype. Returns the tensors in the folder that such a model has no place for, such as
+    GPT-2's positions.
 
     Raises CheckpointError, the same on all ranks, which names the file or tensor that is missing,
-    cut off, of another shape, or unknown: all that is found before the model changes.
+    cut off, of another shape, unknown, or stored twice with unequal values though the model ties
+    both: all that is found before the model changes.
     """
     check_kind(nn.Module, model=model)
     check_kind((str, os.PathLike), folder=folder)
@@ -59,10 +62,11 @@ def load_hub(
         members.check_same(folder=os.path.abspath(folder))
         members.first(lambda: names.check_folder(folder=folder))
         own = pieces(model)
-        shapes = _shapes(members.exchange(parts_of(own)))
+        shapes = shapes_of(members.exchange(parts_of(own)))
         there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
         links = links_of(model, kind, shapes)
-        found, left = members.first(lambda: _matched(folder, there, names.shapes(links), kind))
+        wanted, tied = names.shapes(links), _tied(model, kind)
+        found, left = members.first(lambda: _matched(folder, there, wanted, kind, tied))
         problem = []
         try:
             _read(folder, own, links, found)
@@ -109,26 +113,35 @@ def _matched(
     there: Mapping[str, safe.Stored],
     shapes: Mapping[str, tuple[int, ...]],
     kind: str,
+    tied: Mapping[str, list[str]],
 ) -> tuple[dict[str, tuple[safe.Stored, str]], tuple[str, ...]]:
-    """Where each tensor that the model wants is, and as what; and those that it has no place for.
+    """Find each tensor that the model wants, and the name it has there; and what has no place.
+
+    tied: further names of a tensor. Some folders have it under several, where all must be equal.
 
     Raises CheckpointError for what is missing, other or unknown.
     """
-    family, found = FAMILIES.get(kind), {}
+    family, found, known = FAMILIES.get(kind), {}, set()
     for name, wanted in shapes.items():
         short = name.removeprefix(family.base) if family else name
-        as_stored = name if name in there else short
-        if as_stored not in there:
+        called = [n for n in dict.fromkeys((name, short, *tied.get(name, ()))) if n in there]
+        if not called:
             raise CheckpointError(f"{folder}: {name} is not in it: of another model, or renamed")
-        stored = there[as_stored]
-        if stored.shape != wanted:
-            text = f"{name} is {list(stored.shape)}, and {list(wanted)} in this model"
-            raise CheckpointError(f"{folder / stored.file}: {text}")
-        if stored.dtype not in safe.DTYPES:
-            allowed = f"allowed are {', '.join(safe.DTYPES)}"
-            raise CheckpointError(f"{folder / stored.file}: {name} is {stored.dtype}; {allowed}")
-        found[name] = stored, as_stored
-    left = sorted(there.keys() - {as_stored for _, as_stored in found.values()})
+        for as_stored in called:
+            path, stored = folder / there[as_stored].file, there[as_stored]
+            if stored.shape != wanted:
+                text = f"{as_stored} is {list(stored.shape)}, and {list(wanted)} in this model"
+                raise CheckpointError(f"{path}: {text}")
+            if stored.dtype not in safe.DTYPES:
+                allowed = f"allowed are {', '.join(safe.DTYPES)}"
+                raise CheckpointError(f"{path}: {as_stored} is {stored.dtype}; {allowed}")
+            if not safe.are_equal(folder, there, called[0], as_stored):
+                text = f"{as_stored} is not equal to {called[0]}, to which this model ties it"
+                allowed = "allowed is a model with both (tied=False, tie_word_embeddings=False)"
+                raise CheckpointError(f"{path}: {text}; {allowed}")
+        found[name] = there[called[0]], called[0]
+        known |= set(called)
+    left = sorted(there.keys() - known)
     for name in left:
         beside = family.beside if family else r"(?!)"
         if not re.fullmatch(beside, name) and not re.fullmatch(beside, f"{family.base}{name}"):
@@ -194,7 +207,7 @@ class _Saving:
             members.first(lambda: names.check_folder(like=like))
             there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
         self.kind, self.pieces, self.holders = kind, by_name(own), holders(parts)
-        links = links_of(model, kind, _shapes(parts))
+        links = links_of(model, kind, shapes_of(parts))
         lost = [p.name for p in own if p.name not in links and p.tensor.count_nonzero()]
         if lost := [name for names in members.exchange(lost) for name in names]:
             text = f"model_type={kind!r} has no place for {lost[0]}"
@@ -205,7 +218,8 @@ class _Saving:
         self.dtypes = {hub: dtype or kinds[of[0].name] for hub, of in self.into.items()}
         self.sources: dict[str, safe.Stored] = {}
         if like is not None:
-            found, left = members.first(lambda: _matched(like, there, self.shapes, kind))
+            tied = _tied(model, kind)
+            found, left = members.first(lambda: _matched(like, there, self.shapes, kind, tied))
             self.sources = {name: there[name] for name in left}
             self.shapes |= {name: there[name].shape for name in left}
             stored = {hub: of for hub, (of, _) in found.items()} | self.sources
@@ -359,6 +373,19 @@ def links_of(
     return names.links_of_transformers(kind, shapes)
 
 
+def _tied(model: nn.Module, kind: str) -> dict[str, list[str]]:
+    """Return a tied tensor's further names on the hub, by the name under which the model has it."""
+    config = _config(model)
+    if isinstance(config, Config):
+        first, other = (f"{FAMILIES[kind].names[end]}.weight" for end in ("embedding", "head"))
+        return {first: [other]} if config.tied else {}
+    alike: dict[int, list[str]] = {}
+    for name, tensor in unwrapped(model).named_parameters(remove_duplicate=False):
+        ((link,),) = names.links_of_transformers(kind, {plain_name(name): ()}).values()
+        alike.setdefault(id(tensor), []).append(link.hub)
+    return {first: others for first, *others in alike.values()}
+
+
 def config_json(model: nn.Module, kind: str) -> dict[str, Any]:
     """What `transformers` builds such a model from."""
     config = _config(model)
@@ -368,22 +395,11 @@ def config_json(model: nn.Module, kind: str) -> dict[str, Any]:
     return config.to_dict() | {"architectures": config.architectures or [classname]}
 
 
-def _shapes(parts: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors, of which each rank has parts."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, box in (part for mine in parts for part in mine):
-        ends = tuple(end for _, end in box)
-        before = found.get(name, ends)
-        found[name] = tuple(max(pair) for pair in zip(before, ends, strict=True))
-    return found
-
-
 def _kind(folder: Path) -> str:
-    """The model_type that config.json says."""
+    """Return the model_type that config.json says."""
     path = folder / "config.json"
+    safe.check_file(path)
     try:
         return str(json.loads(path.read_text("utf-8"))["model_type"])
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: has no model_type: {error!r}") from None

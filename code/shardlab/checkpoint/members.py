@@ -22,8 +22,9 @@ class Members:
     """The ranks that save and load together, in a group of their own.
 
     A save in the background sends messages at moments that nobody knows: in the group of training
-    they would meet training's. The new one is gloo's, on the CPU. Without a group, one process is
-    all there is. timeout: seconds that a rank waits for another, by default the run's.
+    they would meet training's. The new one is gloo's, on the CPU. group: None is the world, as
+    torch has it; a process without ranks is alone. timeout: seconds that a rank waits for another,
+    by default the run's.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None):
@@ -32,7 +33,9 @@ class Members:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size, self._destroy = 0, 1, False
         if group is None:
-            return
+            if not dist.is_initialized():
+                return
+            group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ValueError(f"group={group!r}: allowed are None or a group that holds this rank")
         self.rank, self.size = group.rank(), group.size()

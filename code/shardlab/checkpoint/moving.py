@@ -113,7 +113,7 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     dtype in which they want it; of one tensor at a time there is a copy.
 
     Raises ValueError, on every rank and before anything is sent, where a part of the target's
-    tensors is nowhere.
+    tensors is nowhere, and where source and target do not have the same tensors.
     """
     rank, _ = check_group(group)
     check_kind(nn.Module, **given(source=source, target=target))
@@ -155,7 +155,10 @@ def predicted_hand_over(
 
 
 def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[Transfer]]:
-    """By tensor, who sends what. Raises ValueError where something is wanted that nobody has."""
+    """Return, by tensor, who sends what.
+
+    Raises ValueError where something is wanted that nobody has, and for other names or shapes.
+    """
     have = holders(before)
     wanted: dict[str, list[tuple[int, Box]]] = {}
     for rank, parts in enumerate(after):
@@ -163,10 +166,25 @@ def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[T
             if elements(box):
                 wanted.setdefault(name, []).append((rank, box))
     found = {name: transfers(have.get(name, {}), of) for name, of in wanted.items()}
-    for name, plan in found.items():
-        if plan is None:
-            text = "allowed are models whose tensors the source has, whole and of the same shape"
-            raise ValueError(f"target: {name} is not all in the source; {text}")
+    wrong = [f"{name} is not all in the source" for name, plan in found.items() if plan is None]
+    there, own = shapes_of(before), shapes_of(after)
+    for name in there if own else ():  # where nobody has a target, there is nothing to compare
+        if there[name] != own.get(name):
+            has = f"is {list(own[name])}" if name in own else "is missing"
+            wrong.append(f"{name} {has}, and {list(there[name])} in the source")
+    if wrong:
+        text = "allowed are models whose tensors the source has, whole and of the same shape"
+        raise ValueError(f"target: {wrong[0]}; {text}")
+    return found
+
+
+def shapes_of(parts: Iterable[Parts]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors, by name, from the parts that each rank has of them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, box in (part for mine in parts for part in mine):
+        ends = tuple(end for _, end in box)
+        before = found.get(name, ends)
+        found[name] = tuple(max(pair) for pair in zip(before, ends, strict=True))
     return found
 
 

@@ -431,7 +431,10 @@ def config_of(folder: str | Path) -> Config:
     its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
     """
     check_folder(folder=folder)
-    return config_in(Path(folder) / "config.json")
+    path = Path(folder) / "config.json"
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"folder={str(folder)!r}: there is no file config.json in it")
+    return config_in(path)
 
 
 def config_in(path: Path) -> Config:

@@ -22,12 +22,14 @@ from .reasons import cause, is_full, no_room, said
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the whole model into one file, for plain `torch.load(path, weights_only=True)`.
 
-    model: as in Training, or one of our own `zero` and `mesh`. All ranks of `group` call it, the
-    group's rank 0 gathers on the CPU and writes; its memory has to hold the model. The file appears
-    under its name when it is complete. Raises CheckpointError, on every rank, when it cannot be
-    written; what was there before stays.
+    model: as in Training, or one of our own `zero` and `mesh`. All ranks of `group` (None: of the
+    world) call it, the group's rank 0 gathers on the CPU and writes; its memory has to hold the
+    model. The file appears under its name when it is complete. Raises CheckpointError, on every
+    rank, when it cannot be written; what was there before stays.
     """
     check_kind(nn.Module, model=model)
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
     if group is not None:
         check_group(group)
     check_kind((str, os.PathLike), path=path)

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .folder import CheckpointError, open_plain
+from .folder import CheckpointError
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -33,7 +34,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_MOST = 100 * 2**20  # bytes of a header, as the library has it
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Stored:
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Every tensor in `folder`, by name, from headers and index; no number is read.
+    """Return every tensor in `folder`, by name, from headers and index; no number is read.
+
+    Links are followed: all files of a snapshot in the hub's own cache are links into `blobs/`.
 
     Raises CheckpointError, which names the file, for one that is missing, cut off, or no
     safetensors file, and for an index that names another file than the one that has a tensor.
@@ -56,8 +58,8 @@ def stored(folder: Path) -> dict[str, Stored]:
             raise CheckpointError(f"{folder}: there is neither {ONE} nor {INDEX} in it")
         return _header(folder / ONE)
     try:
-        with open_plain(folder / INDEX) as file:
-            index = json.loads(file.read())["weight_map"]
+        check_file(folder / INDEX)
+        index = json.loads((folder / INDEX).read_bytes())["weight_map"]
         files = sorted(set(index.values()))
         if any("/" in name or name in ("", ".", "..") for name in files):
             raise ValueError("it names files of other folders")
@@ -70,28 +72,38 @@ def stored(folder: Path) -> dict[str, Stored]:
     return {name: there[file][name] for name, file in index.items()}
 
 
+def check_file(path: Path) -> None:
+    """Raise CheckpointError unless `path` is a file, or a link to one: a pipe may never open."""
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: is {'no file' if os.path.exists(path) else 'missing'}")
+
+
 def _header(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file, whose header the library checks against its length."""
+    check_file(path)
     try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(_MOST, size - 8):
-                raise ValueError(f"it has {size:,} bytes, of which the header takes {length:,}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found, end = {}, 0
-        for name, of in header.items():
-            found[name] = Stored(path.name, str(of["dtype"]), tuple(of["shape"]))
-            end = max(end, of["data_offsets"][1])
-        if size != 8 + length + end:
-            raise ValueError(f"it has {size:,} bytes instead of {8 + length + end:,}")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
-        raise CheckpointError(f"{path}: cut off, or no safetensors file: {error}") from None
-    return found
+        with safe_open(path, "pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: Stored(path.name, part.get_dtype(), tuple(part.get_shape()))
+                for name, part in parts.items()
+            }
+    except (OSError, SafetensorError) as error:
+        text = "cannot be read, cut off, or no safetensors file"
+        raise CheckpointError(f"{path}: {text}: {error}") from None
+
+
+def are_equal(folder: Path, there: Mapping[str, Stored], a: str, b: str) -> bool:
+    """Return True if two tensors of one shape have equal numbers; a few rows at a time are read."""
+    if a == b:
+        return True
+    with (
+        safe_open(folder / there[a].file, "pt") as file_a,
+        safe_open(folder / there[b].file, "pt") as file_b,
+    ):
+        pair = file_a.get_slice(a), file_b.get_slice(b)
+        rows = (slice(first, first + 1024) for first in range(0, there[a].shape[0], 1024))
+        return all((pair[0][of] == pair[1][of]).all() for of in rows)
 
 
 @dataclass

@@ -33,7 +33,7 @@ from shardlab.buckets import add_up, clip_by_joint_norm
 from shardlab.layout import Layout
 from shardlab.model import GPT, IGNORED
 from shardlab.pipeline import Part, Pipeline, Schedule
-from shardlab.ranks import agree, check_group, check_same
+from shardlab.ranks import agree, check_group, check_same, device
 
 from .dropout import PlacedDropout
 from .predict import check_cuts, layers_of_parts
@@ -101,11 +101,12 @@ class Parallel(OnMesh):
         job.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    model: the same on every rank; its modules are used, so let go of it. layout: degrees, those of
-    the groups; schedule, chunks of each stage, micro-batches; ZeRO's stage between the copies, 2
-    and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices by tokens,
-    too; recompute: "full" keeps of each block its input alone, and computes the rest again in
-    backward, messages too. seed: of dropout, which then drops what one process drops (see
+    model: the same on every rank; its modules are used, so let go of it. If it is on meta, a rank
+    makes its own part alone, full of zeros, for `checkpoint.load_hub` to fill. layout: degrees,
+    those of the groups; schedule, chunks of each stage, micro-batches; ZeRO's stage between the
+    copies, 2 and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices
+    by tokens, too; recompute: "full" keeps of each block its input alone, and computes the rest
+    again in backward, messages too. seed: of dropout, which then drops what one process drops (see
     `dropout`), whatever the layout.
 
     `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
@@ -155,12 +156,20 @@ class Parallel(OnMesh):
         """Along pp: this rank keeps its parts of the model. The ends of a tied one are twins."""
         layout, (stage, _) = self.layout, check_group(self.groups.pp)
         parts = pipeline.cut(model, layers_of_parts(model.config, layout))
+        mine = [parts[number] for number in schedule.placement[stage]]
         first, last = layout.route[0], layout.route[-1]
+        if model.embedding.weight.is_meta:
+            for part in mine:
+                for tensor in part.to_empty(device=device()).state_dict().values():
+                    tensor.zero_()
+            if model.config.tied:  # each end got a tensor of its own
+                ends = model.embedding, model.head
+                ends[stage == first].weight = ends[stage != first].weight
         self.twin = None
         if model.config.tied and first != last and stage in (first, last):
             other = last if stage == first else first
             self.twin = model.embedding.weight, other
-        return [parts[number] for number in schedule.placement[stage]]
+        return mine
 
     def _share_copies(self, parts: list[Part], schedule: Schedule) -> None:
         """Along dp: average over the copies, or deal out to them what all would hold."""

@@ -54,7 +54,14 @@ class OnMesh(nn.Module):
 
         Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
         """
-        return pieces(self)
+        rank, size = check_group(self.groups.tp)
+        boxes = {entry.name: entry.box(rank, size) for entry in ledger(self.config)}
+        if self.sharded:
+            found = [piece for flat in self.flats for piece in pieces_of(flat, boxes)]
+        else:
+            found = [Piece(name, boxes[name], p.detach()) for name, p in self.named_parameters()]
+        found = [piece._replace(name=self.checkpoint_name(piece.name)) for piece in found]
+        return found + [Piece(name, whole(b.shape), b) for name, b in self.untrained.items()]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, whole and on every rank; every rank has to call it."""
@@ -81,26 +88,13 @@ class OnMesh(nn.Module):
         return checkpoint_tensors(self, optimizer, to_load)
 
     def checkpoint_name(self, name: str) -> str:
-        """The name of a parameter in such a checkpoint."""
-        return first_name(self, name)
+        """The name in a checkpoint: a tied head's is the embedding's, as in one process."""
+        return "embedding.weight" if self.config.tied and name == "head.weight" else name
 
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
         """Take over such tensors, saved under any mesh after `step` steps."""
         restore(self, optimizer, state)
         self.number = step
-
-
-def pieces(job: OnMesh) -> list[Piece]:
-    """What this rank trains, as parts of the plain model's tensors; see `OnMesh.pieces`."""
-    check_kind(OnMesh, job=job)
-    rank, size = check_group(job.groups.tp)
-    boxes = {entry.name: entry.box(rank, size) for entry in ledger(job.config)}
-    if job.sharded:
-        found = [piece for flat in job.flats for piece in pieces_of(flat, boxes)]
-    else:
-        found = [Piece(name, boxes[name], p.detach()) for name, p in job.named_parameters()]
-    found = [piece._replace(name=first_name(job, piece.name)) for piece in found]
-    return found + [Piece(name, whole(b.shape), b) for name, b in job.untrained.items()]
 
 
 @torch.no_grad()
@@ -168,7 +162,7 @@ def checkpoint_tensors(
         else:
             values = {name: state[key].clone() for name, state in states.items()}
         for name, value in values.items():
-            moments.setdefault(first_name(job, name), {})[key] = value
+            moments.setdefault(job.checkpoint_name(name), {})[key] = value
     if job.config.tied and "embedding.weight" in model:
         model["head.weight"] = model["embedding.weight"]
     yield {"model": model, "optimizer": moments}
@@ -183,7 +177,7 @@ def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     mine = {n: _local(job, n, value) for n, value in given.items() if n not in untrained}
     _give(job, mine, lambda piece: piece)
     own = dict(job.named_parameters())
-    states = {name: state["optimizer"].get(first_name(job, name), {}) for name in own}
+    states = {name: state["optimizer"].get(job.checkpoint_name(name), {}) for name in own}
     for key in sorted({key for values in states.values() for key in values}):
         found = {name: _local(job, name, of[key]) for name, of in states.items() if key in of}
         if all(value.dim() == 0 for value in found.values()):
@@ -218,11 +212,6 @@ def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, 
             tensor = DTensor.from_local(tensor.clone(), mesh, [Shard(dimension)], run_check=False)
         found[name] = tensor
     return found
-
-
-def first_name(job: OnMesh, name: str) -> str:
-    """A tied head's states go by the embedding's name, as in one process."""
-    return "embedding.weight" if job.config.tied and name == "head.weight" else name
 
 
 def _local(job: OnMesh, name: str, value: Tensor) -> Tensor:

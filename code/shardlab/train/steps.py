@@ -99,11 +99,11 @@ def observed(file: str, folder: str) -> Seen:
 
 def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
     """Note what happens from here on; yield the hooks' handles."""
-    seed, save, load = torch.manual_seed, torch.save, torch.load
+    sow, save, load = torch.manual_seed, torch.save, torch.load
 
-    def seeded(value: int) -> Any:
-        seen.seeds.append(int(value))
-        return seed(value)
+    def seeded(seed: int) -> Any:
+        seen.seeds.append(int(seed))
+        return sow(seed)
 
     def forward(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(module, DistributedDataParallel):
@@ -130,20 +130,22 @@ def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
         seen.gradients.append(sum(g.double().norm().item() for g in own))
         seen.read.append([])
 
-    def saving(what: Any, path: Any, *more: Any, **named: Any) -> None:
-        kept = what if isinstance(what, dict) else {}
+    # Parameters are called as torch calls them: a script may pass them by name.
+    def saving(obj: Any, f: Any, *more: Any, **named: Any) -> None:
+        kept = obj if isinstance(obj, dict) else {}
         shapes = {
             name: () if isinstance(t, DTensor) else tuple(t.shape)
             for name, t in kept.items()
             if isinstance(t, Tensor)
         }
         time.sleep(SLOW)
-        save(what, _own(path), *more, **named)
-        seen.saved[Path(path).name], seen.written = shapes, time.monotonic()
+        save(obj, _own(f), *more, **named)
+        if (path := _path(f)) is not None:
+            seen.saved[path.name], seen.written = shapes, time.monotonic()
 
-    def loading(path: Any, *more: Any, **named: Any) -> Any:
+    def loading(f: Any, *more: Any, **named: Any) -> Any:
         seen.loaded = time.monotonic()
-        return load(_own(path) if seen.saved else path, *more, **named)
+        return load(_own(f) if seen.saved else f, *more, **named)
 
     for name, new in (("manual_seed", seeded), ("save", saving), ("load", loading)):
         stack.enter_context(mock.patch.object(torch, name, new))
@@ -151,10 +153,16 @@ def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
     yield register_optimizer_step_pre_hook(step)
 
 
-def _own(path: Any) -> Any:
-    """Where this rank may write: as yet all may write one file, and would spoil it."""
-    rank = int(os.environ["RANK"])
-    return path if rank == 0 else Path(f"{path}-of-rank-{rank}")
+def _path(f: Any) -> Path | None:
+    """Return the path of a file that is given by its name or open; None for a buffer in memory."""
+    name = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", None)
+    return Path(name) if isinstance(name, (str, os.PathLike)) else None
+
+
+def _own(f: Any) -> Any:
+    """Return where this rank may write: as yet all may write one file, and would spoil it."""
+    rank, path = int(os.environ["RANK"]), _path(f)
+    return f if rank == 0 or path is None else Path(f"{path}-of-rank-{rank}")
 
 
 def _run(file: str, size: int) -> list[Seen]:

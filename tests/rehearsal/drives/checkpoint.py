@@ -89,9 +89,9 @@ def weights_for_a_machine_without_a_gpu():
         assert devices == {"cpu"}, f"the file's weights are on {devices}"
 
 
-def _parallel(layout: Layout, seed: int, config: Any = LLAMA) -> Parallel:
+def _parallel(layout: Layout, seed: int, config: Any = LLAMA, where: str = "") -> Parallel:
     torch.manual_seed(seed)
-    module = GPT(config).to(ranks.device())
+    module = GPT(config).to(where or ranks.device())
     return Parallel(module, join(layout, world()[0]), layout)
 
 
@@ -101,7 +101,7 @@ def weights_of_the_hub():
     with folder() as place:
         wrote = _parallel(Layout(tp=size), 0)
         save_hub(wrote, place / "hub", group, shard_bytes=50_000)
-        read = _parallel(Layout(dp=size, zero=3), 1)
+        read = _parallel(Layout(dp=size, zero=3), 1, where="meta")
         load_hub(read, place / "hub", group)
         for name, tensor in wrote.full_state_dict().items():
             assert torch.equal(tensor, read.full_state_dict()[name]), name

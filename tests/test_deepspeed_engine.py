@@ -389,8 +389,13 @@ WRONG = [
     ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9': no such preset"),
     ({"gradient_cliping": 0.0}, "would ignore it; perhaps meant: 'gradient_clipping'"),
     ({"pipeline": {"stage": 2}}, "knows no 'pipeline.stage'"),
+    ({"gradient_cliping": 0.0, "_comment": ""}, "perhaps meant: 'gradient_clipping'"),
     ({"scheduler": {"typ": "WarmupLR"}}, "perhaps meant: 'scheduler.type'"),
     ({"zero_optimization": {"overlapcomm": True}}, "overlapcomm=True: Extra inputs"),
+    (
+        {"zero_optimization": {"reduce_bucket_size": "auto"}, "gradient_clipping": "auto"},
+        "'auto' at gradient_clipping, zero_optimization.reduce_bucket_size: a word of Hugging",
+    ),
     ({"bf16": {"enabled": "perhaps"}}, "enabled='perhaps': Input should be a valid boolean"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
     (
@@ -426,6 +431,7 @@ MICRO_OF = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 NO_SIZE = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
 # What tutorials print, in float32: a CPU has no fp16.
 PRINTED = {
     "train_batch_size": 256,
@@ -469,7 +475,9 @@ STARTS = {
     "two for no ranks": ({"train_batch_size": 3, ACCUMULATION: 2}, True, ""),
     "no batch": ({"train_batch_size": 0}, True, "Train batch size: 0 has to be greater than 0"),
     "below none": ({"train_batch_size": -8, MICRO_OF: 2}, True, "-8 has to be greater than 0"),
-    "auto": ({"train_batch_size": "auto", MICRO_OF: 1}, True, "'str' and 'int'"),
+    "auto": ({"train_batch_size": "auto", MICRO_OF: 1}, True, "'"),
+    "auto of DeepSpeed": (only(pipeline={"stages": "auto"}), True, None),
+    "comments": (only(_comment="a", **{"//": "b"}, optimizer=TORCH_ADAM | {"_": 0}), False, None),
     "tp_size": (
         only(tensor_parallel={"enabled": True, "tp_size": 2}),
         True,
@@ -486,6 +494,25 @@ STARTS = {
         "DeepSpeed does not recognize LR scheduler Warmup",
     ),
     "schedule of nobody": (only(scheduler={"type": "Warmup"}), False, None),
+    "torch's schedule": (only(scheduler=COSINE), True, None),
+    **{
+        f"torch's schedule, stage {number}": (
+            only(**stage(number, scheduler=COSINE)),
+            True,
+            "is not an Optimizer",
+        )
+        for number in (1, 2, 3)
+    },
+    "torch's schedule, bf16": (
+        only(scheduler=COSINE, optimizer=TORCH_ADAM, bf16={"enabled": True}),
+        False,
+        "is not an Optimizer",
+    ),
+    "its own schedule, stage 2": (
+        only(**stage(2, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 9}})),
+        True,
+        None,
+    ),
 }
 
 

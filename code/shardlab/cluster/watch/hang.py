@@ -13,6 +13,7 @@ what that rank called last.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,36 +32,50 @@ _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 class Finding:
     """A collective that does not come about."""
 
-    kind: str  # "missing", "differs" (another call or size), "behind" (on the GPU) or "cycle"
+    # "missing", "differs" (another call or size), "behind" (on the GPU), "cycle", or "together":
+    # nobody is missing, and yet it does not end.
+    kind: str
     ranks: tuple[int, ...]  # missing, behind, or different from most; in a cycle, all of it
     call: Call  # as those called it who wait
     waiting: tuple[int, ...]  # ranks that are in it
-    stands: dict[int, Call | None]  # the last call of each of `ranks`
+    stands: dict[int, Call | None]  # the last call of each of `ranks` that left a record
 
     def __str__(self) -> str:
         call = self.call
         name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
         ranks, present = _named(self.ranks), _named(self.waiting)
         if self.kind == "cycle":
-            lines = [f"{ranks} wait for one another, each in another collective:"]
+            lines = [f"{ranks} wait for one another, each in another call:"]
+        elif self.kind == "together":
+            lines = [f"{name}: {present} are in it, and no rank is missing:"]
+            if call.state == "started":
+                lines.append("  started everywhere, so a link or a network card does not go on")
+            else:
+                order = "" if call.peer is None else "all send before they receive, "
+                lines.append(f"  it is slow, {order}or a link or a network card does not go on")
+                lines.append("  (TORCH_NCCL_ENABLE_TIMING=1 notes whether all GPUs have started)")
+        elif self.kind == "differs" and not self.waiting:
+            lines = [f"{name}: the sizes that {ranks} gave do not add up:"]
         elif self.kind == "differs":
             lines = [f"{name}: called by {present}, while {ranks} called something else:"]
+            lines.append(f"  {call}")
         elif self.kind == "behind":
             lines = [f"{name}: {call.state} on {present}, while the GPU of {ranks} is behind:"]
         else:
             waits = "wait" if len(self.waiting) > 1 else "waits"
             lines = [f"{name}: {present} {waits} for {ranks}, whose last call is:"]
         for rank in self.ranks:
-            last = self.stands[rank]
+            last = self.stands.get(rank)
             on_gpu = f", {last.state} on its GPU" if self.kind == "behind" else ""
-            lines.append(f"  {last}{on_gpu}" if last else f"  rank {rank}  no call at all")
+            none = "no call at all" if rank in self.stands else "no record"
+            lines.append(f"  {last}{on_gpu}" if last else f"  rank {rank}  {none}")
         return "\n".join(lines)
 
 
 def explain(calls: Calls) -> list[Finding]:
     """Why the ranks stand still: the first disagreement of each group, the cause first.
 
-    Nothing is found when no rank waits: then what stands still is no collective of torch's.
+    Nothing is found only when no rank waits: then what stands still is no call of torch's.
     """
     stuck = {rank: call for rank, mine in calls.items() if (call := _stuck(mine))}
     found = [finding for group in _groups(calls) if (finding := _first(calls, group))]
@@ -68,8 +83,9 @@ def explain(calls: Calls) -> list[Finding]:
         first = stuck[cycle[0]]
         stands = {rank: stuck[rank] for rank in cycle}
         return [Finding("cycle", cycle, first, cycle, stands)]
+    found += _between_two(calls, stuck)
     # Whoever waits nowhere else is where the waiting begins.
-    return sorted(found, key=lambda finding: _elsewhere(finding, stuck))
+    return sorted(found, key=lambda finding: _elsewhere(finding, stuck)) or _together(calls, stuck)
 
 
 def _elsewhere(finding: Finding, stuck: Mapping[int, Call]) -> bool:
@@ -83,8 +99,66 @@ def _stuck(mine: Sequence[Call]) -> Call | None:
     return next((call for call in mine if call.waiting), None)
 
 
+def _stands(mine: Sequence[Call]) -> list[Call]:
+    """Return the calls that a rank may be in: those that started, or the oldest with each peer.
+
+    Calls that nccl starts as one have one number. Untimed, no call is known to have started, and
+    those with several peers may run side by side.
+    """
+    waiting = [call for call in mine if call.waiting]
+    oldest = {(call.group, call.peer): call for call in reversed(waiting)}.values()
+    front = [call for call in waiting if call.state == "started"] or oldest
+    numbers = {(call.group, call.peer is None, call.number) for call in front}
+    return [c for c in waiting if (c.group, c.peer is None, c.number) in numbers]
+
+
+def _answer(calls: Calls, call: Call) -> Call | None:
+    """Return the recv in which a send's peer is, or the send of a recv's."""
+    theirs = _stands(calls.get(call.peer, ())) if call.peer is not None else []
+    ends = call.group, call.rank, {"send": "recv", "recv": "send"}.get(call.op)
+    return next((c for c in theirs if (c.group, c.peer, c.op) == ends), None)
+
+
+def _between_two(calls: Calls, stuck: Mapping[int, Call]) -> list[Finding]:
+    """Sends and recvs that the other end does not answer, or answers with another size."""
+    found = []
+    for call in (call for rank in stuck for call in _stands(calls[rank])):
+        if (peer := call.peer) is None:
+            continue
+        answer, both = _answer(calls, call), (call.rank,)
+        if answer is None:
+            last = (
+                {peer: stuck.get(peer) or next(reversed(calls[peer]), None)}
+                if peer in calls
+                else {}
+            )
+            found.append(Finding("missing", (peer,), call, both, last))
+        elif call.op == "send" and (_count(call.sizes), call.dtype) != (
+            _count(answer.sizes),
+            answer.dtype,
+        ):
+            found.append(Finding("differs", (peer,), call, both, {peer: answer}))
+    return found
+
+
+def _together(calls: Calls, stuck: Mapping[int, Call]) -> list[Finding]:
+    """Calls that all ranks with a record have come to, and in which some of them still wait."""
+    same: dict[object, list[Call]] = {}
+    for rank, call in sorted(stuck.items()):
+        pair = () if call.peer is None else tuple(sorted((rank, call.peer)))
+        same.setdefault((call.group, pair or call.members, pair or call.number), []).append(call)
+    found = []
+    for mine in same.values():
+        call = min(mine, key=_far)
+        here = tuple(c.rank for c in mine) if call.peer is None else (call.rank, call.peer)
+        silent = tuple(rank for rank in call.members if rank not in calls and call.peer is None)
+        found.append(Finding("missing" if silent else "together", silent, call, here, {}))
+    return found
+
+
 def _groups(calls: Calls) -> list[tuple[str, tuple[int, ...]]]:
-    return list(dict.fromkeys((c.group, c.members) for mine in calls.values() for c in mine))
+    groups = ((c.group, c.members) for mine in calls.values() for c in mine if c.peer is None)
+    return list(dict.fromkeys(groups))
 
 
 def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
@@ -92,7 +166,7 @@ def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
     name, members = group
     present = [rank for rank in members if rank in calls]  # the others left no record
     by_number = {
-        rank: {c.number: c for c in calls[rank] if (c.group, c.members) == group}
+        rank: {c.number: c for c in calls[rank] if (c.group, c.members) == group and c.peer is None}
         for rank in present
     }
     # A record is a ring: its oldest calls may be gone, on one rank sooner than on another.
@@ -100,10 +174,18 @@ def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
     newest = max((max(mine) for mine in by_number.values() if mine), default=0)
     for number in range(oldest, newest + 1):
         here = {rank: mine[number] for rank, mine in by_number.items() if number in mine}
-        most = Counter(map(_shape, here.values())).most_common(1)[0][0]
-        agree = {rank: call for rank, call in here.items() if _shape(call) == most}
+        # Each rank may send others another part: then what goes in is what comes out, over all.
+        unequal = len(here) == len(members) and (
+            sum(_count(call.sizes) for call in here.values() if call.op == "all_to_all")
+            != sum(_count(call.out) for call in here.values() if call.op == "all_to_all")
+        )
+        shapes = {rank: (*_shape(c), unequal and (c.sizes, c.out)) for rank, c in here.items()}
+        most, votes = Counter(shapes.values()).most_common(1)[0]
+        agree = {rank: call for rank, call in here.items() if shapes[rank] == most}
         others = tuple(rank for rank in here if rank not in agree)
         call = next(iter(agree.values()))
+        if unequal and votes <= len(here) / 2:  # all have sizes of their own: it may be any
+            return Finding("differs", tuple(here), call, (), dict(here))
         if others:
             return Finding("differs", others, call, tuple(agree), {r: here[r] for r in others})
         missing = tuple(rank for rank in present if rank not in here)
@@ -128,16 +210,24 @@ def _shape(call: Call) -> tuple[object, ...]:
     return (call.op, call.sizes, call.dtype) if call.op in _ALIKE else (call.op,)
 
 
+def _count(shapes: Sequence[Sequence[int]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
 def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
     """Ranks that wait for one another in a circle, or nothing."""
 
     def awaited(rank: int) -> list[int]:
         mine = stuck[rank]
+        if mine.peer is not None:
+            waits = [c.peer for c in _stands(calls[rank]) if not _answer(calls, c)]
+            return [peer for peer in waits if peer in stuck]
         came = {
             other
             for other in mine.members
             for call in calls.get(other, ())
-            if (call.group, call.members, call.number) == (mine.group, mine.members, mine.number)
+            if call.peer is None
+            and (call.group, call.members, call.number) == (mine.group, mine.members, mine.number)
             and _far(call) >= _far(mine)
         }
         return [other for other in mine.members if other not in came and other in stuck]
@@ -168,7 +258,7 @@ def _main(chosen: argparse.Namespace) -> int:
     if silent := sorted(members - set(calls)):
         print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
     found = explain(calls)
-    nothing = [f"no collective is waited for: look with py-spy{_last(calls)}"]
+    nothing = [f"no call is waited for: look with py-spy{_last(calls)}"]
     print(*found or nothing, sep="\n")
     return 0
 

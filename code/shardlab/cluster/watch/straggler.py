@@ -57,6 +57,7 @@ def arrivals(
     check_whole(every=every)
     check_whole(0, skip=skip)
     everyone = tuple(sorted(calls))
+    calls = {rank: [c for c in mine if c.peer is None] for rank, mine in calls.items()}
     common: dict[str, list[dict[int, Call]]] = {}
     for group in {call.group for mine in calls.values() for call in mine}:
         numbered = {

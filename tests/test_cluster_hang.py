@@ -246,7 +246,7 @@ SENDS, RECEIVES = (
 # Records of all ranks; the first finding's kind and ranks; words of ours, and of torch's own tool.
 HANGS = {
     "both send first": (
-        [two_sends(rank, "started") for rank in range(2)], "cycle", (0, 1), "send 7 float to rank 1",
+        [two_sends(rank, "started") for rank in range(2)], "cycle", (0, 1), "7 float to rank 1",
         "SIZE_OR_SYNTAX_MISMATCH"),
     "both send first, untimed": (
         [two_sends(rank, "scheduled") for rank in range(2)], "cycle", (0, 1), "send 7",
@@ -260,7 +260,7 @@ HANGS = {
         [batch(0, "started", (7,)), batch(1, "completed", (7,))], "missing", (1,), "", None),
     "batches are over": (
         [batch(rank, "completed", range(1, 4)) for rank in range(2)], None, (), "", ""),
-    # This ring is right, and torch's tool (2.13) calls it a mismatch: the order of sends is another.
+    # This ring is right, and torch's tool (2.13) calls it a mismatch.
     "a ring, and a link": (
         [ring(rank, "started") for rank in range(4)], "together", (), "started", "MISMATCH"),
     "a ring, untimed": (

@@ -142,17 +142,6 @@ def test_the_waiting_is_followed_to_its_beginning():
     assert found[0].call.group == "pair" and "rank 1" in str(found[0])
 
 
-def test_ranks_that_wait_for_one_another_are_a_cycle():
-    both = (0, 1)
-    calls = {
-        0: [call(0, "a", both, waiting=True)],
-        1: [call(1, "b", both, op="broadcast", waiting=True)],
-    }
-    (found,) = hang.explain(calls)
-    assert found.kind == "cycle" and found.ranks == both
-    assert {rank: c.group for rank, c in found.stands.items()} == {0: "a", 1: "b"}
-
-
 # What nccl alone tells: records in the form of torch 2.13, with the states of its events.
 
 
@@ -273,6 +262,10 @@ HANGS = {
     "an all-to-all of uneven parts that do not add up": (
         [all_to_all(rows) for rows in (4, 8, 12, 9)], "differs", (0, 1, 2, 3), "do not add up",
         "total input numel: 528"),
+    # When this one fails, torch looks beyond a group: then `hang` need not.
+    "a circle over two groups": (
+        [[entry(1, "started", group)] for group in "01"], "cycle", (0, 1), "each in another call",
+        "missing ranks: {1}"),
     "all in one all-reduce": (4 * [TOGETHER], "together", (), "started everywhere, so a link", ""),
     "all in one all-reduce, untimed": (4 * [UNTIMED], "together", (), "TIMING=1", ""),
     "one left no record": (3 * [TOGETHER], "missing", (3,), "rank 3  no record", None),
@@ -294,15 +287,6 @@ def test_whatever_waits_is_named_and_torchs_tool_says_no_other(tmp_path, capsys,
         assert theirs in said and (theirs or "rror" not in said), said
 
 
-def test_a_circle_is_two_findings_for_torchs_tool(tmp_path):
-    """When this fails, torch looks beyond a group: then `hang` need not."""
-    mine, theirs = [entry(1, "started", "0")], [entry(1, "started", "1")]
-    (found,) = hang.explain(of_nccl(mine, theirs, members="[0, 1]", folder=tmp_path))
-    assert found.kind == "cycle"
-    said = torchfrtrace(tmp_path)
-    assert "missing ranks: {1}" in said and "missing ranks: {0}" in said
-
-
 def test_a_gpu_that_is_behind_because_it_waits_elsewhere_is_not_the_cause():
     """Rank 1 is behind in group 0, since it waits in group 1 for rank 0's host."""
     first = [entry(1, "started", "0")]
@@ -317,7 +301,8 @@ def test_a_gpu_that_is_behind_because_it_waits_elsewhere_is_not_the_cause():
     assert [(f.kind, f.ranks) for f in found] == [("missing", (3,)), ("behind", (1,))]
 
 
-def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, capsys):
+@pytest.mark.parametrize("prefix", flight.PREFIXES[1:])  # torch's own names
+def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, capsys, prefix):
     """The host of rank 2 is slow; rank 1's GPU is, and its own collectives are the shortest."""
     for rank in range(4):
         took, late = (2.0 if rank == 1 else 42.0), 0.01 * (rank == 2)
@@ -325,8 +310,7 @@ def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, ca
         groups = {"0": {"name": "0", "desc": "dp", "ranks": "[0, 1, 2, 3]"}}
         status = {"0": {"last_completed_collective": 40}}
         record = {"pg_config": groups, "pg_status": status, "entries": entries}
-        name = flight.PREFIXES[1 + (rank > 4)]
-        (tmp_path / f"{name}{rank}").write_bytes(pickle.dumps(record))
+        (tmp_path / f"{prefix}{rank}").write_bytes(pickle.dumps(record))
     assert ran(capsys, "cluster", "hang", str(tmp_path))[1].count("rank 1 is last, by 40 ms") == 1
     arrivals = straggler.arrivals(flight.read(tmp_path))
     assert [round(a.late, 6) for a in arrivals] == [0, 0.04, 0, 0] and arrivals[1].last == 1

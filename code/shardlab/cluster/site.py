@@ -78,14 +78,6 @@ def _commands(value: object) -> str:
     return f"allowed are whole commands of bash, which says {said!r}" if said else ""
 
 
-def _whole(value: object) -> str:
-    return "" if is_whole(value, 1, 64) else "allowed are whole numbers, 1 to 64"
-
-
-def _one_of(*names: str) -> Callable[[object], str]:
-    return lambda value: "" if value in names else f"allowed are {', '.join(map(repr, names))}"
-
-
 _WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it; a number in quotes")
 _OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#'\"\\]+)?", "allowed is --NAME or --NAME=VALUE")
 _LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
@@ -103,7 +95,7 @@ CHECKS: dict[str, Callable[[object], str]] = {
     "qos": _WORD,
     "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
     "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
-    "gpus_per_node": _whole,
+    "gpus_per_node": lambda v: "" if is_whole(v, 1, 64) else "allowed are whole numbers, 1 to 64",
     "sbatch": _options,
     "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
     "environment": _PATH,
@@ -118,7 +110,9 @@ CHECKS: dict[str, Callable[[object], str]] = {
     "interface": _matching(r"[\w.-]+(,[\w.-]+)*", "allowed are whole names that `ip link` prints"),
     "scratch": _PATH,
     "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
-    "launcher": _one_of(*LAUNCHERS),
+    "launcher": lambda v: (
+        "" if v in LAUNCHERS else f"allowed are {', '.join(map(repr, LAUNCHERS))}"
+    ),
     "scheduler": _matching("slurm", "allowed is slurm; for PBS the lesson on clusters has job.pbs"),
 }
 

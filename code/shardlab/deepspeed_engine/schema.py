@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
 from shardlab import ranks
@@ -133,21 +133,7 @@ class Asked(dict):
 
     def keys(self) -> Any:
         """As dict's, but `name in keys()` is noted too."""
-        return _Keys(self)
-
-
-class _Keys:
-    def __init__(self, asked: Asked):
-        self.asked = asked
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.asked
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.asked)
-
-    def __len__(self) -> int:
-        return len(self.asked)
+        return KeysView(self)
 
 
 def check(config: Mapping[str, Any], optimizer: bool = False) -> None:

@@ -3,11 +3,11 @@
     python -m shardlab cluster hang runs/one/flight
 
 Reads the records that all ranks left (see `flight`), and compares them as `torchfrtrace` does:
-within a group, the n-th call of one rank must be the n-th call of all. With nccl a host may have
-queued what its GPU never comes to: the states of a call tell. Beyond that tool (torch 2.13) it asks
-the majority, where that takes the first record as right; it follows who waits for whom, across
-groups, to the rank at which the waiting begins, which is seldom the one that complained; and says
-what that rank called last.
+within a group, the n-th call of one rank must be the n-th call of all, and a send meet its recv.
+With nccl a host may have queued what its GPU never comes to: the states of a call tell. Beyond that
+tool (torch 2.13) it asks the majority, where that takes the first record as right; it follows who
+waits for whom, across groups, to the rank at which the waiting begins, which is seldom the one that
+complained; and says what that rank called last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A collective that does not come about."""
+    """A collective, or a send and its recv, that does not come about."""
 
     # "missing", "differs" (another call or size), "behind" (on the GPU), "cycle", or "together":
     # nobody is missing, and yet it does not end.
@@ -44,10 +44,11 @@ class Finding:
         call = self.call
         name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
         ranks, present = _named(self.ranks), _named(self.waiting)
+        waits = "wait" if len(self.waiting) > 1 else "waits"
         if self.kind == "cycle":
             lines = [f"{ranks} wait for one another, each in another call:"]
         elif self.kind == "together":
-            lines = [f"{name}: {present} are in it, and no rank is missing:"]
+            lines = [f"{name}: {present} {waits} in it, and no rank is missing:"]
             if call.state == "started":
                 lines.append("  started everywhere, so a link or a network card does not go on")
             else:
@@ -62,7 +63,6 @@ class Finding:
         elif self.kind == "behind":
             lines = [f"{name}: {call.state} on {present}, while the GPU of {ranks} is behind:"]
         else:
-            waits = "wait" if len(self.waiting) > 1 else "waits"
             lines = [f"{name}: {present} {waits} for {ranks}, whose last call is:"]
         for rank in self.ranks:
             last = self.stands.get(rank)
@@ -120,45 +120,35 @@ def _answer(calls: Calls, call: Call) -> Call | None:
 
 
 def _between_two(calls: Calls, stuck: Mapping[int, Call]) -> list[Finding]:
-    """Sends and recvs that the other end does not answer, or answers with another size."""
+    """Return sends and recvs that the peer does not answer, or answers with another size."""
     found = []
-    for call in (call for rank in stuck for call in _stands(calls[rank])):
-        if (peer := call.peer) is None:
-            continue
-        answer, both = _answer(calls, call), (call.rank,)
+    for call in (c for rank in stuck for c in _stands(calls[rank]) if c.peer is not None):
+        answer, peer = _answer(calls, call), call.peer
         if answer is None:
-            last = (
-                {peer: stuck.get(peer) or next(reversed(calls[peer]), None)}
-                if peer in calls
-                else {}
-            )
-            found.append(Finding("missing", (peer,), call, both, last))
-        elif call.op == "send" and (_count(call.sizes), call.dtype) != (
-            _count(answer.sizes),
-            answer.dtype,
-        ):
-            found.append(Finding("differs", (peer,), call, both, {peer: answer}))
+            stands = {r: stuck.get(r) or [None, *calls[r]][-1] for r in {peer} & {*calls}}
+            found.append(Finding("missing", (peer,), call, (call.rank,), stands))
+        elif call.op == "send" and len({(_count(c.sizes), c.dtype) for c in (call, answer)}) > 1:
+            found.append(Finding("differs", (peer,), call, (call.rank,), {peer: answer}))
     return found
 
 
 def _together(calls: Calls, stuck: Mapping[int, Call]) -> list[Finding]:
-    """Calls that all ranks with a record have come to, and in which some of them still wait."""
-    same: dict[object, list[Call]] = {}
+    """Return the calls in which some wait, though all ranks with a record have come to them."""
+    same: dict[tuple[object, frozenset[int], int], list[Call]] = {}
     for rank, call in sorted(stuck.items()):
-        pair = () if call.peer is None else tuple(sorted((rank, call.peer)))
-        same.setdefault((call.group, pair or call.members, pair or call.number), []).append(call)
+        ends = call.members if call.peer is None else (rank, call.peer)
+        number = call.number if call.peer is None else 0  # each end of a send counts its own
+        same.setdefault((call.group, frozenset(ends), number), []).append(call)
     found = []
-    for mine in same.values():
-        call = min(mine, key=_far)
-        here = tuple(c.rank for c in mine) if call.peer is None else (call.rank, call.peer)
-        silent = tuple(rank for rank in call.members if rank not in calls and call.peer is None)
-        found.append(Finding("missing" if silent else "together", silent, call, here, {}))
+    for (_, ends, _), mine in same.items():
+        silent, here = tuple(sorted(ends - calls.keys())), tuple(call.rank for call in mine)
+        kind = "missing" if silent else "together"
+        found.append(Finding(kind, silent, min(mine, key=_far), here, {}))
     return found
 
 
 def _groups(calls: Calls) -> list[tuple[str, tuple[int, ...]]]:
-    groups = ((c.group, c.members) for mine in calls.values() for c in mine if c.peer is None)
-    return list(dict.fromkeys(groups))
+    return list(dict.fromkeys((c.group, c.members) for mine in calls.values() for c in mine))
 
 
 def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
@@ -166,7 +156,7 @@ def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
     name, members = group
     present = [rank for rank in members if rank in calls]  # the others left no record
     by_number = {
-        rank: {c.number: c for c in calls[rank] if (c.group, c.members) == group and c.peer is None}
+        rank: {c.number: c for c in calls[rank] if (c.group, c.members, c.peer) == (*group, None)}
         for rank in present
     }
     # A record is a ring: its oldest calls may be gone, on one rank sooner than on another.
@@ -175,10 +165,9 @@ def _first(calls: Calls, group: tuple[str, tuple[int, ...]]) -> Finding | None:
     for number in range(oldest, newest + 1):
         here = {rank: mine[number] for rank, mine in by_number.items() if number in mine}
         # Each rank may send others another part: then what goes in is what comes out, over all.
-        unequal = len(here) == len(members) and (
-            sum(_count(call.sizes) for call in here.values() if call.op == "all_to_all")
-            != sum(_count(call.out) for call in here.values() if call.op == "all_to_all")
-        )
+        sides = [(c.sizes, c.out) for c in here.values() if c.op == "all_to_all"]
+        sums = {sum(map(_count, side)) for side in zip(*sides, strict=True)}
+        unequal = len(sums) > 1 and len(sides) == len(members)
         shapes = {rank: (*_shape(c), unequal and (c.sizes, c.out)) for rank, c in here.items()}
         most, votes = Counter(shapes.values()).most_common(1)[0]
         agree = {rank: call for rank, call in here.items() if shapes[rank] == most}
@@ -226,8 +215,8 @@ def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
             other
             for other in mine.members
             for call in calls.get(other, ())
-            if call.peer is None
-            and (call.group, call.members, call.number) == (mine.group, mine.members, mine.number)
+            if (call.group, call.members, call.number, call.peer)
+            == (mine.group, mine.members, mine.number, None)
             and _far(call) >= _far(mine)
         }
         return [other for other in mine.members if other not in came and other in stuck]
@@ -248,7 +237,7 @@ def _named(ranks: Sequence[int]) -> str:
 def add_hang(commands: argparse._SubParsersAction) -> None:
     """Add `hang` to the command line."""
     parser = options.command(commands, "hang", __doc__)
-    parser.add_argument("folder", help="with a file trace_<rank> of each rank", metavar="FOLDER")
+    parser.add_argument("folder", help="with a record of each rank", metavar="FOLDER")
     parser.set_defaults(command=_main)
 
 
@@ -258,8 +247,9 @@ def _main(chosen: argparse.Namespace) -> int:
     if silent := sorted(members - set(calls)):
         print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
     found = explain(calls)
-    nothing = [f"no call is waited for: look with py-spy{_last(calls)}"]
-    print(*found or nothing, sep="\n")
+    print(*found or ["no call is waited for: look with py-spy"], sep="\n")
+    if not found or found[0].kind == "together":
+        print(_last(calls), end="")
     return 0
 
 
@@ -270,5 +260,5 @@ def _last(calls: Calls) -> str:
     with suppress(ValueError):  # too few calls
         last = max(arrivals(calls), key=lambda arrival: arrival.late)
         if last.timed:
-            return f"; rank {last.rank} is last, by {1e3 * last.late:.0f} ms (median)"
+            return f"rank {last.rank} is last, by {1e3 * last.late:.0f} ms (median)\n"
     return ""

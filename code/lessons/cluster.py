@@ -804,7 +804,7 @@ show.source(checks.clocks)
 # The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
 # Start it with the options of the training's own `srun`: another binding is another machine.
 # When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
-# Where `MASTER_ADDR` is `localhost`, each host meets only itself; it says so.
+# Where `MASTER_ADDR` is `localhost`, each host meets only itself, and the doctor names that address.
 #
 # ### Pairs that do not disturb each other
 #

@@ -650,9 +650,9 @@ print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, an all-to-all whose sizes do not add up, and ranks that wait for one another in a circle.
-# Two pipeline stages that both send first are such a circle; gloo does not record sends, nccl does.
-# If all ranks are in one collective that does not end, nobody is missing: it is a link or a network card.
+# It also finds ranks that called *another* collective, all-to-alls whose sizes disagree, and ranks that wait for one another in a circle.
+# Two stages that both send first are one; nccl alone records sends.
+# If all wait in one collective, it is a link or a network card.
 
 # %%
 found = hang.explain(calls)
@@ -667,21 +667,21 @@ assert fewer(calls, "data") == [1]
 # %% [markdown]
 # The watchdog's limit is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
 # `python -m shardlab cluster hang FOLDER` then says the same as above, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
-# `hang` also reads the files that nccl's own thread writes: `comm_lib_trace_rank_…`, or `nccl_trace_rank_…` from older versions.
+# `hang` also reads nccl's own files, `comm_lib_trace_rank_…` and `nccl_trace_rank_…`.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
 #
 # With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
-# It compares calls, sizes and states as above, but each group by itself: a circle over two groups is reported as two missing ranks, and a right ring of sends and receives as a mismatch.
+# It compares calls, sizes and states as above, but each group by itself: a circle over two groups is reported as two missing ranks.
 # Where ranks differ, the record that it happens to read first is right, and the others are culprits.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
 # ```
 #
 # ### Time limits
 #
-# A group that is made without a limit has its backend's, 10 minutes under nccl and 30 under gloo, whatever `init_process_group` was given.
+# A group without a limit has its backend's, 10 minutes under nccl and 30 under gloo, whatever `init_process_group` was given.
 
 # %%
 limits = {call.group.partition(":")[0]: call.limit for call in calls[0]}
@@ -804,7 +804,7 @@ show.source(checks.clocks)
 # The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
 # Start it with the options of the training's own `srun`: another binding is another machine.
 # When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
-# Where `MASTER_ADDR` is `localhost`, each host meets only itself, and the doctor names that address.
+# It also names a `MASTER_ADDR` that is the loopback.
 #
 # ### Pairs that do not disturb each other
 #

@@ -487,10 +487,11 @@ def launched(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_does_not_come(launched, number):
-    """Rank 0 names rank 1; rank 1 says where it looked for rank 0."""
+    """Rank 0 names rank 1; rank 1 says where it looked for rank 0; both name the loopback."""
     status, said = launched(number, "1")
     assert status == 2 and len(said.splitlines()) == 1, said
     assert f"rank {1 - number} " in said and "did not come" in said
+    assert "MASTER_ADDR=127.0.0.1 is the loopback address" in said
 
 
 def test_a_process_that_is_stopped_in_a_launched_job(launched, monkeypatch):

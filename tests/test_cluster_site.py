@@ -2,6 +2,7 @@
 
 import base64
 import re
+import shlex
 import subprocess
 from dataclasses import fields, replace
 
@@ -137,6 +138,17 @@ WRONG = {
     "sbatch: [--qos=long]": "sbatch=['--qos=long']: that is the key qos",
     "sbatch: [--nodes=4]": "sbatch=['--nodes=4']: each batch file says its own --nodes",
     "runtime: pyxis": "runtime='pyxis': allowed beside a container",
+    # What a shell would read otherwise than as a word, or beyond its line.
+    "environment: ~bob/venv": "environment='~bob/venv': allowed is a path",
+    "scratch: '/a/${b'": "scratch='/a/${b': allowed is a path",
+    "runtime: apptainer --nv; touch x": "allowed are 'apptainer', 'singularity', ",
+    "runtime: apptainer --bind=$(touch x)": "allowed are 'apptainer', 'singularity', ",
+    "setup: ['echo \"a']": "setup=['echo \"a']: allowed are whole commands of bash",
+    "setup: ['f() {']": "setup=['f() {']: allowed are whole commands of bash",
+    "setup: ['cat <<END', END of]": "allowed are whole commands of bash, which says ",
+    "setup: ['module load a \\']": "allowed is one line of text, without \\ at its end",
+    "sbatch: [--wrap=date]": "sbatch=['--wrap=date']: --wrap is for the command line of one job",
+    "sbatch: [--test]": "--test-only is for the command line of one job",
     "scratch: /a b": "scratch='/a b': allowed is a path",
     "offline: sometimes": "offline='sometimes': allowed are true and false",
     "gres: gpu:a100:4": "gres='gpu:a100:4': allowed is gpu, or gpu:TYPE",
@@ -163,12 +175,14 @@ def test_the_planner_takes_the_file(tmp_path, capsys):
     assert "#SBATCH --nodes=2 " in out and "#SBATCH --gres=gpu:a100:4" in out
     status, out, _ = ran(capsys, *ask, "--emit", "slurm", *given, "--per-node", "8")
     assert status == 0 and "#SBATCH --nodes=1 " in out
-    whole = [*ask, "--emit", "slurm", "--engine", "course", *given, "--into", str(tmp_path / "job")]
+    folder = tmp_path / "jo b$(touch X)"
+    whole = [*ask, "--emit", "slurm", "--engine", "course", *given, "--into", str(folder)]
     status, out, error = ran(capsys, *whole, "--partition", "long")
     assert status == 0 and "Put your site's modules" not in out, error
-    text = (tmp_path / "job" / FILE).read_text()
+    assert shlex.split(out.splitlines()[-1])[:2] == ["cd", str(folder)]
+    text = (folder / FILE).read_text()
     assert text.count("--partition=") == 1 and "--partition=long" in text
-    assert "module load Python/3.12 CUDA/12.6" in (tmp_path / "job" / SITE).read_text()
+    assert "module load Python/3.12 CUDA/12.6" in (folder / SITE).read_text()
     assert ran(capsys, *ask, *given)[::2] == (
         2,
         "python -m shardlab: --site alone: allowed with --emit slurm\n",

@@ -650,7 +650,9 @@ print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, and groups that wait for one another in a circle:
+# It also finds ranks that called *another* collective, all-to-alls whose sizes disagree, and ranks that wait for one another in a circle.
+# Two stages that both send first are one; nccl alone records sends.
+# If all wait in one collective, it is a link or a network card.
 
 # %%
 found = hang.explain(calls)
@@ -665,7 +667,8 @@ assert fewer(calls, "data") == [1]
 # %% [markdown]
 # The watchdog's limit is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
 # `python -m shardlab cluster hang FOLDER` then says the same as above, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
-# [A test](../tests/test_cluster_hang.py) holds the two equal.
+# `hang` also reads nccl's own files, `comm_lib_trace_rank_…` and `nccl_trace_rank_…`.
+# [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
 # :class: checked
@@ -678,7 +681,7 @@ assert fewer(calls, "data") == [1]
 #
 # ### Time limits
 #
-# A group that is made without a limit has gloo's, 30 minutes, whatever `init_process_group` was given.
+# A group without a limit has its backend's, 10 minutes under nccl and 30 under gloo, whatever `init_process_group` was given.
 
 # %%
 limits = {call.group.partition(":")[0]: call.limit for call in calls[0]}
@@ -801,6 +804,7 @@ show.source(checks.clocks)
 # The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
 # Start it with the options of the training's own `srun`: another binding is another machine.
 # When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
+# It also names a `MASTER_ADDR` that is the loopback.
 #
 # ### Pairs that do not disturb each other
 #

@@ -872,13 +872,28 @@ try:
 except ValueError as error:
     print("check:", textwrap.fill(str(error), 78))
 
-
 # %% [markdown]
 # You meant to switch clipping off, and trained with 1.0.
 #
-# `de.check` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`. The course's tests give a table of such configurations to `de.check` and to DeepSpeed's own engine, and both have to decide alike.
+# `de.check` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
+# A scheduler of torch's by its name, such as `CosineAnnealingLR`, is one of them: with ZeRO or 16 bits it would be given DeepSpeed's wrapped optimizer, which it refuses. Name one of DeepSpeed's own, `WarmupCosineLR` for instance, or make it in the script and pass it to `initialize` as `lr_scheduler`.
+# The course's tests give a table of such configurations to `de.check` and to DeepSpeed's own engine, and both have to decide alike.
 # Write `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #
+# ### `"auto"` from Hugging Face
+#
+# Many configurations have `"auto"` where a number belongs. That is a word of Hugging Face's, not of DeepSpeed's: before DeepSpeed reads the file, `Trainer` of transformers puts [the values of its `TrainingArguments`](https://huggingface.co/docs/transformers/deepspeed) there, and accelerate those of `prepare`.
+# Without them DeepSpeed stops at the batch sizes with `'>' not supported between instances of 'str' and 'int'`, and inside `zero_optimization` it takes its own default in silence.
+# Write the numbers yourself: the batch sizes, `lr` and the other parameters of the optimizer, the clipping. Leave the buckets' sizes out.
+
+# %%
+try:
+    de.check({"train_batch_size": "auto", "zero_optimization": {"stage": 2}})
+except ValueError as error:
+    print(textwrap.fill(str(error), 84))
+
+
+# %% [markdown]
 # ### Reading a parameter at stage 3
 #
 # While it is not used, a parameter of stage 3 is empty: its shape is `(0,)`. Code that initialises weights, logs their norm or ties two of them gets an empty tensor, and no error.

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,6 +32,7 @@ RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
 _KEYS = "account", "partition", "reservation", "qos", "constraint"
 _OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
         "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
+_TYPED = ("wrap", "test-only", "parsable", "wait", "help", "usage", "version", "chdir")
 # What follows a command's name, up to its program: options, on one line or on several.
 _OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
 _HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
@@ -59,21 +62,31 @@ def _options(value: object) -> str:
     names = [str(one)[2:].partition("=")[0] for one in value]  # type: ignore[attr-defined]
     said = {name: f"that is the key {name}" for name in (*_KEYS, "gres")}
     said |= {name: f"each batch file says its own --{name}" for name in _OWN}
-    return next((said[name] for name in names if name in said), "")
+    said |= {name: f"--{name} is for the command line of one job" for name in _TYPED}
+    # sbatch takes the beginning of a name for the name.
+    return next((words for n in names for known, words in said.items() if known.startswith(n)), "")
 
 
-def _whole(value: object) -> str:
-    return "" if is_whole(value, 1, 64) else "allowed are whole numbers, 1 to 64"
-
-
-def _one_of(*names: str) -> Callable[[object], str]:
-    return lambda value: "" if value in names else f"allowed are {', '.join(map(repr, names))}"
+def _commands(value: object) -> str:
+    """Check lines for a job's shell: none may take in what the batch file says after it."""
+    lines = _matching(r"[^\n]*[^\s\\]\s*", "allowed is one line of text, without \\ at its end")
+    if (words := _listed(lines)(value)) or not shutil.which("bash"):
+        return words
+    text = "\n".join(map(str, value))  # type: ignore[call-overload]
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    said = done.stderr.strip().partition("\n")[0].removeprefix("bash: ")  # a warning is one, too
+    return f"allowed are whole commands of bash, which says {said!r}" if said else ""
 
 
 _WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it; a number in quotes")
-_OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#]+)?", "allowed is --NAME or --NAME=VALUE")
+_OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#'\"\\]+)?", "allowed is --NAME or --NAME=VALUE")
 _LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
-_PATH = _matching(r"[\w./~${}@:#+-]+", "allowed is a path, without spaces; $USER may stand in it")
+# What a shell takes as it is, in quotes and without, and variables.
+_PLAIN = r"(?:[\w./@:+=,%-]|\$\w+|\$\{\w+\})"
+_PATH = _matching(
+    rf"(?!~[^/])(?:[~#]|{_PLAIN})+",
+    "allowed is a path, without spaces; $USER may stand in it, and your own ~ at its start",
+)
 CHECKS: dict[str, Callable[[object], str]] = {
     "name": _LINE,
     "account": _WORD,
@@ -82,21 +95,24 @@ CHECKS: dict[str, Callable[[object], str]] = {
     "qos": _WORD,
     "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
     "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
-    "gpus_per_node": _whole,
+    "gpus_per_node": lambda v: "" if is_whole(v, 1, 64) else "allowed are whole numbers, 1 to 64",
     "sbatch": _options,
     "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
     "environment": _PATH,
-    "setup": _listed(_LINE),
+    "setup": _commands,
     "container": _PATH,
     "runtime": _matching(
-        r"pyxis|(apptainer|singularity|podman-hpc)( --?\w\S*| [\w/$]\S*)*",
-        f"allowed are {', '.join(map(repr, RUNTIMES))}, but for pyxis with their options",
+        rf"pyxis|(apptainer|singularity|podman-hpc)( {_PLAIN}+)*",
+        f"allowed are {', '.join(map(repr, RUNTIMES))}, but for pyxis with their options, of plain "
+        "words and $NAME",
     ),
     # Of gloo's, too: it takes whole names, and nothing of what nccl reads in =eth0, ^lo or hsn.
     "interface": _matching(r"[\w.-]+(,[\w.-]+)*", "allowed are whole names that `ip link` prints"),
     "scratch": _PATH,
     "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
-    "launcher": _one_of(*LAUNCHERS),
+    "launcher": lambda v: (
+        "" if v in LAUNCHERS else f"allowed are {', '.join(map(repr, LAUNCHERS))}"
+    ),
     "scheduler": _matching("slurm", "allowed is slurm; for PBS the lesson on clusters has job.pbs"),
 }
 

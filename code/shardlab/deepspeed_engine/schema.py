@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
 from shardlab import ranks
@@ -45,6 +45,8 @@ _INSTEAD = {
 }
 # What stands in these goes to another constructor, as it is.
 _FREE = ("optimizer.params.", "scheduler.params.")
+# Places of Hugging Face's "auto"; in "pipeline.stages" and others it is a word of DeepSpeed's.
+_FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "bf16.", "zero_opt")
 
 
 def check_choices(precision: Any, clipping: Any) -> None:
@@ -131,21 +133,7 @@ class Asked(dict):
 
     def keys(self) -> Any:
         """As dict's, but `name in keys()` is noted too."""
-        return _Keys(self)
-
-
-class _Keys:
-    def __init__(self, asked: Asked):
-        self.asked = asked
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.asked
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.asked)
-
-    def __len__(self) -> int:
-        return len(self.asked)
+        return KeysView(self)
 
 
 def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
@@ -165,6 +153,13 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
 
     if not isinstance(config, Mapping):
         raise ValueError(f"config={config!r}: allowed is a dict in DeepSpeed's own words")
+    content = dict(_paths(config))
+    auto = [path for path, v in content.items() if v == "auto" and path.startswith(_FILLED)]
+    if auto := [path for path in auto if ".zenflow." not in path]:
+        raise ValueError(
+            f"config: 'auto' at {', '.join(auto)}: a word of Hugging Face's, which transformers' "
+            "Trainer and accelerate replace; for DeepSpeed itself write the value, or leave it out"
+        )
     names: set[str] = set()
     try:
         with quiet():
@@ -179,10 +174,11 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
     except (ValueError, AssertionError, DeepSpeedConfigError, TypeError) as error:
         raise ValueError(f"config: DeepSpeed refuses it: {_one_line(error)}") from None
     names |= {f"pipeline.{key}" for key in get_pipeline_config({})} | _READ_ELSEWHERE
-    for path in _paths(config):
-        section = path.rpartition(".")[0]
+    for path in content:
+        section, _, name = path.rpartition(".")
         read_later = section and not any(name.startswith(f"{section}.") for name in names)
-        if path in names or read_later or path.startswith(_FREE):
+        comment = name.startswith(("_", "/", "#"))  # no name of DeepSpeed's begins so
+        if path in names or read_later or path.startswith(_FREE) or comment:
             continue
         near = difflib.get_close_matches(path, names, n=1)
         meant = f"; perhaps meant: {near[0]!r}" if near else ""
@@ -227,14 +223,21 @@ def _check_optimizer(read: Any, given: bool) -> None:
         )
     if not given and name is not None and not DeepSpeedEngine._is_supported_optimizer(None, name):
         raise ValueError(f"{name} is not a supported DeepSpeed Optimizer")
-    known = schedule is None or any(hasattr(m, schedule) for m in (lr_schedules, lr_scheduler))
-    if (given or name is not None) and not known:
+    if schedule is None or hasattr(lr_schedules, schedule) or not (given or name is not None):
+        return
+    if not hasattr(lr_scheduler, schedule):
         raise ValueError(f"DeepSpeed does not recognize LR scheduler {schedule}")
+    if stage or read.bfloat16_config.enabled or read.float16_config.enabled:
+        raise ValueError(
+            f"scheduler.type={schedule!r}: with ZeRO or 16 bits DeepSpeed gives it its own "
+            f"optimizer, which is not an Optimizer of torch's; allowed are "
+            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}, or lr_scheduler= of initialize"
+        )
 
 
-def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
-        yield f"{path}{key}"
+        yield f"{path}{key}", value
         for inside in value if isinstance(value, list) else [value]:
             if isinstance(inside, Mapping):
                 yield from _paths(inside, f"{path}{key}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 from shardlab import options
@@ -84,7 +85,7 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
             options.written("into", folder / name, text)
         said.append(f"  {name}" + (", yours: kept" if kept else ""))
     said += [f"Put your site's modules and environment into {folder}/{SITE}, then"] * (not at)
-    return "\n".join([*said, f"  cd {folder} && sbatch {FILE}"])
+    return "\n".join([*said, f"  cd {quote(str(folder))} && sbatch {FILE}"])
 
 
 def _able(engine: str, found: Plan, make: Callable[[Planned, str], T]) -> T:

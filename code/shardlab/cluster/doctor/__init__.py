@@ -40,7 +40,7 @@ from shardlab.machines import MACHINES, Machine, check_named, named
 from . import checks
 from .consult import Settings, consult
 from .examine import host
-from .meet import Meeting, store_of
+from .meet import Meeting, loopback, store_of
 from .verdicts import BAD, GOOD, Findings, Verdict, listed
 
 WIDTH = 100
@@ -72,7 +72,7 @@ def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
         hosts = ", ".join(dict.fromkeys(meeting.heard("who", r) for r in came))
         _say(
             f"{listed(absent)} of {at.size} did not come, and nothing moved for "
-            f"{settings.timeout:g} s; {listed(came)} did, on {hosts}"
+            f"{settings.timeout:g} s; {listed(came)} did, on {hosts}{loopback(at)}"
         )
         status, lost = 2, True
     else:

@@ -61,6 +61,18 @@ def store_of(at: Place, patience: float) -> dist.Store:
     return dist.PrefixStore("doctor", store)
 
 
+def loopback(at: Place) -> str:
+    """Name the meeting point's address if it is each host's own ("" if it is not)."""
+    with suppress(OSError):
+        address = socket.getaddrinfo(at.address, at.port)[0][4][0]
+        if str(address).startswith("127.") or address == "::1":
+            return (
+                f". MASTER_ADDR={at.address} is the loopback address: each host meets only itself "
+                "there. Set the first node's name"
+            )
+    return ""
+
+
 def _knock(at: Place, where: str, patience: float) -> None:
     """Wait until somebody listens there."""
     limit = time.monotonic() + patience
@@ -72,7 +84,7 @@ def _knock(at: Place, where: str, patience: float) -> None:
                 raise ValueError(
                     f"rank {at.rank} on {socket.gethostname()} found nobody at {where} within "
                     f"{patience:g} s ({error.strerror or error}): rank 0 did not come, or cannot "
-                    "be reached from here"
+                    f"be reached from here{loopback(at)}"
                 ) from None
             time.sleep(0.1)
 

@@ -34,7 +34,8 @@ import torch.distributed as dist
 from shardlab.arguments import check_number
 
 PREFIX = "trace_"
-TORCHS = "comm_lib_trace_rank_"  # of its own files, in ~/.cache/torch, as of torch 2.13
+# The watchdog's files, then torch's own in ~/.cache/torch, as of torch 2.13 and before.
+PREFIXES = (PREFIX, "comm_lib_trace_rank_", "nccl_trace_rank_")
 STATES = ("scheduled", "started", "completed")  # of a call on a GPU, one after the other
 # Frames of libraries, this course's among them, on whichever machine the record was made.
 _LIBRARY = re.compile(
@@ -44,13 +45,13 @@ _LIBRARY = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, as one rank called it."""
+    """A collective, or a send or recv, as one rank called it."""
 
     rank: int
     group: str  # its description where it has one, and its name
     members: tuple[int, ...]  # ranks of the group
     number: int  # of the collective in its group, from 1: the same on all ranks, if all is well
-    op: str  # all_reduce, all_gather, …
+    op: str  # all_reduce, all_gather, …, send, recv
     sizes: tuple[tuple[int, ...], ...]  # shapes of the tensors that go in
     dtype: str
     line: int  # of the script, wherever a library made the call on its behalf
@@ -60,10 +61,17 @@ class Call:
     waiting: bool  # not finished when the record was taken
     state: str = "scheduled"  # on the GPU, also "started", "completed"; of gloo's no more is known
     duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
+    out: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that come out
+    peer: int | None = None  # the rank at the other end of a send or recv
 
     def __str__(self) -> str:
-        shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.sizes)
+        sides = [self.sizes, self.out] if self.op == "all_to_all" else [self.sizes]
+        shapes = " → ".join(
+            " ".join("x".join(map(str, shape)) or "scalar" for shape in side) for side in sides
+        )
         what = f"{self.op} {shapes} {self.dtype}".strip().lower()
+        if self.peer is not None:
+            what = f"{what} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
         state = "done" if not self.waiting else "in it" if self.state == "started" else "waits"
         return (
             f"rank {self.rank}  {self.group:<12} #{self.number:<3} {what:<28} {state:<6}"
@@ -144,10 +152,11 @@ class _Plain(pickle.Unpickler):
 def read(folder: str | Path) -> dict[int, list[Call]]:
     """The calls of every rank whose record lies in `folder`, oldest first.
 
-    Files are the watchdog's, or torch's own where there are none of those. Raises ValueError for a
-    folder without records, and for a file that is none.
+    Reads the files of the first of PREFIXES that has any. Raises ValueError for a folder without
+    records, and for a file that is none.
     """
-    found, prefix = {}, PREFIX if any(Path(folder).glob(f"{PREFIX}*")) else TORCHS
+    found: dict[int, list[Call]] = {}
+    prefix = next((one for one in PREFIXES if any(Path(folder).glob(f"{one}*"))), PREFIX)
     for path in sorted(Path(folder).glob(f"{prefix}*")):
         number = path.name.removeprefix(prefix)
         try:
@@ -162,46 +171,60 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
             ) from None
     if not found:
         raise ValueError(
-            f"folder={str(folder)!r}: allowed is a folder with files {PREFIX}0, {PREFIX}1, …"
+            f"folder={str(folder)!r}: allowed is a folder with a file of each rank, named "
+            f"{', '.join(f'{one}<rank>' for one in PREFIXES)}"
         )
     return dict(sorted(found.items()))
 
 
 def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
-    """What a record says, oldest first. Calls from point to point are left out."""
+    """Return the calls of a record, oldest first."""
     rank = taken["rank"] if rank is None else rank
     found = []
+    # nccl notes the state of calls that go as one (batch_isend_irecv) at an entry of its own.
+    ends = {_batch(e): e for e in taken["entries"] if e["profiling_name"].endswith(":coalesced")}
     for entry in taken["entries"]:
-        if entry["is_p2p"]:
+        p2p, end = entry["is_p2p"], ends.get(_batch(entry), entry)
+        if p2p and end is entry and _batch(entry) in ends:
             continue
         name, described = entry["process_group"]
-        members = taken["pg_config"].get(name, {"ranks": "[]"})["ranks"]
+        listed = taken["pg_config"].get(name, {"ranks": "[]"})["ranks"]
+        members = tuple(int(number) for number in re.findall(r"\d+", listed))
         # torch's placeholder for "nobody described it"
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
-        if entry["state"] not in STATES:
-            raise ValueError(f"state={entry['state']!r}: allowed are {', '.join(STATES)}")
+        if (state := end["state"]) not in STATES:
+            raise ValueError(f"state={state!r}: allowed are {', '.join(STATES)}")
+        op, *pair = re.split(r" |->|<-", _op(entry))  # "send 0->1": ranks within the group
         file, line, function = _own(entry.get("frames") or [])
         found.append(
             Call(
                 rank=rank,
                 group=label,
-                members=tuple(int(number) for number in re.findall(r"\d+", members)),
-                number=entry["collective_seq_id"],
-                op=_op(entry),
+                members=members,
+                number=entry["p2p_seq_id" if p2p else "collective_seq_id"],
+                op=op,
                 sizes=tuple(tuple(shape) for shape in entry["input_sizes"]),
                 dtype=(entry["input_dtypes"] or [""])[0],
                 line=line,
                 where=f"{function}, {file}",
                 created=entry["time_created_ns"] / 1e9,
                 limit=entry["timeout_ms"] / 1e3,
-                waiting=entry["state"] != "completed"
-                and entry["op_id"] > status["last_completed_collective"],
-                state=entry["state"],
+                waiting=state != "completed"
+                and (p2p or entry["op_id"] > status["last_completed_collective"]),
+                state=state,
                 duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
+                out=tuple(tuple(shape) for shape in entry["output_sizes"]),
+                peer=dict(enumerate(members)).get(int(pair[1])) if p2p else None,
             )
         )
     return found
+
+
+def _batch(entry: dict[str, Any]) -> tuple[object, ...]:
+    """Return what the calls that nccl starts as one have in common."""
+    p2p = entry["is_p2p"]
+    return entry["pg_id"], p2p, entry["p2p_seq_id" if p2p else "collective_seq_id"]
 
 
 def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:

@@ -26,7 +26,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from shardlab import show
-from shardlab.arguments import check_whole
 
 from .flight import Call
 
@@ -44,19 +43,14 @@ class Arrival:
     timed: bool = False  # told by durations on the GPU, else by when the hosts queued
 
 
-def arrivals(
-    calls: Mapping[int, Sequence[Call]], every: int = 1, skip: int = 0, least: int = LEAST
-) -> list[Arrival]:
+def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
     """How late each rank comes to what all ranks call, in rank order.
 
     Takes the group with the most calls of which all ranks are members, and of these the ones that
-    every rank has timed, where there are any. every: that many of its calls make a step, of which
-    the first is taken; later ones follow a wait, and tell little. skip: calls to leave out first.
-    Raises ValueError with fewer than `least` steps.
+    every rank has timed, where there are any. Raises ValueError with fewer than LEAST of them.
     """
-    check_whole(every=every)
-    check_whole(0, skip=skip)
     everyone = tuple(sorted(calls))
+    calls = {rank: [c for c in mine if c.peer is None] for rank, mine in calls.items()}
     common: dict[str, list[dict[int, Call]]] = {}
     for group in {call.group for mine in calls.values() for call in mine}:
         numbered = {
@@ -65,14 +59,14 @@ def arrivals(
         }
         numbers = set.intersection(*(set(mine) for mine in numbered.values()))
         common[group] = [{r: numbered[r][n] for r in everyone} for n in sorted(numbers)]
-    taken = max(common.values(), key=len, default=[])[skip::every]
+    taken = max(common.values(), key=len, default=[])
     timed = [step for step in taken if all(c.duration is not None for c in step.values())]
     # Timed ones end together: the shorter, the later it began.
     steps = [{r: -c.duration for r, c in step.items()} for step in timed]
     steps = steps or [{r: c.created for r, c in step.items()} for step in taken]
-    if len(steps) < least:
+    if len(steps) < LEAST:
         raise ValueError(
-            f"calls: {len(steps)} steps that all ranks recorded; allowed are {least} or more"
+            f"calls: {len(steps)} steps that all ranks recorded; allowed are {LEAST} or more"
         )
     found = []
     for rank in everyone:

@@ -2,24 +2,22 @@
 
 import json
 import os
-import runpy
 import signal
 import socket
+import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
-from forked import forked
 from test_strategy_emit import NANO, ON_TWO, PIPELINE, ROUNDED, TENSOR, alone
 
 from shardlab.deepspeed_engine import start
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
+from shardlab.show import ROOT
 from shardlab.strategy.emit import Limits, job, loop
 from shardlab.strategy.emit.target import Target
 
@@ -27,9 +25,10 @@ HALF = torch.bfloat16, 3e-4  # what the scripts compute with, and their learning
 PAIR = replace(MACHINES["a100"], per_node=2)
 STAGE_3 = Layout(dp=2, zero=3, micro_batch=2, microbatches=2, recompute="full")
 HOST = replace(STAGE_3, microbatches=1, offload="parameters")
-BY_DAY = {"fsdp2, ZeRO-3": ("fsdp2", STAGE_3), "deepspeed, ZeRO-3": ("deepspeed", STAGE_3)}
+BY_DAY = {"fsdp2, ZeRO-3": ("fsdp2", STAGE_3)}
 BY_WEEK = {f"fsdp2, {name}": ("fsdp2", at) for name, at in ON_TWO.items() if at != STAGE_3}
-more = {"copies": Layout(dp=2), "ZeRO-2": Layout(dp=2, zero=2), "host": HOST} | TENSOR | PIPELINE
+more = {"copies": Layout(dp=2), "ZeRO-2": Layout(dp=2, zero=2), "ZeRO-3": STAGE_3, "host": HOST}
+more |= TENSOR | PIPELINE
 BY_WEEK |= {f"deepspeed, {name}": ("deepspeed", layout) for name, layout in more.items()}
 
 
@@ -42,34 +41,39 @@ def put(engine, layout, folder):
 
 
 def run(folder, script, steps, stop_at=None):
-    """The script on two ranks, as torchrun starts them, without its imports; what they said.
+    """Run the script on two ranks, as torchrun starts them; return what they said.
 
-    stop_at: so many steps in the log, and rank 1 alone gets the signal.
+    stop_at: rank 1 alone gets the signal, once the log has so many steps.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    metrics = folder / "run/metrics.jsonl"
-
-    def stop():
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < stop_at:
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    own |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT / "code")}
+    metrics, log = folder / "run/metrics.jsonl", folder / f"{steps}.log"
+    ranks = []
+    try:
+        for number in ("0", "1"):
+            with log.open("a") as said:
+                ranks += [
+                    subprocess.Popen(
+                        [sys.executable, script, f"--steps={steps}"],
+                        cwd=folder,
+                        env=os.environ | own | {"RANK": number, "LOCAL_RANK": number},
+                        stdout=said,
+                        stderr=said,
+                    )
+                ]
+        while stop_at and not any(rank.poll() for rank in ranks):
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= stop_at:
+                ranks[1].send_signal(signal.SIGUSR1)
+                break
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    def rank(number):
-        def call():
-            if stop_at and number == 1:
-                threading.Thread(target=stop, daemon=True).start()
-            sys.argv, sys.path = [script, f"--steps={steps}"], [str(folder), *sys.path]
-            runpy.run_path(script, run_name="__main__")
-
-        own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_PORT": port}
-        own |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-        return forked(call, folder, os.environ | {name: str(own[name]) for name in own})
-
-    with ThreadPoolExecutor(2) as both:
-        ended = list(both.map(rank, range(2)))
-    assert [status for status, _ in ended] == [0, 0], ended
-    return ended[0][1]
+        assert [rank.wait() for rank in ranks] == [0, 0], log.read_text()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return log.read_text()
 
 
 @pytest.mark.parametrize("name", [*BY_DAY, *BY_WEEK])

@@ -292,7 +292,7 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             "limits": {n: [None, None] for n in examine.LIMITS} | {"infiniband": False},
             "network": {
                 "named": "", "interface": "eth0", "address": f"10.0.0.{rank}", "loopback": False,
-                "interfaces": ["eth0", "lo"], "speed": 12.5e9,
+                "interfaces": ["eth0", "lo"], "speed": 12.5e9, "unresolved": "",
             },
             "folder": {
                 "error": None, "seen": True, "renamed": True, "locks": {"flock": "", "fcntl": ""},
@@ -356,6 +356,7 @@ FAULTS = {
         lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
     ),
     "a name that is the loopback": ("network", change("network/loopback", True)),
+    "a name without an address": ("network", change("network/unresolved", "node1")),
     "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
     "a rename that is not seen": ("folder", change("folder/renamed", False)),
     "a quota": ("folder", change("folder/error", "EDQUOT: Disk quota exceeded")),
@@ -532,7 +533,8 @@ def test_a_job_that_loses_rank_0(launched, monkeypatch):
 @pytest.mark.alone
 def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "shardlab", "doctor", "--folder", str(tmp_path), *CPU, "--json"]
+    command += ["--local-addr=127.0.0.1", "-m", "shardlab", "doctor"]
+    command += ["--folder", str(tmp_path), *CPU, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = report(done.stdout)
     with on_time():

@@ -25,6 +25,7 @@ LONG = [c for c in HERE if "data_parallel" in c]  # a minute, and tests/test_pai
 TRAIN = re.search(r":caption: train\.py\n\n(.*?)```", PAGE, re.DOTALL)[1]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--local-addr=127.0.0.1"]
 
 
 def under_torchrun(

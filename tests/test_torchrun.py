@@ -312,7 +312,11 @@ for gpus in (4, 1, 0):
 
 
 def test_set_up_shows_what_is_tried_here() -> None:
-    assert sum("--standalone" in c for c in HERE) == 2 and len(LONG) == 1 and len(HERE) == 4
+    assert (
+        sum("--standalone --local-addr 127.0.0.1" in c for c in HERE) == 2
+        and len(LONG) == 1
+        and len(HERE) == 4
+    )
 
 
 @pytest.mark.timeout(600)

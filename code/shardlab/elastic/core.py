@@ -165,9 +165,7 @@ class Meeting:
             self.store.set("job", json.dumps(mine))  # last: who finds it finds the rest, too
             return
         name, command, nodes = found = json.loads(self.store.get("job"))
-        words = (
-            f"meets the job {name!r} of {nodes} nodes, {command}; another job needs another port"
-        )
+        words = f"meets job {name!r} of {nodes} nodes, {command}; another job needs another port"
         if name != job.name:
             raise ValueError(f"name={job.name!r}: at {job.at} {words}")
         if found != mine or job.nodes[1] == 1:  # a spare of one node could never start
@@ -245,9 +243,7 @@ class Agent:
             self.say(f"{self.name}, round {order.round}: {size}{why}")
             self.ranks.start(order, self.meeting.agent)
         elif order.kind == "run":
-            self.say(
-                f"{self.name}, round {order.round}: spare, it has its {len(order.agents)} nodes"
-            )
+            self.say(f"{self.name}, round {order.round}: spare, the round has its nodes")
 
     def _pulse(self, state: State = "running") -> None:
         """Say how the ranks are; the host then decides."""

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -98,24 +97,18 @@ def succeeds(seconds: float, call: Callable[[], Any]) -> bool:
     torch's store has no time limit for a listener that says nothing, and cannot be left in a
     thread: where the listener speaks another language, the process then ends by SIGABRT.
     """
-    end = time.monotonic() + seconds
     child = os.fork()
     if not child:
         with suppress(BaseException):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # should the caller be killed
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # then the kernel kills this process
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's traces in C++
             call()
             os._exit(0)
         os._exit(1)
-    status = None
     try:
-        while status is None and time.monotonic() < end:
-            time.sleep(0.01)
-            pid, ended = os.waitpid(child, os.WNOHANG)
-            status = ended if pid else None
-    finally:
-        if status is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    return status == 0
+        return os.waitpid(child, 0)[1] == 0
+    except BaseException:  # an interrupt
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise

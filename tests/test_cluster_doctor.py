@@ -356,7 +356,6 @@ FAULTS = {
         lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
     ),
     "a name that is the loopback": ("network", change("network/loopback", True)),
-    "a name without an address": ("network", change("network/unresolved", "node1")),
     "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
     "a rename that is not seen": ("folder", change("folder/renamed", False)),
     "a quota": ("folder", change("folder/error", "EDQUOT: Disk quota exceeded")),
@@ -395,6 +394,13 @@ def test_settings_that_are_a_hosts_own_are_no_fault():
     for mine in facts:
         mine["environment"] = {}
     assert checks.environment(Findings(facts)).state == "good"
+
+
+def test_a_name_without_an_address_is_noted_with_what_torchrun_needs():
+    facts = healthy(4, 2, "cuda")
+    facts[2]["network"]["unresolved"] = "node1"
+    row = checks.network(Findings(facts))
+    assert row.state == "note" and "node1" in row.found and "--local-addr" in row.advice
 
 
 @pytest.mark.parametrize(

@@ -966,10 +966,11 @@ ELASTIC = {
         (lambda seen: seen, "raised TypeError"),
     ],
     "my_cause": [
-        (Swap("one[2] in (0, 6)", "False"), "killed with SIGKILL"),
+        (Swap("one[2] in (0, 4, 6, 7, 8, 11)", "False"), "killed with SIGKILL"),
+        (Swap("(0, 4, 6, 7, 8, 11)", "(0, 6)"), "SIGSEGV is rank 1's own"),
         (Swap("if one[2] != 15", ""), "ended by its agent"),
-        (Swap("in (0, 6)", "== 0"), "counts like an error"),
-        (Swap("(one[2] in (0, 6), one[0])", "one[2] in (0, 6)"), "the earliest"),
+        (Swap("in (0, 4, 6, 7, 8, 11)", "== 0"), "counts like an error"),
+        (Swap("(one[2] in (0, 4, 6, 7, 8, 11), one[0])", "one[2] != 9"), "the earliest"),
         (lambda failures: failures[0][1], "the earliest"),
     ],
 }  # fmt: skip

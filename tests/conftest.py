@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import phases
 import pytest
@@ -15,6 +16,7 @@ from shardlab import show
 from shardlab.show.timed import BUSY
 
 TRIES = 3  # of a test that measures
+GUARD = os.environ.pop(phases.GUARD, "")
 
 with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on any machine
     from hypothesis import HealthCheck, settings
@@ -83,6 +85,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             again = pytest.mark.flaky(reruns=1, only_rerun=["connectFullMesh failed"])
         item.add_marker(again)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tell the guard of this process which test begins, its limit in seconds, and that it ended."""
+    if not GUARD:
+        return (yield)
+    from pytest_timeout import _get_item_settings
+
+    if limit := _get_item_settings(item).timeout:
+        os.write(int(GUARD), f"{limit:g} {item.nodeid}\n".encode())
+    try:
+        return (yield)
+    finally:
+        os.write(int(GUARD), b"\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler by files that does not run the test again in which a worker was killed."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def remove_node(self, node: Any) -> str | None:
+            units = self.assigned_work[node].values()
+            left = [(unit, test) for unit in units for test, done in unit.items() if not done]
+            if left:
+                unit, test = left[0]
+                unit[test] = True
+            super().remove_node(node)
+            return left[0][1] if left else None
+
+    return Files(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,12 @@ from pathlib import Path
 def forked(
     call: Callable[[], object], folder: Path, environment: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Exit status and output of `call()`, which runs in `folder`; 1 if it raises."""
+    """Return exit status and output of `call()`, which runs in `folder`; 1 if it raises.
+
+    From the main thread alone: a lock that another thread holds stays held in the fork, which then
+    waits for ever.
+    """
+    assert threading.current_thread() is threading.main_thread()
     with tempfile.TemporaryFile() as log:
         child = os.fork()
         if child == 0:
@@ -40,6 +46,8 @@ def _run(
         call()
         status = 0
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # as Python does
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()

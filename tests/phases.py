@@ -8,7 +8,8 @@
 3. alone: what measures (the mark `alone`), one test at a time, with nothing beside it.
 
 A file's tests stay in one process, and share what the file makes once. A test that runs for a
-minute is named. Interrupted, it ends all that it has started, and says so in one line.
+minute is named; one that hangs fails, and its process is killed with all that it started (guard).
+Interrupted, it ends all that it has started, and says so in one line.
 
 What each test took is in _build/tests/seconds.txt, the slowest first. The last line sums up.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ import pytest
 
 from shardlab.record.gpu import child
 
+GUARD = "SHARDLAB_TEST_GUARD"  # environment variable: where a worker says which test it runs
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "_build/tests"
 PHASES = ("beside", "site", "alone")
@@ -57,6 +60,7 @@ LONGEST = (
     "test_book.py",
     "test_index.py",
 )
+TYPED = {"--pdb", "--trace", "-s", "--capture=no"}  # a worker of xdist reads and shows nothing
 KINDS = {"failure": "failed", "error": "error", "skipped": "skipped"}  # in pytest's report
 
 
@@ -132,7 +136,7 @@ def with_words(arguments: list[str]) -> list[str]:
 
 def call(command: list[str], environment: dict[str, str]) -> int:
     """The status of a program that is interrupted with all that it has started."""
-    if "--pdb" in command or "--trace" in command:  # they read what is typed
+    if TYPED & {*command}:
         return subprocess.run(command, cwd=ROOT, env=environment).returncode
     return child.run(command, None, None, None, ROOT, environment, patience=0)
 
@@ -149,9 +153,12 @@ def run(
     processes = 1
     if name != "alone" and tests > FEW:
         processes = 2 if name == "site" else 1 + (os.cpu_count() or 1)
-        command += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
         # A second thread waits for its core in a loop: beside others, it takes ten times as long.
         environment["OMP_NUM_THREADS"] = "1"
+    if not TYPED & {*arguments}:
+        python = shlex.join([sys.executable, str(Path(__file__).with_name("guard.py"))])
+        command += ["--tx", f"{processes}*popen//python={python}", "--dist=loadfile"]
+        command += ["--no-loadscope-reorder", f"--max-worker-restart={tests}"]
     many = f"{tests} in {len(files)} file{'s' * (len(files) > 1)}"
     print(f"== tests, {name}: {many}, {processes} at a time", flush=True)
     status = call([*command, *arguments], environment)

@@ -292,7 +292,7 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             "limits": {n: [None, None] for n in examine.LIMITS} | {"infiniband": False},
             "network": {
                 "named": "", "interface": "eth0", "address": f"10.0.0.{rank}", "loopback": False,
-                "interfaces": ["eth0", "lo"], "speed": 12.5e9,
+                "interfaces": ["eth0", "lo"], "speed": 12.5e9, "unresolved": "",
             },
             "folder": {
                 "error": None, "seen": True, "renamed": True, "locks": {"flock": "", "fcntl": ""},
@@ -394,6 +394,13 @@ def test_settings_that_are_a_hosts_own_are_no_fault():
     for mine in facts:
         mine["environment"] = {}
     assert checks.environment(Findings(facts)).state == "good"
+
+
+def test_a_name_without_an_address_is_noted_with_what_torchrun_needs():
+    facts = healthy(4, 2, "cuda")
+    facts[2]["network"]["unresolved"] = "node1"
+    row = checks.network(Findings(facts))
+    assert row.state == "note" and "node1" in row.found and "--local-addr" in row.advice
 
 
 @pytest.mark.parametrize(
@@ -533,7 +540,8 @@ def test_a_job_that_loses_rank_0(launched, monkeypatch):
 @pytest.mark.alone
 def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "shardlab", "doctor", "--folder", str(tmp_path), *CPU, "--json"]
+    command += ["--local-addr=127.0.0.1", "-m", "shardlab", "doctor"]
+    command += ["--folder", str(tmp_path), *CPU, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = report(done.stdout)
     with on_time():

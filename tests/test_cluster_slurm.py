@@ -169,7 +169,8 @@ def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
             time.sleep(0.05)
         """
     (box.folder.parent / "waits.py").write_text(textwrap.dedent(script))
-    job = submit(box, "-N1", "--wrap", "srun torchrun --standalone waits.py; echo status $?")
+    torchrun = "torchrun --standalone --local-addr=127.0.0.1"
+    job = submit(box, "-N1", "--wrap", f"srun {torchrun} waits.py; echo status $?")
     until((box.folder.parent / "ready").exists)
     box.run(["scancel", "--signal=USR1", job])
     ended(box, job)

@@ -34,6 +34,9 @@ def test_torchrun():
     assert at == Place(rank=3, size=4, local_rank=1, address="a", port=29500, served=True)
     assert place(TORCHRUN).local_rank == 3  # other launchers of one node leave it out
     assert place(SRUN | TORCHRUN).rank == 3  # torchrun under srun: its word counts
+    # Under srun, a script that sets all but LOCAL_RANK; a launcher of its own in a batch script.
+    assert place(TORCHRUN | SRUN | {"RANK": "5", "WORLD_SIZE": "8"}).local_rank == 1
+    assert place(TORCHRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).local_rank == 3
 
 
 def test_srun(tmp_path, monkeypatch):

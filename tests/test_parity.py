@@ -456,7 +456,7 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     (tmp_path / "plain.py").write_text(PLAIN)
     (tmp_path / "parallel.py").write_text(SUM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", "parallel.py"]
+    command = [*torchrun, "--local-addr=127.0.0.1", "--nproc-per-node", "2", "parallel.py"]
     status, out, err = ran(
         capsys, "parity", "--draws", "1", "--folder", "kept", "plain.py", "--", *command
     )

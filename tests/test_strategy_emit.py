@@ -164,7 +164,7 @@ def test_the_fsdp2_script_runs_under_torchrun(tmp_path):
     (tmp_path / FILES["fsdp2"]).write_text(text)
     said = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [FILES["fsdp2"]],
+        + ["--local-addr=127.0.0.1", FILES["fsdp2"]],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(HERE.parent / "code"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

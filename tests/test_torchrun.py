@@ -25,6 +25,7 @@ LONG = [c for c in HERE if "data_parallel" in c]  # a minute, and tests/test_pai
 TRAIN = re.search(r":caption: train\.py\n\n(.*?)```", PAGE, re.DOTALL)[1]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--local-addr=127.0.0.1"]
 
 
 def under_torchrun(
@@ -311,7 +312,11 @@ for gpus in (4, 1, 0):
 
 
 def test_set_up_shows_what_is_tried_here() -> None:
-    assert sum("--standalone" in c for c in HERE) == 2 and len(LONG) == 1 and len(HERE) == 4
+    assert (
+        sum("--standalone --local-addr 127.0.0.1" in c for c in HERE) == 2
+        and len(LONG) == 1
+        and len(HERE) == 4
+    )
 
 
 @pytest.mark.timeout(600)

@@ -381,6 +381,7 @@ def test_workers_change_nothing(one, tmp_path):
 
 SCRIPT = show.ROOT / "code/train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
+TORCHRUN += ["--local-addr=127.0.0.1"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 # Without it, restarted ranks may read the addresses of dead ones (torch 2.13).
 ENVIRONMENT |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}

@@ -5,24 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 
-import jupyter_book.sphinx
 import nbformat
 from forked import forked
-from jupyter_book.cli.main import main as jupyter_book
 
 from shardlab import record, show
 
 # What a build imports, half of its time, once for all builds.
 for _name in (
-    *("fontTools.subset", "jupytext.myst", "myst_nb.sphinx_ext", "sphinx.builders.dirhtml"),
+    *("jupyter_book.cli.main", "jupyter_book.sphinx", "sphinx.builders.dirhtml"),
+    *("fontTools.subset", "jupytext.myst", "myst_nb.sphinx_ext"),
     *("sphinx_book_theme", "sphinx_design.extension", "sphinx_exercise", "sphinx_thebe"),
     *("sphinx_external_toc.collectors", "sphinxcontrib.bibtex", "sphinx_togglebutton"),
 ):
     importlib.import_module(_name)
 
+BUILD = str(show.ROOT / "book/_ext/build.py")
 HEADER = """\
 ---
 jupytext:
@@ -108,9 +109,9 @@ class Book:
         In a fork of this process, which has imported Jupyter Book: that takes a third of the time.
         """
         clean = {k: v for k, v in os.environ.items() if k not in ("RECORDED", "BOOK_REPOSITORY")}
-        command = ["build", "-W", "-n", "--keep-going", "."]
         environment = {**clean, **environment}
-        status, self.log = forked(lambda: jupyter_book(command), self.root, environment)
+        call = lambda: runpy.run_path(BUILD, run_name="__main__")  # noqa: E731
+        status, self.log = forked(call, self.root, environment)
         return status
 
     def built(self, **environment: str) -> Book:

@@ -1,7 +1,9 @@
-"""`make book`: Jupyter Book, which ends in one line when it is interrupted."""
+"""`make book`: Jupyter Book, which ends in one line when it is interrupted or a page fails."""
 
 import os
+import re
 import signal
+import sys
 
 
 def interrupted(number: int, frame: object) -> None:
@@ -15,5 +17,12 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
     from jupyter_book.cli.main import main  # seconds
+    from sphinx.errors import SphinxError
 
-    main(["build", "-W", "-n", "--keep-going", "."])
+    try:
+        main(["build", "-W", "-n", "--keep-going", "."])
+    except RuntimeError as error:  # its traceback is Jupyter Book's own
+        if not isinstance(error.__cause__, SphinxError):
+            raise
+        text = str(error.__cause__)  # a page's first line says why; its cell and more stand above
+        sys.exit("\n".join(re.findall(r"(?m)^.*, code cell \d+ of \d+: .*$", text)) or text)

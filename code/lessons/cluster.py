@@ -181,6 +181,7 @@ MEANS = [
     ("--node-rank", "only for the static backend: c10d ignores it"),
     ("--shutdown-timeout", "seconds from SIGTERM to SIGKILL (none: 30)"),
     ("--standalone", "one node: picks a free port itself"),
+    ("--local-addr", "this node's address for the others; none: its name's"),
 ]
 known = {name: a for a in get_args_parser()._actions for name in a.option_strings}
 empty = None, "", False
@@ -269,6 +270,9 @@ sessions.session("random")
 # | the address is wrong, or nobody serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
 # | two jobs, or two ids, at one port | one of these two; no word of ids |
 # | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` |
+# | node 0's own name has no address, as in some containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
+#
+# `torchrun` tells all ranks to meet at the name of the node where rank 0 is. `--local-addr` gives an address instead: with `--standalone`, 127.0.0.1.
 #
 # `torchrun` listens on all interfaces of the first node, without a password.
 #
@@ -889,7 +893,7 @@ sessions.job("trainjob.yaml")
 # ## When to use what
 #
 # - **One GPU**: `srun python`.
-# - **One node**: `srun torchrun --standalone`.
+# - **One node**: `srun torchrun --standalone --local-addr 127.0.0.1`.
 # - **Several nodes under Slurm**: `srun` with one `torchrun` a node where ranks shall restart inside the job; `srun` alone where a requeue is restart enough.
 # - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends what it leaves (systemd, a container).
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.

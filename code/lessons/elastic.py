@@ -44,7 +44,7 @@ import torch.distributed as dist
 from shardlab import elastic, ranks, show
 from shardlab.check import check
 from shardlab.cluster.slurm import sessions
-from shardlab.elastic import born, core, host
+from shardlab.elastic import born, core, host, keep
 from shardlab.elastic.job import Job, free_port
 
 TEMPORARY = tempfile.TemporaryDirectory(prefix="elastic-")  # goes with this process
@@ -138,10 +138,12 @@ show.source(host.Host)
 # The rest of the agent starts processes, ends them, and sees to it that none outlives its agent.
 
 # %%
-show.source(born.main, core.Ranks)
+show.source(born.main, keep.main, core.Ranks)
 
 # %% [markdown]
-# `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if that one was killed with SIGKILL. On other systems the ranks live on.
+# `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if that one was killed with SIGKILL.
+# This ends the rank alone: not what a shell or a data loader started.
+# So each round has one more process, the *keeper* (`keep.py`), which reads from a pipe. When the agent dies, the kernel closes the pipe, and the keeper kills each rank's whole session.
 
 # %%
 show.source(core.Agent)
@@ -256,7 +258,7 @@ show.table(rows, head, caption=caption)
 # | node 0 is | the first by address, as text | the host |
 # | a node does not come | `RendezvousTimeoutError` | how many of how many nodes came |
 # | the address is wrong | `RendezvousConnectionError` | no agent answered at that address |
-# | two jobs at one port | one of these two errors | the name of the job that has the port |
+# | two jobs at one port | one of these two errors | name and command of the job that has the port |
 # | an agent is killed | its ranks go on training | its ranks end |
 # | logs | a folder for each agent and attempt, named by local rank | a folder for each round, named by rank |
 #
@@ -350,7 +352,8 @@ check(my_silent)
 # ```
 #
 # A round has failed. `failures` has a tuple `(time, rank, signal)` for each rank that failed; `signal` is 0 where the rank raised an error.
-# Agents send SIGTERM (15) to ranks that shall end, so a rank with this signal is never the cause. A process sends SIGABRT (6) to itself, for instance when nccl's time limit is over: it counts as an error.
+# Agents send SIGTERM (15) to ranks that shall end, so a rank with this signal is never the cause.
+# A process sends SIGABRT (6) to itself, for instance when nccl's time limit is over, and crashes with SIGILL (4), SIGBUS (7), SIGFPE (8) or SIGSEGV (11): these five count as errors.
 # Any other signal came from outside. A rank with such a signal is the cause rather than one with an error. Among ranks of the same kind the earliest is the cause.
 # Return the rank that is the cause, or `None` if there is none.
 
@@ -376,7 +379,7 @@ check(my_cause)
 # %%
 def my_cause(failures):
     left = [one for one in failures if one[2] != 15]
-    left.sort(key=lambda one: (one[2] in (0, 6), one[0]))
+    left.sort(key=lambda one: (one[2] in (0, 4, 6, 7, 8, 11), one[0]))
     return left[0][1] if left else None
 
 

@@ -758,7 +758,7 @@ with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
     (Path(folder) / "parallel.py").write_text(PARALLEL)
     command = [sys.executable, "-m", "shardlab", "parity", "--draws", "1", "plain.py", "--"]
     command += [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "parallel.py"]
+    command += ["--local-addr=127.0.0.1", "--nproc-per-node", "2", "parallel.py"]
     done = subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True)
 print(done.stdout, "status ", done.returncode, sep="")
 assert done.returncode == 1, done.stderr

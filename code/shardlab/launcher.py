@@ -48,7 +48,10 @@ def place(environment: Mapping[str, str]) -> Place | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         given = {name: environment.get(name, "") for name in wanted}
-        given["LOCAL_RANK"] = given["LOCAL_RANK"] or given["RANK"]
+        if not given["LOCAL_RANK"]:  # srun's word where the script took RANK from srun's as well
+            of_srun = environment.get("SLURM_PROCID") == given["RANK"]
+            of_srun = of_srun and environment.get("SLURM_LOCALID")
+            given["LOCAL_RANK"] = of_srun or given["RANK"]
         served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     elif "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
         job = int(environment.get("SLURM_JOB_ID", 0))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,12 +34,16 @@ from typing import Any
 import torch.distributed as dist
 
 from .host import Failure, Host, Order, Report, State
-from .job import Job, free_port, listen, within
+from .job import Job, free_port, listen, succeeds
 
 TICK = 0.05  # seconds between two looks at ranks and store
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give to what SIGTERM has ended
-# Runs before a rank's program, in little time: without settings of the user's, and packages.
-_BORN = (sys.executable, "-IS", str(Path(__file__).with_name("born.py")))
+# Programs of their own that start in little time: without settings of the user's, and packages.
+_BORN, _KEEP = (
+    (sys.executable, "-IS", str(Path(__file__).with_name(name))) for name in ("born.py", "keep.py")
+)
+# Signals of a process's own errors; abort() sends SIGABRT, as nccl's watchdog does.
+CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
 
 # The ranks of one node.
 
@@ -49,12 +54,15 @@ class Ranks:
     def __init__(self, job: Job):
         self.job = job
         self.processes: dict[int, subprocess.Popen] = {}  # by rank
+        self.ended: dict[int, float] = {}  # when, by the clock of the node
+        self.keeper: subprocess.Popen | None = None  # kills what is left, of a dead agent's too
         self.failures: dict[int, Failure] = {}
         self.files: dict[int, Path] = {}  # where a rank's @record leaves its error
 
     def start(self, order: Order, agent: int) -> None:
         """Start all ranks that `order` has for this node."""
-        self.failures, self.files = {}, {}
+        self.failures, self.files, self.ended = {}, {}, {}
+        self.keeper = subprocess.Popen(_KEEP, stdin=subprocess.PIPE, start_new_session=True)
         for local in range(self.job.ranks):
             environment = order.environment(self.job, agent, local)
             rank, output = int(environment["RANK"]), None
@@ -69,8 +77,12 @@ class Ranks:
                 env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
                 stdout=output,
                 stderr=output and subprocess.STDOUT,
-                start_new_session=True,  # a group of its own, with all that it will start
+                start_new_session=True,  # of its own, with all that it will start
             )
+            self.keeper.stdin.write(b"%d\n" % self.processes[rank].pid)
+            self.keeper.stdin.flush()
+            one = self.ended, rank, self.processes[rank]
+            threading.Thread(target=_note_end, args=one, daemon=True).start()
             if output:
                 output.close()
 
@@ -86,14 +98,14 @@ class Ranks:
         return "done" if codes else "ready"
 
     def _failure(self, rank: int, code: int) -> Failure:
-        killed = code < 0 and -code != signal.SIGABRT
+        killed = code < 0 and -code not in CRASHES
         what = signal.Signals(-code).name if code < 0 else f"status {code}"
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self.files[rank]
             what = str(json.loads(path.read_text())["message"]["message"])
             when = path.stat().st_mtime  # finer than the whole seconds in the file
             return Failure(rank, killed, when, what)
-        return Failure(rank, killed, time.time(), what)
+        return Failure(rank, killed, self.ended.get(rank, time.time()), what)
 
     def send(self, number: int) -> None:
         """Pass a signal on to all ranks that still run."""
@@ -110,12 +122,19 @@ class Ranks:
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks at once, and forget them."""
+        """End all ranks at once, with all that they started, and forget them."""
+        if self.keeper:
+            self.keeper.communicate()  # closes its input
         for process in self.processes.values():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
-        self.processes.clear()
+        self.processes, self.keeper = {}, None
+
+
+def _note_end(ended: dict[int, float], rank: int, process: subprocess.Popen) -> None:
+    """Note when a rank ends, in a thread: a cause precedes its consequences by less than a TICK."""
+    process.wait()
+    ended[rank] = time.time()
 
 
 # Where they meet.
@@ -125,7 +144,7 @@ class Meeting:
     """A TCPStore at `job.at`: the agent there serves it, all others connect to it.
 
     It listens at that address alone. Raises ValueError where another job has met already, or
-    nobody answers within the seconds of `job.join`.
+    this one has its only node, or nobody answers within the seconds of `job.join`.
     """
 
     def __init__(self, job: Job):
@@ -136,18 +155,22 @@ class Meeting:
         how = {"world_size": None, "timeout": wait, "wait_for_workers": False}
         if listening:
             how |= {"is_master": True, "master_listen_fd": listening.detach()}
-        self.store = within(job.join, lambda: dist.TCPStore(*job.address, **how))
-        if self.store and self.agent == 0:
-            self.give(Order())
-            self.store.set("job", job.name)  # last: who finds it finds the rest, too
-        name = within(job.join, lambda: self.store.get("job").decode())
-        if name is None:
+        elif not succeeds(job.join, lambda: dist.TCPStore(*job.address, **how).get("job")):
             words = f"at={job.at!r}: no agent answered there within {job.join:g} s"
             raise ValueError(f"{words}; allowed is an address of one of the nodes")
+        self.store = dist.TCPStore(*job.address, **how)
+        mine = [job.name, shlex.join(job.command[1:]), "{}:{}".format(*job.nodes)]
+        if self.agent == 0:
+            self.give(Order())
+            self.store.set("job", json.dumps(mine))  # last: who finds it finds the rest, too
+            return
+        name, command, nodes = found = json.loads(self.store.get("job"))
+        words = f"meets job {name!r} of {nodes} nodes, {command}; another job needs another port"
         if name != job.name:
-            raise ValueError(f"name={job.name!r}: at {job.at} meets the job {name!r}")
-        if self.agent < 0:
-            self.agent = self.store.add("agents", 1)
+            raise ValueError(f"name={job.name!r}: at {job.at} {words}")
+        if found != mine or job.nodes[1] == 1:  # a spare of one node could never start
+            raise ValueError(f"at={job.at!r}: here {words}")
+        self.agent = self.store.add("agents", 1)
 
     def order(self) -> Order:
         """The host's last word."""
@@ -219,6 +242,8 @@ class Agent:
             why = f" ({order.why})" if order.why else ""
             self.say(f"{self.name}, round {order.round}: {size}{why}")
             self.ranks.start(order, self.meeting.agent)
+        elif order.kind == "run":
+            self.say(f"{self.name}, round {order.round}: spare, the round has its nodes")
 
     def _pulse(self, state: State = "running") -> None:
         """Say how the ranks are; the host then decides."""

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from shardlab.ranks.worker import VICTIM_WORDS
+
 from .job import Job
 
 
@@ -173,13 +175,19 @@ class Host:
 
 
 def first_cause(reports: dict[int, Report]) -> str:
-    """The failure that came first over all nodes: the others are mostly its consequences.
+    """Return the failure that came first over all nodes: the others are mostly its consequences.
 
-    A rank that was killed is never another's victim, unless it aborted itself, as nccl's watchdog
-    does. Among the rest the earliest time counts, so the nodes' clocks have to agree.
+    A rank that was killed from outside is never another's victim. A crash may be a consequence, and
+    an error that names a broken connection is one, wherever there is another failure. Among equals
+    the earliest time counts, so the nodes' clocks have to agree.
     """
     failures = [failure for report in reports.values() for failure in report.failures]
     if not failures:
         return "a rank failed"
-    first = min(failures, key=lambda failure: (not failure.killed, failure.time))
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        victim = any(words in failure.what.lower() for words in VICTIM_WORDS)
+        return not failure.killed, victim, failure.time
+
+    first = min(failures, key=order)
     return f"rank {first.rank} was first to fail: {first.what}"

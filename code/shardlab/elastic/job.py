@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -51,11 +52,12 @@ class Job:
         least, most = self.nodes
         if not 1 <= least <= most <= RANKS:
             raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, from 1 to {RANKS:,}")
-        host, _, port = self.at.rpartition(":")
+        host, port = re.fullmatch(r"(\[.+]|[^:]*):(.*)|.*", self.at, re.DOTALL).groups("")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"at={self.at!r}: allowed is HOST:PORT, with a port from 1 to 65535")
+            allowed = "HOST:PORT, with a port from 1 to 65535, and brackets around IPv6 addresses"
+            raise ValueError(f"at={self.at!r}: allowed is {allowed}")
         try:
-            socket.getaddrinfo(host, port)
+            socket.getaddrinfo(*self.address)
         except OSError as error:
             words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
             raise ValueError(words) from None
@@ -66,7 +68,7 @@ class Job:
     def address(self) -> tuple[str, int]:
         """Host and port of the meeting."""
         host, _, port = self.at.rpartition(":")
-        return host, int(port)
+        return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def listen(host: str, port: int) -> socket.socket | None:
@@ -89,18 +91,24 @@ def free_port(host: str) -> int:
         return listening.getsockname()[1]
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What `call()` returns; None if it raises RuntimeError, or does not return in time.
+def succeeds(seconds: float, call: Callable[[], Any]) -> bool:
+    """Return True if `call()` returns within so many seconds, in a fork of this process.
 
-    torch's store has a time limit for connecting, and none for a listener that says nothing.
+    torch's store has no time limit for a listener that says nothing, and cannot be left in a
+    thread: where the listener speaks another language, the process then ends by SIGABRT.
     """
-    found: list[Any] = []
-
-    def work() -> None:
-        with suppress(RuntimeError, AttributeError):
-            found.append(call())
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # then the kernel kills this process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's traces in C++
+            call()
+            os._exit(0)
+        os._exit(1)
+    try:
+        return os.waitpid(child, 0)[1] == 0
+    except BaseException:  # an interrupt
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise

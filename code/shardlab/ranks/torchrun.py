@@ -1,6 +1,6 @@
 """The same `run` when the ranks exist already: in a script that torchrun started.
 
-    torchrun --standalone --nproc-per-node 4 --local-ranks-filter 0 code/lessons/collectives.py
+    torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 code/lessons/collectives.py
 
 Process 0 executes the script, as if it were alone. The others, on one machine or many, execute it
 up to its first `run`, are ranks of this and all further runs, and end when process 0 ends: what

@@ -96,7 +96,7 @@ def under_torchrun():
         script.write_text(SCRIPT)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         done = subprocess.run(
-            [*command, "--nproc-per-node", "2", str(script)],
+            [*command, "--local-addr=127.0.0.1", "--nproc-per-node", "2", str(script)],
             capture_output=True,
             text=True,
             timeout=120,

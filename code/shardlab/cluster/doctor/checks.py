@@ -270,6 +270,10 @@ def network(job: Findings) -> Verdict:
     if wrong:
         advice = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME: an interface that reaches the others"
         return Verdict("network", BAD, "; ".join(wrong), advice)
+    names = ", ".join(dict.fromkeys(n["unresolved"] for n in found.values() if n["unresolved"]))
+    if names:
+        advice = "torchrun would hang: --local-addr (127.0.0.1 on one machine), or /etc/hosts"
+        return Verdict("network", NOTE, f"the host's own name has no address: {names}", advice)
     used = Counter((net["interface"], net["speed"]) for net in found.values())
     text = ", ".join(
         f"{name}{f' ({size(speed)}/s)' if speed else ''} on {n}"

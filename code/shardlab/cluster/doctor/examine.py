@@ -124,12 +124,11 @@ def network() -> Facts:
         for name, addresses in psutil.net_if_addrs().items()
     }
     found: Facts = {"named": named, "interfaces": sorted(there), "interface": None, "address": None}
-    if named:
+    addresses, found["unresolved"] = [], host()
+    with suppress(OSError):
+        addresses, found["unresolved"] = [socket.gethostbyname(host())], ""
+    if named:  # else gloo's own rule: the address of the host's name
         addresses = there.get(named, [])
-    else:  # gloo's own rule: the address of the host's name
-        addresses = []
-        with suppress(OSError):
-            addresses = [socket.gethostbyname(socket.gethostname())]
     for address in addresses:
         holders = [name for name, its in there.items() if address in its]
         inside = address.startswith("127.")  # Debian gives the host's name 127.0.1.1

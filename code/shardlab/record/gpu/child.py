@@ -33,7 +33,7 @@ def run(
     and None is where this process's own goes. It has `patience` seconds for its own cleaning up.
     """
     others = _started()
-    _prctl(_ADOPT_ORPHANS, 1)  # what a child leaves behind becomes ours, and so can be found
+    adopt_orphans(True)
     try:
         with _file(log) as told, _file(output) as put_out:
             process = subprocess.Popen(
@@ -44,7 +44,7 @@ def run(
                 stdout=put_out,
                 stderr=told,
                 start_new_session=True,  # the terminal's Ctrl-C comes to us alone
-                preexec_fn=_settle_in,
+                preexec_fn=die_with_parent,
             )
         try:
             return process.wait(seconds)
@@ -55,9 +55,9 @@ def run(
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(patience)
-            _end(others)
+            end_started(others)
     finally:
-        _prctl(_ADOPT_ORPHANS, 0)
+        adopt_orphans(False)
 
 
 def _file(path: Path | None) -> AbstractContextManager:
@@ -69,19 +69,24 @@ def _prctl(what: int, value: int) -> None:
         _LIBC.prctl(what, value, 0, 0, 0)
 
 
-def _settle_in() -> None:
-    """In the child: hear an interrupt, and die with the parent."""
+def adopt_orphans(yes: bool) -> None:
+    """Make what a child leaves behind this process's own child, so that it can be found."""
+    _prctl(_ADOPT_ORPHANS, int(yes))
+
+
+def die_with_parent() -> None:
+    """Have a child, before its program starts, hear an interrupt and die with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _started() -> set[psutil.Process]:
-    """All that this process started, and what they did."""
+    """Return all that this process started, and what that started."""
     return set(psutil.Process().children(recursive=True))
 
 
-def _end(others: set[psutil.Process]) -> None:
-    """End all that this process started but `others`."""
+def end_started(others: set[psutil.Process] = frozenset()) -> None:
+    """Kill all that this process started but `others`."""
     deadline = time.monotonic() + PATIENCE  # in the driver, perhaps: nothing more can be done
     while (left := _started() - others) and time.monotonic() < deadline:
         for process in left:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlab import memory
@@ -63,8 +63,9 @@ class Asked:
     price: float | None  # of one GPU and hour
 
 
-def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
+def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
     """What is known of one layout, in plain numbers: bytes, seconds, shares."""
+    machine = replace(asked.machine, flops=plan.job(planned.layout).flops)
     found: dict[str, Any] = {
         "layout": str(planned.layout),
         "written": written(planned.layout),
@@ -72,9 +73,9 @@ def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
         "micro_batch": planned.layout.micro_batch,
         "microbatches": planned.layout.microbatches,
         "reserved_bytes": round(planned.reserved),
-        "free_bytes": round(room - planned.reserved),
+        "free_bytes": round(plan.room - planned.reserved),
         "seconds": planned.seconds,
-        "floor_seconds": floor(asked.config, asked.machine, planned.layout, asked.seq).total,
+        "floor_seconds": floor(asked.config, machine, planned.layout, asked.seq).total,
         "tokens_per_second": planned.tokens,
         "mfu": planned.mfu,
         "waits_for": waits_for(planned),
@@ -108,7 +109,7 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
         "",
     ]
     columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
-    rows = [row(asked, planned, found.room) for planned in found.fits[:top]]
+    rows = [row(asked, found, planned) for planned in found.fits[:top]]
     columns += ["days", "GPU hours"] if asked.tokens else []
     columns += ["cost"] if asked.tokens and asked.price else []
     table = [[*columns, "waits for"]]
@@ -240,7 +241,7 @@ def warnings(found: Plan, planned: Planned) -> list[str]:
 def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
     """A plan in plain numbers: its best layouts, and what `text` says beside them."""
     return {
-        "best": [row(asked, one, found.room) for one in best],
+        "best": [row(asked, found, one) for one in best],
         "fit": len(found.fits),
         "ruled_out": dict(found.ruled.most_common()),
         "searched": [name for name, why in found.searched.items() if not why],
@@ -252,7 +253,7 @@ def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
 def explained(asked: Asked, found: Plan, planned: Planned, rates: Rates) -> str:
     """One layout in bytes and seconds, part by part, and where its rates come from."""
     room = found.room
-    one = row(asked, planned, room)
+    one = row(asked, found, planned)
     layout = planned.layout
     lines = [
         f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "

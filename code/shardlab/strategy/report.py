@@ -105,7 +105,7 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
     lines = [
         f"{asked.name} of {billions:.3g} billion parameters on {asked.gpus} {asked.machine.name} "
         f"({asked.machine.per_node} to a node), {asked.batch} sequences of {asked.seq:,} tokens in "
-        f"a step; as {rates.profile} does it",
+        f"a step; as {rates.profile} does it: {guessed(rates)}",
         "",
     ]
     columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
@@ -135,6 +135,12 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
     lines += [ruled(found), searched(found)]
     lines += [f"Warning: {words}." for words in warnings(found, found.fits[0])]
     return "\n".join(lines)
+
+
+def guessed(rates: Rates) -> str:
+    """How many of the rates nobody has measured."""
+    many = sum(rate.origin.startswith("a guess") for rate in rates.all.values())
+    return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
 
 
 def aligned(table: list[list[str]]) -> list[str]:

@@ -97,6 +97,37 @@ VALUES = {
 }
 
 
+# What differs from a class's own settings in Qwen3.8-Flash-Next's file, of those that are sizes.
+NGRAMS = {
+    "model_type": "qwen4_exp_text", "vocab_size": 248_320, "hidden_size": 2560, "hc_lowrank": 320,
+    "num_hidden_layers": 48, "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "hc_count": 4,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 640, "ple_layer_ids": [2],
+    "shared_expert_intermediate_size": 640, "ple_embed_dim": 2560, "ple_conv_kernel_size": 4,
+    "ngram_size": 3, "heads_per_ngram": 8, "ngram_vocab_size_base": 20_000_000,
+    "make_ngram_vocab_size_divisible_by": 128, "tie_word_embeddings": False,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12, "mtp_use_norm": False,
+    "indexer_budget": 2048, "indexer_compress_ratio": 4, "split_ngram_parts": 128,
+    "partial_rotary_factor": 0.25, "max_position_embeddings": 262_144, "eos_token_id": 248_044,
+}  # fmt: skip
+
+
+def test_a_table_of_which_a_token_reads_rows_is_not_active(builder, tmp_path: Path) -> None:
+    """Qwen3.8-Flash-Next's published total; 320,001,536 rows of n-grams, of 160 numbers each."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(NGRAMS))
+    (one,) = hub.read_many([path], builder=builder)
+    assert one.total == 176_943_899_520
+    assert one.active == 58_507_240_320 - 320_001_536 * 160 == 7_306_994_560
+    assert one.unplanned and "register_meta" not in one.unplanned and len(one.unplanned) < 80
+    assert "not read by Qwen4ExpForCausalLM: mtp_use_norm" in one.assumed
+    path.write_text(json.dumps(MOE | {"mlp_only_layers": 1}))  # "'int' object is not iterable"
+    (error,) = hub.read_many([path], False, builder)
+    one_line(error, path, "mlp_only_layers=1: the class of model_type='qwen3_moe' cannot be built")
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_kept_and_computed_is_what_formulas_by_hand_say(found, name: str) -> None:
     one = found[name]
@@ -132,7 +163,8 @@ def test_the_same_file_is_built_once(monkeypatch, tmp_path: Path) -> None:
 REPLY = {
     "class": "Llama", "model_type": "llama", "total": 8, "hidden": 2, "vocab": 4, "seq": 0,
     "tokens": 1, "tied": False, "order": [], "kinds": [], "assumed": [], "unplanned": "no layers",
-    "outside": [{"name": "embed.weight", "shape": [4, 2], "experts": 0, "tied": None}],
+    "outside": [{"name": "embed.weight", "shape": [4, 2], "experts": 0, "tied": None,
+                 "table": False}],
 }  # fmt: skip
 
 
@@ -459,11 +491,20 @@ TEXTS = {
     "long": ('{"model_type": "llama", "a": "' + "x" * 10**6 + '"}', "1000000 bytes at most"),
 }
 BUILT = {  # refused by the class, or by what it takes
-    "heads 7": (LLAMA | {"num_attention_heads": 7, "head_dim": None}, ""),
+    "heads 7": (
+        LLAMA | {"num_attention_heads": 7},
+        "allowed are divisors of num_attention_heads=7",
+    ),
+    "kv 5": (LLAMA | {"num_key_value_heads": 5}, "allowed are divisors of num_attention_heads=32"),
+    "kv 64": (LLAMA | {"num_key_value_heads": 64}, "num_key_value_heads=64: allowed are divisors"),
+    "a size that is not read": (
+        LLAMA | {"routed_expert_hidden_size": 1024, "latent_moe_use_norm": True},
+        "does not know; not read by LlamaForCausalLM: latent_moe_use_norm, routed_expert",
+    ),
     "hidden null": (LLAMA | {"hidden_size": None}, ""),
     "unknown type": (LLAMA | {"model_type": "evil"}, "has no class of that name"),
     "rotation": (LLAMA | {"rope_scaling": {"rope_type": "evil", "factor": -1}}, ""),
-    "activation": (LLAMA | {"hidden_act": "__import__"}, ""),
+    "activation": (LLAMA | {"hidden_act": "__import__"}, "hidden_act='__import__': the class of"),
     "layer types": (MOE | {"layer_types": ["full_attention"] * 3}, ""),
     "no causal": ({"model_type": "clip"}, "transformers has no causal model of it"),
     "more chosen than there are": (MOE | {"num_experts_per_tok": 129}, "more experts than"),

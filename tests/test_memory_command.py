@@ -65,6 +65,21 @@ def test_layouts_of_real_jobs_reach_the_calculator(capsys) -> None:
     assert not err and json.loads(out) == want.as_dict()
 
 
+@pytest.mark.parametrize(("etp", "size"), [(1, 18.97), (4, 10.82), (None, 10.82)])
+def test_experts_that_tensor_ranks_do_not_cut_are_held_whole(capsys, etp, size) -> None:
+    """Megatron's ETP 1: 128 experts of 48 layers over 16 ranks, 3 · 2,048 · 768 numbers each."""
+    config = ROOT / "tests/configs/qwen3-30b-a3b.json"
+    job = "--config", config, "--tp", 4, "--dp", 16, "--ep", 16, "--zero", 1
+    job += "--precision", "bf16-fp32-gradients", *(("--etp", etp) if etp else ())
+    _, out, err = run(capsys, *map(str, job), "--json")
+    found = json.loads(out)
+    states = found["parameters"] + found["gradients"] + found["optimizer"]
+    assert not err and round(states / 1e9, 2) == size
+    whole = 48 * 128 // 16 * 3 * 2048 * 768 // (etp or 4)
+    assert found["parameters"] > 2 * whole
+    assert f"each matrix of one over {etp or 4}" in run(capsys, *map(str, job))[1]
+
+
 def test_without_a_shape_activations_are_unknown_and_count_as_nothing(capsys) -> None:
     _, out, _ = run(capsys, "--params", "1e9", "--json")
     found = json.loads(out)

@@ -24,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import count, memory
-from shardlab.layout import Layout
+from shardlab.layout import Layout, ledger
+from shardlab.memory.step import muon_temporaries
 from shardlab.model import GPT, PRESETS, Config, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,11 +85,23 @@ class Step:
         if precision != "fp32":
             self.master = [p.detach().float() for p in self.parameters]
         weights = self.master or self.parameters
-        if optimizer == "adamw":
+        if optimizer == "muon":
+            self._muon(weights)
+        elif optimizer == "adamw":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, foreach=False)
         else:
             momentum = 0.9 if optimizer == "momentum" else 0.0
             self.optimizer = torch.optim.SGD(weights, 0.1, momentum, foreach=False)
+
+    def _muon(self, weights: list[Tensor]) -> None:
+        """Muon for the matrices of blocks and AdamW for the rest, as lessons/parity.md has them."""
+        named = zip(self.model.named_parameters(), weights, strict=True)
+        inner = {id(w): w for (n, _), w in named if "blocks" in n and w.ndim == 2}
+        rest = [w for w in weights if id(w) not in inner]
+        self.optimizer = torch.optim.AdamW(rest, foreach=False)
+        muon, plain = torch.optim.Muon([*inner.values()]), self.optimizer.step
+        muon.state = self.optimizer.state
+        self.optimizer.step = lambda: (muon.step(), plain())  # type: ignore[method-assign]
 
     def update(self) -> None:
         """One step of the optimizer, with master weights one parameter after the other."""
@@ -309,11 +322,32 @@ def test_attention_that_keeps_its_scores_in_16_bits(
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-def test_other_optimizers(optimizer: str, precision: str) -> None:
-    config, batch = SHAPES["micro"], 1
+@pytest.mark.parametrize("name", ["micro", "mixture", "deep"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "muon"])
+def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
+    config, batch = SHAPES[name], 1
     measured = Step(config, precision, "cpu", optimizer).measure(batch, config.seq)
     check(config, precision, measured, batch, "cpu", optimizer)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_muon_takes_its_largest_matrix_whole(precision: str) -> None:
+    """What its step holds at most beside the states; the largest is 224 x 64, or 128 x 128."""
+    for config in (replace(LLAMA, vocab=32), replace(LLAMA, vocab=32, hidden=128, ffn=64)):
+        step = Step(config, precision, "cpu", "muon")
+        tokens = torch.randint(0, config.vocab, (1, config.seq))
+        for _ in range(2):
+            step.model.zero_grad()
+            loss(step.model(tokens), tokens).backward()
+            with count.held(step.model, step.optimizer, *step.master) as held:
+                before = held.now
+                step.update()
+                more = held.peak - before
+        entries, recipe = ledger(config), memory.PRECISIONS[precision]
+        want = muon_temporaries(entries, Layout(), recipe)
+        assert more == pytest.approx(want, rel=0.01)  # beside it a norm, and a factor
+        shared = muon_temporaries(entries, Layout(dp=4, zero=1), recipe)
+        assert want / 2 < shared < want  # the matrix is gathered; the update is a share
 
 
 def test_leaving_out_logits_and_temporaries_is_far_off() -> None:

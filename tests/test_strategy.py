@@ -169,7 +169,7 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: fl
             strategy.choose(found)
         return
     chosen, rungs = strategy.choose(found), strategy.rungs(found)
-    assert chosen in found.fits and chosen.reserved <= found.room == 0.96 * size
+    assert chosen in found.fits and chosen.reserved <= found.room == 0.927 * size
     assert list(rungs) == [name for name in RUNGS if name in rungs]
     place = RUNGS.index(strategy.rung(chosen.layout))
     alone = [one for one in found.fits if one.layout.cp == 1]
@@ -193,7 +193,7 @@ def test_a_rung_is_the_last_that_a_layout_adds() -> None:
 def test_the_chart_by_model_size() -> None:
     jobs = {
         ("gpt-2", "rtx-4090", 8, 512): "d 8",
-        ("llama-3-8b", "h100", 64, 512): "d 64, ZeRO-3",
+        ("llama-3-8b", "h100", 64, 512): "d 64, ZeRO-2",
         ("llama-3-70b", "a100", 64, 512): "d 64, ZeRO-3, recompute",
         ("llama-3-8b", "rtx-4090", 8, 512): "d 2 · t 4, ZeRO-2, recompute",
         ("gpt-3-175b", "a100", 64, 64): "d 64, ZeRO-3, recompute",

@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from shardlab import memory, strategy
+from shardlab.layout import structure
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, PROFILES, Layout, files
+from shardlab.strategy import MACHINES, PROFILES, Layout, files, known
 from shardlab.strategy.rates import PUBLISHED
 
 H100 = MACHINES["h100"]
@@ -37,6 +40,46 @@ def test_it_is_below_every_published_step() -> None:
             floor = strategy.floor(job.config, job.machine, job.layout, job.seq)
             assert floor.total < taken, case["id"]
     assert judged == 18
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["gpt-2", "llama-3-8b", "llama-3-70b", "mixtral-8x7b", "deepseek-v3"]),
+    st.dictionaries(st.sampled_from(["window", "chunk", "top"]), st.integers(1, 8192), max_size=1),
+    st.sampled_from([512, 8192, 131_072, 2**20]),
+    st.tuples(*map(st.sampled_from, [(1, 2, 8), (1, 2), (1, 2), (0, 1, 3), (1, 64)])),
+    st.sampled_from(["none", "full", "attention", "ffn"]),
+    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from(["bf16", "fp8", "mxfp8", "nvfp4"]),
+    st.sampled_from(sorted(PROFILES)),
+    st.sampled_from([1.0, 3.0]),
+)
+@example(
+    "llama-3-8b", {"window": 512}, 131_072, (8, 1, 2, 3, 1), "full", "h100", "bf16", "course", 1
+)
+@example("llama-3-70b", {}, 2**20, (8, 1, 1, 3, 1), "none", "h100", "bf16", "course", 2.0)
+@example("llama-3-70b", {}, 512, (8, 1, 1, 0, 64), "none", "b200", "nvfp4", "engines", 1.0)
+@example("llama-3-70b", {}, 512, (8, 1, 1, 0, 64), "none", "a100", "bf16", "engines", 1.0)
+@example("deepseek-v3", {}, 4096, (8, 1, 1, 0, 1), "full", "a100", "bf16", "course", 1.0)
+def test_no_prediction_exceeds_the_data_sheet(
+    name, seen, seq, degrees, recompute, gpu, dtype, profile, faster
+) -> None:
+    """MFU stays below 1, and no step is faster than its floor, with rates too good by `faster`."""
+    dp, pp, cp, zero, m = degrees
+    model, machine, known_rates = structure(PRESETS[name]), MACHINES[gpu], known(profile).all
+    if dtype != "bf16" and not (machine.fp4 if dtype == "nvfp4" else machine.fp8):
+        dtype = "bf16"
+    kinds = tuple(replace(kind, core=replace(kind.core, **seen)) for kind in model.kinds)
+    model = replace(model, kinds=kinds)
+    rates = {n: replace(r, value=faster * r.value) for n, r in known_rates.items()
+             if n in ("products", "attention", "grouped")}  # fmt: skip
+    rates = strategy.Rates(profile, known_rates | rates)
+    at = Layout(dp, 1, pp, zero if pp == 1 else 0, 1, m, recompute, cp=cp, stages="nanotron")
+    found = strategy.alone(model, machine, at, seq, PROFILES[profile], rates, dtype)
+    one = (found.fits or [found.nearest])[0]
+    data_sheet = replace(machine, flops=found.job(at).flops)
+    assert 0 < one.mfu <= 1
+    assert strategy.floor(model, data_sheet, at, seq).total <= one.seconds
 
 
 def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:

@@ -1,16 +1,19 @@
 """The page "Your job": each of its commands runs here, as far as a machine without a GPU can."""
 
+import json
 import re
 import shlex
 import subprocess
 from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from commands import ran
 from test_strategy_emit import MEGATRON, TORCHTITAN
 from test_strategy_emit_job import ENGINES, NEEDS
 
-from shardlab import show
+from shardlab import layout, show
 from shardlab.cluster import slurm
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
@@ -50,11 +53,27 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
     if "--run" in line:
         assert out.rstrip().endswith("equal to one process but for rounding")
     if "--layout" in line:
-        assert "FullAC.Config()" in out and "needs 66.9 GB more" in out
+        assert "FullAC.Config()" in out and "needs 65.0 GB more" in out
     if "--into job" in line:
         assert {path.name for path in (tmp_path / "job").iterdir()} == {
             "job.sbatch", "site.sh", "planned.py"
         }  # fmt: skip
+
+
+def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
+    """Each row of its table, for torchtitan; and for the script, as the page says to ask."""
+    asked = words(next(line for line in PLANS if "--tokens" in line)) + ["--json"]
+    script = re.search(r"script is FSDP2.*`(.+)`", PAGE)[1].split()
+    script = [*asked[: asked.index("--profile")], *script, "--json"]
+    for engine, line in {"torchtitan": asked, "course": script}.items():
+        profile = line[line.index("--profile") + 1]
+        assert PROFILES[profile].recipe.gradients == 4  # sums in float32, as both have them
+        best = json.loads(ran(capsys, *line)[1])["best"]
+        assert best
+        for row in best:
+            assert emit(
+                engine, PRESETS["llama-3-8b"], MACHINES["a100"], layout.read(row["written"])
+            )
 
 
 def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
@@ -97,6 +116,11 @@ def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
                     assert engine == "course" and option in options
             if engine == "deepspeed" and re.fullmatch(r"[\w.]+", knob):
                 assert all(f'"{part}"' in settings for part in knob.split(".")), knob
+    # A config's pipeline.stages is never read: the program's own class takes their number.
+    its = Path(find_spec("deepspeed").origin).parent / "runtime/pipe"
+    assert "num_stages" in advice.KNOBS["twice the stages"]["deepspeed"]
+    assert "num_stages=None" in (its / "module.py").read_text("utf-8")
+    assert not re.search(r"pipeline\W+stages", (its / "engine.py").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed", "course"])

@@ -774,7 +774,7 @@ print(f"{memory.parameter_count(as_mixtral) - qwen.total:,} parameters")
 # %% [markdown]
 # Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
 # So `hub.read` guesses nothing. It has `transformers` build the model on the `meta` device, where tensors have shapes and take no bytes, and adds up the sizes. Then it puts a token without data through one layer of each kind, and notes what backward would keep.
-# All this is done in a process of its own, which takes some seconds, and no code that comes with a file is run. A file that it does not understand is refused with one line; sizes that a file does not give are named.
+# All this is done in a process of its own, which takes some seconds, and no code that comes with a file is run. A file that it does not understand is refused with one line; sizes that a file does not give are named, and so is what the class does not read of it. If that is a size, the file is refused: it describes another model.
 #
 # What a rank holds is then counted as above. Here are 64 GPUs, in groups of eight over which the experts are divided; the [lesson on experts](experts.md) tells how.
 
@@ -959,7 +959,7 @@ show.table(rows, [*head, "difference (%)"])
 # After many steps with sequences of different lengths the free bytes are in many small pieces: 6 GiB may be free, and yet there is no piece for a tensor of 2 GiB.
 # The error then says that much is *reserved but unallocated*. Three things help:
 #
-# - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (older versions: `PYTORCH_CUDA_ALLOC_CONF`): segments grow, and every rest of 512 bytes or more is cut off;
+# - `expandable_segments:True` in `PYTORCH_ALLOC_CONF` (before torch 2.9: `PYTORCH_CUDA_ALLOC_CONF`): segments grow, and every rest of 512 bytes or more is cut off;
 # - to pad sequences to a few lengths;
 # - to train on the longest batch first.
 #
@@ -1009,7 +1009,8 @@ print("and after the exception is gone:", seen[0]() is not None)
 status = shardlab("memory --model llama-3-8b --dp 64 --zero 3 --recompute full")
 
 # %% [markdown]
-# It has options for what real jobs use: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage whose memory you want (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), and hybrid sharding (`--replicas`).
+# It has options for what real jobs use: pipeline stages with unequal numbers of layers (`--stages 9,9,8,6`, or a rule: `megatron`, `nanotron`), the stage whose memory you want (`--stage 0`), other schedules, sequences that are cut over ranks (`--cp`), experts that tensor ranks do not cut (`--etp 1`), and hybrid sharding (`--replicas`).
+# `--optimizer muon` counts one momentum for each matrix of a layer, AdamW's two for all else, and the largest matrix whole, as Muon's step needs it.
 # What an allocator reserves beyond what a program holds is in [the planner's prediction](strategy.md).
 #
 # On the course's site the command has a form: there your browser runs it, and nothing is installed.

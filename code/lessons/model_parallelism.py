@@ -180,7 +180,7 @@ for name in ("llama-3-8b", "llama-3-70b"):
     one = memory.estimate(config, precision="fp32", device="gpu")
     states = memory.states(memory.parameter_count(config), precision="fp32")
     assert states.total == 4 * states.parameters == 16 * memory.parameter_count(config)
-    assert 141 * GB == strategy.MACHINES["h200"].memory < one.peak
+    assert 160 * GB > strategy.MACHINES["h200"].memory and one.peak > 190 * GB
     assert one.peak < states.total + one.activations and config.seq == 8192
     sizes = states.parameters, states.total, one.activations, one.peak
     rows.append((name, *(f"{size / GB:,.0f}" for size in sizes)))
@@ -1056,7 +1056,7 @@ check(my_grid_step)
 # ```
 #
 # Lay out Llama 3 70B on 64 H200s, 8 in a node, for steps of 512 sequences of 8,192 tokens.
-# The fullest GPU should reserve no more than 135.4 GB, 96 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
+# The fullest GPU should reserve no more than 139.2 GB, 92.7 % of what it has, and a step should take no more than 71 s, as `strategy.predict` predicts.
 # The chart's layout fits, and is too slow.
 # More than one layout does it; the check says what yours lacks.
 

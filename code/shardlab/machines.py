@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from shardlab.arguments import check_count, check_number, given, listed, told
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Machine:
     """Nodes of equal GPUs. Rates are for one GPU and one direction, at their best."""
 
     name: str
-    memory: float  # bytes of one GPU
+    memory: float  # bytes of one GPU, as CUDA reports them: the label's GB are something else
     per_node: int  # GPUs
     inside: float  # bytes per second to the other GPUs of its node
     between: float  # bytes per second to other nodes
@@ -24,6 +26,7 @@ class Machine:
     best: float | None = None  # share of `flops` that its best product reaches; None: not known
     fp4: float | None = None  # operations per second of dense 4-bit products; None: has none
     host: float = 32e9  # bytes per second from the host's memory, and as many to it
+    label: int | None = None  # GB in the product's name; None: not known
 
     def __post_init__(self) -> None:
         for field in ("memory", "inside", "between", "flops", "host"):
@@ -44,58 +47,90 @@ class Machine:
 # accelerator, "Maximum Achievable Matmul FLOPS" (PyTorch 2.6 and 2.7): 271.2 of 312 TFLOP/s on an
 # A100, 794.5 of 989 on an H100, which its power holds back, 1745 of 2250 on a B200; 781.9 of 1307
 # on an MI300X (ROCm 6.2).
-_A100 = Machine("A100", 80e9, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869)
-_H100 = Machine("H100", 80e9, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803, host=64e9)
-_B200 = Machine("B200", 180e9, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12, 0.776, 9000e12, 64e9)
+_A100 = Machine("A100", 79.1 * GIB, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869, label=80)
+_H100 = Machine(
+    "H100", 79.1 * GIB, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803, host=64e9, label=80
+)
+_B200 = Machine(
+    "B200", 178.35 * GIB, 8, 900e9, 50e9, 2250e12, 8000e9, 148, 4500e12, 0.776, 9000e12, 64e9, 180
+)
 _GB200 = replace(
-    _B200, name="GB200", memory=186e9, per_node=72, flops=2500e12, fp8=5000e12, fp4=10_000e12,
-    host=225e9,
+    _B200, name="GB200", memory=184.3 * GIB, per_node=72, flops=2500e12, fp8=5000e12,
+    fp4=10_000e12, host=225e9, label=186,
 )  # fmt: skip
 
-# Memory is the decimal number of the product's name: tools report a little more. NVIDIA's data
-# sheets and white papers; links are quoted there for both directions together, and halved here.
+# Memory is what CUDA reports, as torch prints it: the "total capacity" of an out-of-memory error,
+# in logs that people publish, or the "CUDA capacity" of torchtitan's. Drivers differ by 0.2 %. The
+# GB of a product's name are GiB less what the driver keeps (80: 79.1), so more than as many GB; of
+# an A10 the error correction takes its share.
+# NVIDIA's data sheets and white papers; links are quoted there for both directions together, and
+# halved here.
 # To the host: 16 lanes of PCIe 3.0 (16 GB/s), 4.0 (32), or from H100 on 5.0 (64); NVLink-C2C of
 # 900 GB/s for two GPUs in a GB200.
 # Products are without sparsity: sheets from Hopper on print twice as many.
 MACHINES: dict[str, Machine] = {
     # GeForce RTX 4090 (Ada white paper: 165.2 TFLOP/s with sums in float32): no NVLink, 16 lanes of
     # PCIe 4.0. Between nodes: assumed is one network card of 100 Gbit/s for eight of them.
-    "rtx-4090": Machine("RTX 4090", 24e9, 8, 32e9, 100e9 / 8 / 8, 165e12, 1008e9, 128, 330e12),
+    "rtx-4090": Machine(
+        "RTX 4090", 23.64 * GIB, 8, 32e9, 100e9 / 8 / 8, 165e12, 1008e9, 128, 330e12, label=24
+    ),
     # A10 (data sheet): no NVLink, 16 lanes of PCIe 4.0, of which four stand in a machine. The same
     # card of 100 Gbit/s is assumed for them.
-    "a10": Machine("A10", 24e9, 4, 32e9, 100e9 / 8 / 4, 125e12, 600e9, 72),
+    "a10": Machine("A10", 21.98 * GIB, 4, 32e9, 100e9 / 8 / 4, 125e12, 600e9, 72, label=24),
     # DGX-1 with V100 (data sheet): NVLink of 300 GB/s, four cards of 100 Gbit/s for eight GPUs.
-    "v100": Machine("V100", 32e9, 8, 150e9, 6.25e9, 125e12, 900e9, 80, host=16e9),
+    "v100": Machine("V100", 31.73 * GIB, 8, 150e9, 6.25e9, 125e12, 900e9, 80, host=16e9, label=32),
     # DGX A100: NVLink of 600 GB/s, for each GPU a card of 200 Gbit/s.
     "a100": _A100,
     "a100-80": _A100,
-    "a100-40": replace(_A100, name="A100 40 GB", memory=40e9, bandwidth=1555e9),
+    "a100-40": replace(_A100, name="A100 40 GB", memory=39.56 * GIB, bandwidth=1555e9, label=40),
     # DGX H100: NVLink of 900 GB/s, for each GPU a card of 400 Gbit/s; 1979 TFLOP/s are with
     # sparsity, dense products reach half of it.
     "h100": _H100,
-    "h200": replace(_H100, name="H200", memory=141e9, bandwidth=4800e9),
+    "h200": replace(_H100, name="H200", memory=139.8 * GIB, bandwidth=4800e9, label=141),
     # Four GH200 in a node (data sheet; user guides of Alps and JUPITER): the same GPU with 96 GB of
     # HBM3, NVLink of 900 GB/s to the three others and as much to its own CPU, for each a card of
     # 200 Gbit/s.
     "gh200": replace(
-        _H100, name="GH200", memory=96e9, per_node=4, between=25e9, bandwidth=4000e9, host=450e9
+        _H100,
+        name="GH200",
+        memory=94.5 * GIB,
+        per_node=4,
+        between=25e9,
+        bandwidth=4000e9,
+        host=450e9,
+        label=96,
     ),
     # The same with 96 GB of HBM2e, held to 500 W: torchtitan's benchmarks/llama3_h100_202412.
-    "h100-96": replace(_H100, name="H100 96 GB", memory=96e9, bandwidth=2400e9),
+    "h100-96": replace(_H100, name="H100 96 GB", memory=94.5 * GIB, bandwidth=2400e9, label=96),
     # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
     # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
     "b200": _B200,
     # DGX B300 (data sheet): 2.1 TB, 108 PFLOP/s of dense 4-bit products, cards of 800 Gbit/s.
-    "b300": replace(_B200, name="B300", memory=270e9, between=100e9, fp4=13_500e12),
+    "b300": replace(
+        _B200, name="B300", memory=267.7 * GIB, between=100e9, fp4=13_500e12, label=270
+    ),
     # GB200 NVL72 (data sheet): 72 GPUs behind one NVLink switch, 13.4 TB and 576 TB/s of memory,
     # 360 PFLOP/s of sparse 16-bit products; a card of 400 Gbit/s for each GPU.
     "gb200": _GB200,
     # GB300 NVL72 (data sheet): 20 TB, 1,080 PFLOP/s of dense 4-bit products, cards of 800 Gbit/s.
-    "gb300": replace(_GB200, name="GB300", memory=279e9, between=100e9, fp4=15_000e12),
+    "gb300": replace(
+        _GB200, name="GB300", memory=276.5 * GIB, between=100e9, fp4=15_000e12, label=279
+    ),
     # AMD Instinct MI300X (data sheet): seven Infinity Fabric links of 128 GB/s, both directions
     # together; platforms have a card of 400 Gbit/s for each GPU.
     "mi300x": Machine(
-        "MI300X", 192e9, 8, 448e9, 50e9, 1307e12, 5300e9, 304, 2614e12, 0.598, host=64e9
+        "MI300X",
+        191.7 * GIB,
+        8,
+        448e9,
+        50e9,
+        1307e12,
+        5300e9,
+        304,
+        2614e12,
+        0.598,
+        host=64e9,
+        label=192,
     ),
 }
 
@@ -121,7 +156,7 @@ def named(name: str, memory: float | None = None) -> Machine | None:
     if size is None:
         return MACHINES[family]
     same = [key for key in MACHINES if f"{key}-".startswith(f"{family}-")]
-    return next((MACHINES[key] for key in same if MACHINES[key].memory == 1e9 * size), None)
+    return next((MACHINES[key] for key in same if MACHINES[key].label == size), None)
 
 
 def check_named(**names: str) -> Machine:

@@ -6,6 +6,8 @@ Loads torch and transformers, and so runs in the child process alone (`child`).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ |= {
@@ -24,6 +26,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from .kinds import setting
+
 # The hub's names for what has another one in transformers.
 ALIASES = {
     "kimi_k2": "deepseek_v3",
@@ -39,7 +43,31 @@ def configured(given: dict[str, Any]) -> PreTrainedConfig:
     if kind not in CONFIG_MAPPING:
         words = f"transformers {transformers.__version__} has no class of that name"
         raise ValueError(f"model_type={given['model_type']!r}: {words}")
-    return CONFIG_MAPPING[kind].from_dict({**given, "model_type": kind})
+    found = CONFIG_MAPPING[kind].from_dict({**given, "model_type": kind})
+    text = found.get_text_config()
+    heads, pairs = (setting(text, f"num_{what}_heads") for what in ("attention", "key_value"))
+    plain = isinstance(heads, int) and isinstance(pairs, int) and not setting(text, "kv_lora_rank")
+    if plain and pairs and heads % pairs:
+        words = f"allowed are divisors of num_attention_heads={heads}"
+        raise ValueError(f"num_key_value_heads={pairs}: {words}")
+    return found
+
+
+@contextmanager
+def reads() -> Iterator[set[str]]:
+    """Collect the names of the settings that are asked for meanwhile, of any configuration."""
+    names: set[str] = set()
+    plain = PreTrainedConfig.__getattribute__
+
+    def asked(self: PreTrainedConfig, key: str) -> Any:
+        names.add(key)
+        return plain(self, key)
+
+    PreTrainedConfig.__getattribute__ = asked  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        PreTrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
 
 
 def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:

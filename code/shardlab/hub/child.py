@@ -13,7 +13,11 @@ import os
 import resource
 import signal
 import sys
+import time
+from contextlib import suppress
 from typing import Any
+
+from shardlab.arguments import told
 
 
 def main(seconds: int, memory: int) -> None:
@@ -34,21 +38,41 @@ def main(seconds: int, memory: int) -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         signal.alarm(seconds)  # ends the process, whatever it is at
-        json.dump({"error": missing} if missing else answer(json.loads(line)), answers)
+        json.dump({"error": missing} if missing else answer(json.loads(line), seconds), answers)
         answers.write("\n")
         answers.flush()
         signal.alarm(0)
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
+def answer(asked: dict[str, Any], seconds: float = 60) -> dict[str, Any]:
     """What the model is, or {"error": why it is not known}."""
     from .facts import facts
 
     try:
         return facts(asked)
+    except ValueError as error:
+        return {"error": " ".join(str(error).split())[:300]}
     except Exception as error:
-        said = " ".join(str(error).split())[:300]
-        return {"error": said if type(error) is ValueError else f"{type(error).__name__}: {said}"}
+        return {"error": _blamed(asked["given"], error, seconds / 2 - 10)}
+
+
+def _blamed(given: dict[str, Any], error: Exception, seconds: float) -> str:
+    """Name the setting that its class fails on: without that one it is built."""
+    from .build import build, configured
+
+    its = f"the class of model_type={given['model_type']!r}"
+    for key, value in given.items():
+        if isinstance(value, str) and value in error.args:
+            return f"{key}={told(value)}: {its} cannot be built with it"
+    until = time.monotonic() + seconds
+    # What the error itself names comes first: mostly that is the one.
+    for key in sorted(given, key=lambda key: key not in str(error)):
+        if key == "model_type" or time.monotonic() > until:
+            continue
+        with suppress(Exception):
+            build(configured({name: value for name, value in given.items() if name != key}))
+            return f"{key}={told(given[key])}: {its} cannot be built with it"
+    return f"{its} cannot be built from these values"
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ def structure(facts: dict[str, Any]) -> Structure:
     ]
     last = len(facts["outside"]) - 1
     ends = tuple(
-        cuts.outside(tensor, number == 0, number == last and last > 0)
+        replace(
+            cuts.outside(tensor, number == 0, number == last and last > 0), table=tensor["table"]
+        )
         for number, tensor in enumerate(facts["outside"])
     )
     words = [] if facts["seq"] else [f"no longest sequence is given: {SEQ} tokens"]
@@ -114,7 +116,9 @@ def structure(facts: dict[str, Any]) -> Structure:
 
 def _kind(layer: dict[str, Any], tokens: int, whole: list[dict[str, Any]]) -> tuple[Kind, str]:
     """A kind of layer, with `whole` tensors of `unknown`; and why it cannot be planned, or ""."""
-    entries = tuple(cuts.inside(tensor, layer) for tensor in layer["tensors"])
+    entries = tuple(
+        replace(cuts.inside(tensor, layer), table=tensor["table"]) for tensor in layer["tensors"]
+    )
     traced, mixer = layer["traced"], layer["mixer"]
     core, why = _core(traced, mixer, layer["module"])
     plain, own = cuts.network(entries, False), cuts.network(entries, True)

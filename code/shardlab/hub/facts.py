@@ -5,16 +5,19 @@ Loads torch and transformers: for the child process alone.
 
 from __future__ import annotations
 
+import inspect
 import re
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
+from .ahead import KEYS as ahead_keys
 from .ahead import said
-from .build import build, configured
+from .build import build, configured, reads
 from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, stacks
 from .mixers import mixer
 from .plugs import PLUGGED, plug
@@ -31,10 +34,24 @@ SIZES = re.compile(
 )
 
 
+# Keys that are sizes of weights, if a class reads them.
+UNREAD = re.compile(
+    r"^(vocab_size|d_model|n_(embd|layer|head|inner)|first_k_dense_replace|.*(hidden|intermediate)_size"
+    r"|.*head_dim|.*lora_rank|.*num_.*(layers|heads|experts?|per_tok\w*)|.*experts?_(dim|width))$"
+)
+
+
 def facts(asked: dict[str, Any]) -> dict[str, Any]:
     """asked: {"given": a config.json, "trace": whether its layers are followed}."""
     given = asked["given"]
     config = configured(given)
+    with reads() as read:
+        return _facts(asked, config, read)
+
+
+def _facts(asked: dict[str, Any], config: Any, read: set[str]) -> dict[str, Any]:
+    """read: the settings that were asked for so far, which grows."""
+    given = asked["given"]
     model, unplanned = _built(config)
     layers, outside = split(model)
     text = model.config.get_text_config()
@@ -45,9 +62,8 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         try:
             own = [settings(module) for module in modules]
             seen = list(traced(model, list(zip(layers, own, strict=True)), tokens))
-        except Exception as error:
-            said = " ".join(str(error).split())[:120]
-            unplanned = f"its layers cannot be followed ({type(error).__name__}: {said})"
+        except Exception:  # what torch says of its kernels helps nobody
+            unplanned = "its layers read numbers, and a model without weights has none"
     elif not unplanned:
         unplanned = "its layers were not followed"
     found = [
@@ -72,7 +88,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "order": [kinds.index(kind) for kind in found],
         "kinds": kinds,
         "outside": [asdict(t) for t in ends],
-        "assumed": _assumed(given, config, model, kinds),
+        "assumed": [*_assumed(given, config, model, kinds), *_unread(given, config, model, read)],
         "unplanned": unplanned or _unlike(model),
     }
 
@@ -81,9 +97,8 @@ def _built(config: Any) -> tuple[nn.Module, str]:
     """The model with the plug-ins, or without, and why then it is not followed."""
     try:
         return build(deepcopy(config), **PLUGGED), ""
-    except Exception as error:
-        said = " ".join(str(error).split())[:120]
-        return build(config), f"its attention cannot be replaced ({said})"
+    except Exception:
+        return build(config), "its attention cannot be replaced"
 
 
 def _kind(layer: Alike, seen: Traced | None, mixed: dict[str, Any] | None) -> dict[str, Any]:
@@ -147,6 +162,34 @@ def _assumed(
     if many:
         found.append(f"{key}={many}: layers that predict further tokens are not counted")
     return found
+
+
+def _unread(given: dict[str, Any], config: Any, model: nn.Module, read: set[str]) -> list[str]:
+    """Name what the file says and its class does not read.
+
+    read: settings that were asked for while the model was built and followed. What the class
+    declares, or its own code names, is taken as read. Raises ValueError where a size is not read,
+    unless one that is read has the same value: then the model may be another one.
+    """
+    parts = [(given, config)]
+    parts += [(given[k], getattr(config, k)) for k in config.sub_configs if k in given]
+    found, sizes, known = [], [], {"model_type", *ahead_keys}
+    for part, own in (pair for pair in parts if isinstance(pair[0], dict)):
+        code = inspect.getsource(type(own))
+        known |= {f.name for f in fields(own)} | {*own.attribute_map, *own.attribute_map.values()}
+        left = [k for k in part if k in vars(own) and k not in known | read]
+        left = [k for k in left if not re.search(rf"""(["']|self\.){re.escape(k)}\b""", code)]
+        seen = [value for k, value in part.items() if k not in left] + [0, 1, -1]
+        sizes += [
+            k for k in left if UNREAD.search(k) and isinstance(part[k], int) and part[k] not in seen
+        ]
+        found += left
+    words = f"not read by {type(model).__name__}: {', '.join(sorted(found))}"
+    if sizes:
+        value = next(part[sizes[0]] for part, _ in parts if sizes[0] in part)
+        version = f"transformers {transformers.__version__}"
+        raise ValueError(f"{sizes[0]}={value}: a size that {version} does not know; {words}")
+    return [words] if found else []
 
 
 def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:

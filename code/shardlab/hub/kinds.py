@@ -35,6 +35,7 @@ class Tensor:
     # Where transformers' own plan of tensor ranks cuts it: the dimension, and of how many matrices
     # in one it takes a part each. None: it leaves it whole, or has no word for it.
     cut: tuple[int, int] | None = None
+    table: bool = False  # a token looks some of its rows up: an embedding of n-grams, for example
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
     expert = [_in_experts(layer) for layer in layers]
     flipped = [_flipped(layer) for layer in layers]
     plan = getattr(model, "tp_plan", None) or {}
+    tables = _tables(model)
     for name, p, tied in parameters(model):
         number, _, inner = name.removeprefix(f"{stack}.").partition(".")
         if stack and name.startswith(f"{stack}.") and number.isdigit():
@@ -100,9 +102,11 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
                 if inner in flipped[int(number)] and len(shape) == 2:
                     shape = shape[::-1]
                     cut = cut and (1 - cut[0], cut[1])
-                inside[int(number)].append(Tensor(inner, shape, many, cut=cut))
+                inside[int(number)].append(
+                    Tensor(inner, shape, many, cut=cut, table=name in tables)
+                )
         else:
-            outside.append(Tensor(name, tuple(p.shape), 0, tied))
+            outside.append(Tensor(name, tuple(p.shape), 0, tied, table=name in tables))
     patterns = _patterns(config, len(layers))
     found = []
     for number, (layer, tensors) in enumerate(zip(layers, inside, strict=True)):
@@ -124,6 +128,21 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
     if odd := [t.name for t in outside if "expert" in t.name and len(t.shape) > 2]:
         raise ValueError(f"{type(model).__name__} has experts outside of the layers: {odd[0]}")
     return found, outside
+
+
+def _tables(model: nn.Module) -> set[str]:
+    """The embeddings beside the model's own that tokens choose rows of: no smaller vocabularies.
+
+    Those of positions have fewer rows, and count as met, as the model's own embedding does.
+    """
+    first = model.get_input_embeddings()
+    return {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module is not first
+        and module.num_embeddings >= first.weight.shape[0]
+    }
 
 
 def _in_experts(layer: nn.Module) -> dict[str, int]:

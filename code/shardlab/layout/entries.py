@@ -44,6 +44,7 @@ class Entry:
     partly: bool = False  # under sequence parallelism a rank's gradient knows of its tokens alone
     expert: int | None = None  # its number, among those that are dealt out
     tied: str | None = None  # the entry with the same numbers, where that one stands on the rank
+    table: bool = False  # a token reads a few of its rows, and computes with none of the others
 
     def parts(self, tp: int = 1) -> int:
         """Into how many equal parts `tp` ranks cut it, each of which tp / parts of them have."""

@@ -97,7 +97,8 @@ class Kind:
     def met(self, experts: int | None = None) -> int:
         """Parameters that a token meets, in so many experts; None: in those it chooses."""
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
-        return sum(e.elements() * (1 if e.expert is None else times) for e in self.entries)
+        some = [e for e in self.entries if experts is not None or not e.table]
+        return sum(e.elements() * (1 if e.expert is None else times) for e in some)
 
     def heads_on(self, tp: int, again: frozenset[str] = frozenset()) -> float:
         """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values.
@@ -122,7 +123,7 @@ class Kind:
             own = () if e.tp == 1 else (e.shape[1],)  # what is cut along reads numbers of its own
             return e.kind, e.tp, e.expert, own or e.name
 
-        matrices = [entry for entry in self.entries if len(entry.shape) == 2]
+        matrices = [e for e in self.entries if len(e.shape) == 2 and not e.table]
         found = []
         for _, some in groupby(matrices, alike):
             group = list(some)
@@ -190,7 +191,8 @@ class Structure:
     @cached_property
     def active(self) -> int:
         """Parameters that one token meets: of all experts those it chooses."""
-        return self._ends() + sum(self.kinds[k].met() for k in self.order)
+        tables = sum(entry.elements() for entry in self.outside if entry.table)
+        return self._ends() - tables + sum(self.kinds[k].met() for k in self.order)
 
     def _ends(self) -> int:
         return sum(entry.elements() for entry in self.outside if entry.tied is None)

@@ -41,12 +41,12 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Options that say something about activations, and so need a model's shape.
 SHAPED = (
     "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
-    "replicas", "stages", "stage", "schedule", "chunks", "ep",
+    "replicas", "stages", "stage", "schedule", "chunks", "ep", "etp",
 )  # fmt: skip
 SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
 WHOLE = (
     "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
-    "chunks", "ep", "mtp",
+    "chunks", "ep", "etp", "mtp",
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N")
     add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE")
     add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
-    add("optimizer", "sgd, momentum, adam or adamw (adamw)", "NAME")
+    add("optimizer", "sgd, momentum, adam, adamw, or muon for matrices of layers (adamw)", "NAME")
     add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
     add("batch", "sequences on each rank (1); with --model", "B")
     add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S")
@@ -78,6 +78,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("stage", "the one to count, from 0 (the fullest); with --model", "K")
     add("cp", "ranks that share each sequence (1); with --model", "C")
     add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E")
+    add("etp", "ranks that share each matrix of an expert (as --tp); with --model", "T")
     add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N")
     add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
     parser.add_argument(
@@ -131,6 +132,7 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
         layout.check(ranks)
     more: dict[str, Any] = {}
     notes: dict[str, str] = {}
+    experts = 0
     if "model" in settings:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
@@ -138,11 +140,12 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
         counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
         more["peak"] = counted.peak
         params, seq = memory.parameter_count(config), settings.get("seq", config.seq)
+        experts = config.experts
     elif "config" in settings:
         model, name = _model(settings)
         seq = settings.setdefault("seq", min(model.seq, SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
-        params = model.total
+        params, experts = model.total, model.experts
         numbers = {"total": params, "active": model.active, "model_type": model.model_type}
         more |= {"count": numbers, "assumed": list(model.assumed)}
         if model.unplanned:
@@ -170,6 +173,8 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
         f"{settings['precision']}, {settings['optimizer']}{of}\n"
         f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
+    if experts and layout.ranks > 1:
+        title += f"; experts over {layout.ep}, each matrix of one over {layout.cut} (--etp)"
     return found, title, notes
 
 

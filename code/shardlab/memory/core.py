@@ -76,7 +76,8 @@ PRECISIONS: dict[str, Recipe] = {
     # Dettmers et al. 2022 (arXiv 2110.02861), section 2.1: blocks of 2048 values share a scale.
     "8-bit": Recipe(2, 2, 4, 1, 2, "bfloat16, float32 master weights, 8-bit states", 2048),
 }
-OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states a parameter
+# States of a parameter. Muon has one of each matrix in a layer, and AdamW the two of all others.
+OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "muon": 2}
 WIDE: dict[str, int] = {"gelu": 2, "swiglu": 4}  # tensors that a feed-forward network keeps
 
 
@@ -95,10 +96,16 @@ class States:
         return self.parameters + self.gradients + self.optimizer
 
 
-def check_recipe(precision: str, optimizer: str) -> Recipe:
-    """The recipe of that name; ValueError for names that are none."""
+def check_recipe(precision: str, optimizer: str, shape: bool = False) -> Recipe:
+    """The recipe of that name; ValueError for names that are none.
+
+    shape: whether the model's is known, and so which of its parameters are matrices.
+    """
     check_one_of(PRECISIONS, precision=precision)
     check_one_of(OPTIMIZERS, optimizer=optimizer)
+    if optimizer == "muon" and not shape:
+        words = "a model's shape, which says what its matrices are: --model, --config"
+        raise ValueError(f"optimizer='muon': allowed with {words}")
     return PRECISIONS[precision]
 
 
@@ -123,11 +130,17 @@ def states(
 
 
 def states_of(
-    held: int, shard: int, layout: Layout, recipe: Recipe, optimizer: str = "adamw"
+    held: int,
+    shard: int,
+    layout: Layout,
+    recipe: Recipe,
+    optimizer: str = "adamw",
+    matrices: int = 0,
 ) -> States:
     """Bytes of model states on a rank of `held` parameters, of which `shard` is what ZeRO leaves.
 
-    Of the layout alone the stage of ZeRO and the offload are read.
+    Of the layout alone the stage of ZeRO and the offload are read. matrices: the parameters of
+    which the rank keeps Muon's state.
     """
     zero, offload = layout.zero, layout.offload
 
@@ -137,9 +150,10 @@ def states_of(
     weights = of(3) * recipe.parameters
     gradients = of(2) * recipe.gradients
     kinds = OPTIMIZERS[optimizer]
-    kept = of(1) * (recipe.master + kinds * recipe.state)
+    fewer = matrices if optimizer == "muon" else 0
+    kept = of(1) * (recipe.master + kinds * recipe.state) - fewer * recipe.state
     if recipe.block:
-        kept += kinds * 4 * ceil_div(of(1), recipe.block)
+        kept += 4 * (kinds * ceil_div(of(1), recipe.block) - fewer // recipe.block)
     host = 0
     if offload != "none":
         host, kept = kept, 0

@@ -14,7 +14,7 @@ from math import prod
 
 from shardlab.arguments import check_kind, check_whole, given
 from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
-from shardlab.layout.entries import held
+from shardlab.layout.entries import Entry, held
 from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
 from shardlab.shapes import Config
 
@@ -60,6 +60,23 @@ def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
     return counts
 
 
+def is_matrix(entry: Entry) -> bool:
+    """Whether Muon takes it: a matrix of a layer, and no table."""
+    return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.table
+
+
+@lru_cache(maxsize=1024)
+def in_matrices(kind: Kind, tp: int, ep: int, cut: int) -> tuple[int, int]:
+    """Of the parameters of one layer on one rank those in matrices; and those of its experts."""
+    counts = [0, 0]
+    here = kind.routed.number // ep if kind.routed else 0
+    for entry in kind.entries:
+        if is_matrix(entry):
+            own = entry.expert is not None
+            counts[own] += here * entry.elements(cut) if own else entry.elements(tp)
+    return counts[0], counts[1]
+
+
 def parameters(
     config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> dict[str, int]:
@@ -101,6 +118,14 @@ class Held:
     all: int
     experts: int  # of these, its own experts'
     kinds: dict[str, int]  # all of them, by part
+    matrices: int = 0  # of layers, beside those of experts
+    own: int = 0  # the same of its experts
+
+    def muon(self, layout: Layout) -> int:
+        """The parameters of which the rank keeps Muon's state: a share of the matrices."""
+        if not layout.zero:
+            return self.matrices + self.own
+        return ceil_div(self.matrices, layout.shards) + ceil_div(self.own, layout.alike)
 
     def shard(self, layout: Layout) -> int:
         """Those of which ZeRO leaves the states on the rank: ranks that have the same divide them.
@@ -128,6 +153,7 @@ def _held(
     head: bool,
 ) -> Held:
     counts, own = dict.fromkeys(KINDS, 0), 0
+    matrices = [0, 0]
     first, *last = model.outside
     ends = [first] if embedding else []
     if head:
@@ -140,7 +166,9 @@ def _held(
         for part, elements in in_layer(kind, *cuts).items() if n else ():
             counts["ffn" if part == "experts" else part] += n * elements
             own += n * elements if part == "experts" else 0
-    return Held(sum(counts.values()), own, counts)
+        for expert, elements in enumerate(in_matrices(kind, *cuts) if n else ()):
+            matrices[expert] += n * elements
+    return Held(sum(counts.values()), own, counts, *matrices)
 
 
 def largest_parameter(

@@ -19,7 +19,7 @@ from .activations import tokens_of
 from .core import check_recipe, states_of
 from .counting import by_kind, held_by, placed
 from .in_flight import in_flight
-from .step import MIB, Estimate, Unit, on_the_way
+from .step import MIB, Estimate, Unit, muon_temporaries, on_the_way
 from .units import ceil_div
 
 LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a temporary
@@ -44,7 +44,7 @@ def estimate_structure(
     """
     model = structure(config)
     check_kind(Layout, layout=layout)
-    recipe = check_recipe(precision, optimizer)
+    recipe = check_recipe(precision, optimizer, shape=True)
     check_one_of(("fused",), attention=attention)
     check_whole(0, bucket=bucket)
     check_expert_degree(model, layout.ep)
@@ -61,7 +61,8 @@ def estimate_structure(
     check_whole(seq=seq)
     tokens = tokens_of(seq, layout) * layout.micro_batch
     mine = held_by(model, layout, here)
-    state = states_of(mine.all, mine.shard(layout), layout, recipe, optimizer)
+    matrices = mine.muon(layout)
+    state = states_of(mine.all, mine.shard(layout), layout, recipe, optimizer, matrices)
     if model.unplanned:
         return Estimate(
             state.parameters, state.gradients, state.optimizer, 0, 0, state.host,
@@ -76,6 +77,9 @@ def estimate_structure(
     buffers = 16 * tokens + on_the_way(layout, mine.all * recipe.gradients, bucket)
     if layout.zero == 3 and layout.shards > 1:
         buffers += Unit.of(model, layout, here).gathered(recipe)
+    if optimizer == "muon" and layout.offload == "none":
+        entries = (entry for kind, _ in by_kind(model, here) for entry in kind.entries)
+        buffers += muon_temporaries(entries, layout, recipe)
     if layout.pp > 1:
         buffers += stream * (2 if here.embedding or here.head else 3)
     total = state.total + activations + buffers

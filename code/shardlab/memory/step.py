@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shardlab.arguments import check_count, check_whole
 from shardlab.layout import ALONE, Layout, Stage, Structure, structure
-from shardlab.layout.entries import of_layer, outside
+from shardlab.layout.entries import Entry, of_layer, outside
 from shardlab.layout.structure import check_expert_degree
 from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
-from .counting import by_kind, held_by, in_layer, placed
+from .counting import by_kind, held_by, in_layer, is_matrix, placed
 from .units import ceil_div
 
 MIB = 2**20
@@ -83,7 +84,7 @@ def estimate(
 
     Raises ValueError as `states` and `activations` do.
     """
-    recipe = check_recipe(precision, optimizer)
+    recipe = check_recipe(precision, optimizer, shape=True)
     here = placed(config, layout, stage)
     check_whole(0, bucket=bucket)
     check_count(0, prefetch=prefetch)
@@ -104,7 +105,8 @@ def estimate(
     model = structure(config)
     mine = held_by(model, layout, here)
     held = mine.all
-    state = states_of(held, mine.shard(layout), layout, recipe, optimizer)
+    matrices = mine.muon(layout)
+    state = states_of(held, mine.shard(layout), layout, recipe, optimizer, matrices)
     unit = Unit.of(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
@@ -115,8 +117,14 @@ def estimate(
     sharded = zero if shards > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
     if held and layout.offload == "none":  # else the optimizer computes in host memory
-        tensors = _in_order(config, layout, here)
-        moments["step"] += step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
+        entries, muon = _in_order(config, layout, here), optimizer == "muon"
+        tensors = [
+            e.elements(layout.tp if e.expert is None else layout.cut)
+            for e in entries
+            if not (muon and is_matrix(e))
+        ]
+        steps = step_temporaries(tensors, recipe, optimizer, shards if zero else 1)
+        moments["step"] += max(steps, muon_temporaries(entries, layout, recipe) if muon else 0)
     return Estimate(
         state.parameters,
         state.gradients,
@@ -135,8 +143,8 @@ def on_the_way(layout: Layout, gradients: int, bucket: int) -> int:
     return gradients if layout.zero == 0 and bucket else min(gradients, bucket)
 
 
-def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:
-    """Elements of the parameters of a stage, in the model's order; twice of what repeats itself."""
+def _in_order(config: Config, layout: Layout, here: Stage) -> list[Entry]:
+    """The parameters of a stage, in the model's order; twice of what repeats itself."""
     each = min(2, config.experts // layout.ep)
     first, *last = outside(config)
     found = [first] if here.embedding else []
@@ -144,7 +152,26 @@ def _in_order(config: Config, layout: Layout, here: Stage) -> list[int]:
         found += min(2, layers) * [*of_layer(config, kind.routed is not None, range(each))]
     if here.head:
         found += last[:-1] if config.tied and here.embedding else last
-    return [e.elements(layout.tp if e.expert is None else layout.cut) for e in found]
+    return found
+
+
+def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -> int:
+    """Bytes that Muon's step takes for its largest matrix, beside the states.
+
+    torch 2.13's Muon has an update as wide as the gradient, and makes it orthogonal in 16 bits:
+    the matrix twice, and the products of its shorter side two or three times. It needs the matrix
+    whole: where ranks share it, these are gathered, and the update stays a share.
+    """
+    found = 0
+    for entry in filter(is_matrix, entries):
+        ranks = layout.tp if entry.expert is None else layout.cut
+        same = layout.shards if entry.expert is None else layout.alike
+        own = ceil_div(entry.elements(ranks), same if layout.zero else 1)
+        whole, square = entry.elements(), min(entry.shape) ** 2
+        widened = 4 if recipe.master and recipe.gradients < 4 else 0
+        turned = 2 * max(2 * whole + 2 * square, whole + 3 * square)
+        found = max(found, (4 + widened) * own + turned)
+    return found
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
@@ -158,7 +185,7 @@ def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards:
     if recipe.master:
         widened = 4 if recipe.gradients < 4 else 0
         return max(tensors) * (widened + (8 if OPTIMIZERS[optimizer] == 2 else 0))
-    if OPTIMIZERS[optimizer] < 2:
+    if OPTIMIZERS[optimizer] < 2 or not tensors:
         return 0
     return max(4 * last + 8 * n for last, n in zip([0, *tensors], tensors, strict=False))
 

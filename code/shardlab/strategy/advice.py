@@ -52,7 +52,7 @@ KNOBS: dict[str, dict[str, str]] = {
     "twice the stages": {
         "torchtitan": "--parallelism.pipeline_parallel_degree",
         "megatron": "--pipeline-model-parallel-size",
-        "deepspeed": "pipeline.stages",
+        "deepspeed": "PipelineModule(num_stages=…), in the program",
     },
     "twice the context ranks": {
         "torchtitan": "--parallelism.context_parallel_degree",
@@ -68,7 +68,7 @@ KNOBS: dict[str, dict[str, str]] = {
     },
     "nothing lost to fragments": dict.fromkeys(
         ("torchtitan", "megatron", "deepspeed", "course"),
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",  # since torch 2.9
     ),
 }
 

@@ -5,12 +5,12 @@
     python -m shardlab strategy --model gpt-3-175b --gpu a100 --gpus 64 --tp 8 --pp 8 --explain
 
 The table has the layouts that fit and are fastest: micro-batch and how many, GB that the fullest
-rank reserves, and that stay free; seconds of a step; MFU as PaLM counts it; with --tokens the days
-and GPU hours of the training, and with --price their cost. --dp, --tp, --pp, --cp, --ep, --zero,
---micro-batch, --recompute and --offload keep one value of a layout. --explain shows the first
-layout part by part, --json everything. --run trains the first one here, on real ranks, as small as
-this machine can: whether it equals one process, and what each rank holds and sends beside the
-prediction.
+rank reserves, and that stay free; seconds of a step; MFU, without the pairs of tokens that masks
+and windows hide; with --tokens the days and GPU hours of the training, and with --price their cost.
+--dp, --tp, --pp, --cp, --ep, --zero, --micro-batch, --recompute and --offload keep one value of a
+layout. --explain shows the first layout part by part, --json everything. --run trains the first one
+here, on real ranks, as small as this machine can: whether it equals one process, and what each rank
+holds and sends beside the prediction.
 
     python -m shardlab strategy --model llama-3-405b --gpu h100 --batch 2048 \\
         --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence parallelism"

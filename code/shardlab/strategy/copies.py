@@ -48,16 +48,21 @@ def _zero(job: Job, rates: Values, stage: Stage, busy: float, first: float) -> f
     if job.profile.ahead:
         after = max(rates.gathers * after, after - first)
     if layout.zero == 0:
-        return 2 * wire.gradient * rates.exposed * once
+        return _exposed(rates, 2 * wire.gradient * once, busy)
     if layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # stages add up first
-        sums = 2 if job.profile.reduced else rates.exposed
-        return wire.gradient * sums * once + after
+        sums = 2 * once if job.profile.reduced else _exposed(rates, once, busy / wire.gradient)
+        return wire.gradient * sums + after
     # For each micro-batch; ZeRO-3 gathers weights for forward and for backward, ZeRO-2 once a step.
     gathers = 2 if layout.zero == 3 else 0
     sent = m * (wire.gradient + gathers * wire.weight) * once
     sent += m * (1 + gathers) * each
     waits = max(rates.gathers * sent, sent - busy)
     return waits if gathers else waits + after
+
+
+def _exposed(rates: Values, taken: float, busy: float) -> float:
+    """Seconds of a sum of gradients that backward does not hide: no more than it has."""
+    return max(rates.exposed * taken, taken - busy)
 
 
 def _once(job: Job, rates: Values, stage: Stage) -> float:

@@ -23,7 +23,7 @@ from shardlab.layout.structure import Core, Kind, Routed
 
 from . import copies, host
 from .job import Job
-from .products import NUMBER, cut, formats, passes, product, products
+from .products import NUMBER, cut, formats, passes, product, products, reached
 from .rates import Values
 
 SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
@@ -228,9 +228,9 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
     work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash leaves out masked pairs
     if flash:
         share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
-        return work / (share * job.machine.flops), 0.0
+        return work / (reached(job, rates, share) * job.machine.flops), 0.0
     read = rates.scores * passes(job, rates, job.seq * core.heads / t)
-    return work / (rates.products * job.machine.flops), read
+    return work / (reached(job, rates, rates.products) * job.machine.flops), read
 
 
 def _scans(job: Job, rates: Values, kind: Kind) -> float:

@@ -44,21 +44,14 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
         found: dict[str, Any] = dict.fromkeys(ADDED, "")
         try:
             job = tables.row_job(row) if published else files.row_job(row, profile)
-            size = min(first_rank(job, values), _all_there_is(job.machine.memory))
+            # A job that needs a little more gives back what it lost to fragments, and goes on.
+            size = min(first_rank(job, values), job.machine.memory)
             found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
             found["predicted_memory_gib"] = f"{size / GIB:.4g}"
         except ValueError as error:
             found = dict.fromkeys(ADDED, "") | {"note": str(error)}
         writer.writerow({**row, **found})
     return text.getvalue()
-
-
-def _all_there_is(memory: float) -> float:
-    """Bytes that an allocator can reserve: tools report 6 % more than the product's name says.
-
-    A job that needs a little more gives back what it lost to fragments, and goes on.
-    """
-    return 1.06 * memory
 
 
 def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:

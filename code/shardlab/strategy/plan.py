@@ -45,7 +45,9 @@ class Planned:
     seconds: float
     reserved: float  # bytes of the fullest rank
     tokens: float  # in a second, on all GPUs
-    mfu: float  # share of the data sheet's operations, as PaLM counts them: no recomputation
+    # Share of the data sheet's operations, in the format of the products, that go into the model:
+    # pairs that a mask, a window or a chunk hides are no part of it, and recomputation neither.
+    mfu: float
 
 
 @dataclass
@@ -142,8 +144,7 @@ def planned(
     prediction = of_job(job, values, held)
     taken = prediction.seconds.total
     tokens = found.batch * found.seq
-    work = flops(found.config, tokens, found.seq, causal=False)
-    mfu = work / taken / (found.gpus * found.machine.flops)
+    mfu = flops(found.config, tokens, found.seq) / taken / (found.gpus * job.flops)
     return Planned(job.layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
 
 

@@ -36,7 +36,7 @@ def products(job: Job, rates: Values, kind: Kind) -> float:
     own = [one for one in kind.products if one.expert]
     read = sum(NUMBER * one.inputs * one.outputs for one in own) / job.layout.cut
     least = read / (rates.memory * job.machine.stream)
-    slow = rates.grouped * rows / (rows + rates.rows)  # few rows do not fill the chip
+    slow = min(1.0, rates.grouped) * rows / (rows + rates.rows)  # few rows do not fill the chip
     each = max(least, sum(cut(job, rates, one, rows) for one in own) / slow)
     return taken + rates.uneven * here * each
 
@@ -74,8 +74,16 @@ def _rate(job: Job, rates: Values, whole: bool) -> float:
     machine = job.machine
     share = rates.products * (rates.newer if machine.fp4 else 1.0 if machine.fp8 else rates.older)
     if whole or job.flops == machine.flops:
-        return share * machine.flops
-    return share * job.flops * getattr(rates, job.dtype)
+        return reached(job, rates, share) * machine.flops
+    return reached(job, rates, share * getattr(rates, job.dtype)) * job.flops
+
+
+def reached(job: Job, rates: Values, share: float) -> float:
+    """A share of the data sheet's rate, held below 1 in the step of an engine that takes longer.
+
+    A rate that was fitted on one GPU may exceed the data sheet of another.
+    """
+    return min(share, getattr(rates, job.profile.engine) if job.profile.engine else 1.0)
 
 
 def formats(job: Job, rates: Values, kind: Kind) -> float:

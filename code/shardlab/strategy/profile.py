@@ -165,6 +165,7 @@ TORCHTITAN = replace(
     stages="megatron",
     compiled=True,
     captured=True,
+    zeros=(0, 2, 3),  # without a pipeline each micro-batch's gradients are scattered
     interleaves=True,
     operators=("norms+ffn",),  # its SelectiveAC keeps products and attention
     shares=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlab import memory
@@ -63,8 +63,9 @@ class Asked:
     price: float | None  # of one GPU and hour
 
 
-def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
+def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
     """What is known of one layout, in plain numbers: bytes, seconds, shares."""
+    machine = replace(asked.machine, flops=plan.job(planned.layout).flops)
     found: dict[str, Any] = {
         "layout": str(planned.layout),
         "written": written(planned.layout),
@@ -72,9 +73,9 @@ def row(asked: Asked, planned: Planned, room: float) -> dict[str, Any]:
         "micro_batch": planned.layout.micro_batch,
         "microbatches": planned.layout.microbatches,
         "reserved_bytes": round(planned.reserved),
-        "free_bytes": round(room - planned.reserved),
+        "free_bytes": round(plan.room - planned.reserved),
         "seconds": planned.seconds,
-        "floor_seconds": floor(asked.config, asked.machine, planned.layout, asked.seq).total,
+        "floor_seconds": floor(asked.config, machine, planned.layout, asked.seq).total,
         "tokens_per_second": planned.tokens,
         "mfu": planned.mfu,
         "waits_for": waits_for(planned),
@@ -104,11 +105,11 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
     lines = [
         f"{asked.name} of {billions:.3g} billion parameters on {asked.gpus} {asked.machine.name} "
         f"({asked.machine.per_node} to a node), {asked.batch} sequences of {asked.seq:,} tokens in "
-        f"a step; as {rates.profile} does it",
+        f"a step; as {rates.profile} does it: {guessed(rates)}",
         "",
     ]
     columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
-    rows = [row(asked, planned, found.room) for planned in found.fits[:top]]
+    rows = [row(asked, found, planned) for planned in found.fits[:top]]
     columns += ["days", "GPU hours"] if asked.tokens else []
     columns += ["cost"] if asked.tokens and asked.price else []
     table = [[*columns, "waits for"]]
@@ -134,6 +135,12 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
     lines += [ruled(found), searched(found)]
     lines += [f"Warning: {words}." for words in warnings(found, found.fits[0])]
     return "\n".join(lines)
+
+
+def guessed(rates: Rates) -> str:
+    """How many of the rates nobody has measured."""
+    many = sum(rate.origin.startswith("a guess") for rate in rates.all.values())
+    return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
 
 
 def aligned(table: list[list[str]]) -> list[str]:
@@ -240,7 +247,7 @@ def warnings(found: Plan, planned: Planned) -> list[str]:
 def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
     """A plan in plain numbers: its best layouts, and what `text` says beside them."""
     return {
-        "best": [row(asked, one, found.room) for one in best],
+        "best": [row(asked, found, one) for one in best],
         "fit": len(found.fits),
         "ruled_out": dict(found.ruled.most_common()),
         "searched": [name for name, why in found.searched.items() if not why],
@@ -252,7 +259,7 @@ def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
 def explained(asked: Asked, found: Plan, planned: Planned, rates: Rates) -> str:
     """One layout in bytes and seconds, part by part, and where its rates come from."""
     room = found.room
-    one = row(asked, planned, room)
+    one = row(asked, found, planned)
     layout = planned.layout
     lines = [
         f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "

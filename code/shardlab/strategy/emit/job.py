@@ -62,7 +62,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 HOST=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 PORT=$((20000 + SLURM_JOB_ID % 10000))  # two jobs on a node do not meet each other
 export HOST PORT OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / {ranks}))
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
+export PYTORCH_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
 {more}echo "run ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID"
 
 # torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.

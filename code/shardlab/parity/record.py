@@ -37,16 +37,19 @@ def claim(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     listed = folder / OWN
     names = listed.read_text("utf-8", "replace").split("\n") if listed.is_file() else []
-    ours = {OWN, *names, *(name + NEW for name in names)}
+    ours = {*names, *(name + NEW for name in names)}
+    kept = {OWN, folder_lock.NAME} if names else set()
     files = {path.name: path for path in folder.iterdir()}
-    if foreign := sorted(files.keys() - ours - {folder_lock.NAME}):
+    if foreign := sorted(files.keys() - ours - kept):
         raise ValueError(
             f"folder={str(folder)!r}: no comparison wrote {foreign[0]!r} in it; allowed is a new "
             "folder, an empty one, or one of an earlier comparison"
         )
+    listed.touch()
     with folder_lock.hold(folder, "a comparison"):
-        for name in files.keys() & ours:
+        for name in files.keys() & ours - kept:
             files[name].unlink()
+        listed.write_text("")
         yield
 
 

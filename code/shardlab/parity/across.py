@@ -140,6 +140,19 @@ def lacks(key: Key, matcher: Any) -> bool:
     return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
+def skipped(matcher: Any, ranks: list[Any]) -> int:
+    """Return the first step whose update a rank left out: all modules have more calls in it."""
+    calls = [
+        (key, len(parts)) for m in ranks for key, parts in m.seen.items() if key.phase == "forward"
+    ]
+    fewest = {key.name: n for key, n in sorted(calls, key=lambda call: -call[1])}
+    more: dict[int, bool] = {}
+    for key, parts in matcher.seen.items():
+        if key.phase == "forward":
+            more[key.step] = more.get(key.step, True) and len(parts) > fewest[key.name]
+    return min((step for step, is_more in more.items() if is_more), default=matcher.steps)
+
+
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
     """Whether a module has all its children on a rank: a stage of a pipeline is not the model."""
     prefix = key.name.partition("[")[0]

@@ -25,7 +25,7 @@ from .core import Matcher
 from .noise import Noise, largest
 from .programs import judged, refuse_other_runs, refuse_plain
 from .record import INDEX, Record, claim, own, save
-from .recording import Key, Part, Watch, author_names
+from .recording import Watch, author_names
 from .report import Report
 
 ASKED = "SHARDLAB_PARITY"  # what this process is there for: a role, a colon, the folder
@@ -38,13 +38,8 @@ class Saved:
     def __init__(self, sink: Any, path: Path):
         self.sink, self.path = sink, own(path)
 
-    def see(self, key: Key, part: Part) -> None:
-        """As `Sink` says."""
-        self.sink.see(key, part)
-
-    def tied(self, name: str, first: str) -> None:
-        """As `Sink` says."""
-        self.sink.tied(name, first)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sink, name)
 
     def stepped(self, steps: int) -> None:
         """As `Sink` says."""

@@ -140,17 +140,16 @@ def lacks(key: Key, matcher: Any) -> bool:
     return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
-def skipped(matcher: Any, ranks: list[Any]) -> int:
-    """Return the first step whose update a rank left out: all modules have more calls in it."""
-    calls = [
-        (key, len(parts)) for m in ranks for key, parts in m.seen.items() if key.phase == "forward"
-    ]
-    fewest = {key.name: n for key, n in sorted(calls, key=lambda call: -call[1])}
-    more: dict[int, bool] = {}
-    for key, parts in matcher.seen.items():
-        if key.phase == "forward":
-            more[key.step] = more.get(key.step, True) and len(parts) > fewest[key.name]
-    return min((step for step, is_more in more.items() if is_more), default=matcher.steps)
+def skipped(ranks: list[Any], end: int) -> int:
+    """Return the first step that a rank did not end: all its modules have more calls in it."""
+    calls = [(m, key, len(parts)) for m in ranks for key, parts in m.seen.items()]
+    calls = sorted((c for c in calls if c[1].phase == "forward"), key=lambda c: -c[2])
+    fewest = {key.name: n for _, key, n in calls}
+    found = [m.steps for m in ranks]
+    for bad in (m for m in ranks if m.steps != end):
+        usual = {key.step for m, key, n in calls if m is bad and n == fewest[key.name]}
+        found += {key.step for m, key, _ in calls if m is bad} - usual
+    return min(found)
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:

@@ -30,9 +30,10 @@ def _weights(case: Case) -> str:
         return ""
     off: dict[int, float] = {}
     for step in dict.fromkeys(k.step for k in case.plain.parts if k.phase == "weights"):
-        old = [v.place.of(case.whole(step=step)).double() for v in case.wrong]
-        if all(case.alike(v.found, o) for v, o in zip(case.wrong, old, strict=True)):
-            off[step] = max(rms(v.found - o) for v, o in zip(case.wrong, old, strict=True))
+        old = case.whole(step=step)
+        pairs = [(v.found, v.place.of(old).double()) for v in case.wrong]
+        if all(case.alike(*pair) for pair in pairs):
+            off[step] = max(rms(found - before) for found, before in pairs)
     if off:
         step = min(off, key=off.__getitem__)
         since = f"step {step + 1}" if step != BEFORE else "the first step: not loaded?"

@@ -228,7 +228,8 @@ def _untied(case: Case) -> str:
     tied = [name, *(other for other, first in case.plain.aliases.items() if first == name)]
     for value in case.values:
         by_rank[value.rank].append(value)
-    several = all(len(v) > 1 and v[1].place.same(v[0].place) for v in by_rank.values())
+    several = all(len(v) > 1 for v in by_rank.values())
+    several &= all(x.place.same(v[0].place) for v in by_rank.values() for x in v)
     if case.key.phase != "gradient" or len(tied) < 2 or not several:
         return ""
     if not all(case.alike(sum(v.found for v in m), m[0].wanted) for m in by_rank.values()):

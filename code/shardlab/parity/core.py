@@ -274,9 +274,8 @@ class Judge:
         if steps != {self.end}:  # cannot be told apart
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
             words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
-            bad = [m for m in self.ranks if m.steps != self.end]
-            first = min([*steps, *(across.skipped(m, self.ranks) for m in bad)])
-            self._say(Key(first, "update", ""), [m.rank for m in bad], words)
+            bad = [m.rank for m in self.ranks if m.steps != self.end]
+            self._say(Key(across.skipped(self.ranks, self.end), "update", ""), bad, words)
             return self.report
         for key in self.order():
             if self.report.findings and self.report.first.key[:2] != key[:2]:

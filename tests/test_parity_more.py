@@ -258,7 +258,7 @@ class Small(nn.Module):
         self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64 if other else None))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.enter = self.leave = self.after = lambda x: x
-        self.between = nn.Identity()
+        self.between = nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.embed(x)

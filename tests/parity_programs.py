@@ -705,7 +705,7 @@ WRONG: dict[str, Wrong] = {
         instead=averaged_by(clip_first),
     ),
     "data: one rank skips a step": Wrong(
-        data(steps=2), "update ", "took 2 optimizer steps, rank 0 2, rank 1 1",
+        data(steps=2), "0 update ", "took 2 optimizer steps, rank 0 2, rank 1 1",
         mistake=overflow_on_rank_1,
     ),
     "data: padding in the softmax": Wrong(

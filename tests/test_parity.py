@@ -464,6 +464,30 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     assert "step 1, gradient of 2.bias, ranks 0, 1: is 2 times the right one: a sum over 2" in out
     assert (tmp_path / "kept/rank-1.pt").exists()
 
+    def says(plain: str, *options: str) -> str:
+        (tmp_path / "other.py").write_text(plain)
+        status, out, err = ran(capsys, "parity", *options, "other.py", "--", "true")
+        assert status == 2 and not out
+        return err
+
+    mine = tmp_path / "kept/rank-9.pt"
+    mine.write_text("mine")
+    assert "folder='kept': no comparison wrote 'rank-9.pt'" in says(PLAIN, "--folder", "kept")
+    assert mine.read_text() == "mine" and (tmp_path / "kept/rank-1.pt").exists()
+    mine.unlink()
+    assert "plain: it never called shardlab.watch" in says("pass", "--folder", "kept")
+    assert not (tmp_path / "kept/index.pt").exists()
+    failed = says("raise KeyError('which')")  # without a folder: all that it printed is shown
+    assert "line 1, in <module>" in failed and "KeyError: 'which'\n" in failed
+    assert "ended with status 1; what it printed stands above" in failed
+
+
+def test_a_folder_that_holds_other_files_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "values").write_text("mine")
+    with pytest.raises(ValueError, match="no comparison wrote 'values' in it; allowed is a new"):
+        parity.check(trained(), trained(), 1, draws=1, folder=tmp_path)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("values", "mine")]
+
 
 def test_without_the_command_a_script_runs_as_it_is(monkeypatch):
     monkeypatch.delenv(ASKED, raising=False)

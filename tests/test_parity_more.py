@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardlab import data_parallel as dp
 from shardlab import parity, ranks
+from shardlab import tensor_parallel as tp
 from shardlab.layout import Layout
 from shardlab.model import GPT
 from shardlab.parity.programs import judged, matched, recorded
@@ -237,6 +238,169 @@ def test_a_rounding_that_an_optimizer_turns_is_no_mistake_and_another_rule_is_on
     assert found["bits"].equal, found["bits"]
     assert "another optimizer's: AdamW made it, and Muon" in str(found["rule"])
     assert found["fewer"].first.key[:2] == (0, "update"), found["fewer"]
+
+
+# What is said of a mistake
+
+
+class Small(nn.Module):
+    """Tokens to logits, times a number that is learned, too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        other = kind == "other numbers"
+        self.embed = nn.Embedding(12, 6, sparse=other)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        self.head = nn.Linear(6, 12, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embed.weight
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64 if other else None))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.enter = self.leave = self.after = lambda x: x
+        self.between = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        h = self.leave(self.down(self.up(self.between(self.enter(y))).tanh()))
+        return self.after(self.head(y + (h * self.turn).abs())) * self.scale
+
+
+def untie(model: Small) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def cut(model: Small) -> None:
+    """Cut `up` and `down`: `down` has addends in forward, and `between` in backward."""
+    world = dist.group.WORLD
+    for module, along in ((model.up, 0), (model.down, 1)):
+        part = module.weight.detach().chunk(world.size(), along)[world.rank()]
+        module.weight = nn.Parameter(part.clone())
+    model.enter, model.leave = (partial(f, group=world) for f in (tp.copy_to, tp.reduce_from))
+
+
+def turn_back(model: Small) -> None:
+    """Give what comes after the head a wrong backward."""
+
+    def after(x: Tensor) -> Tensor:
+        x = x * 1
+        x.register_hook(torch.abs)
+        return x
+
+    model.after = after
+
+
+def add_up(model: nn.Module, over: float = 1, without: str = "-") -> None:
+    for name, p in model.named_parameters():
+        p.grad = p.grad.to_dense()
+        if without not in name:
+            dist.all_reduce(torch.view_as_real(p.grad) if p.is_complex() else p.grad)
+            p.grad /= over
+
+
+average = partial(add_up, over=2)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Three steps of `Small`; without a share, all ranks do the same."""
+
+    kind: str = ""
+    change: Callable[[Small], None] = lambda model: None
+    share: bool = False  # each rank has its part of a batch
+    micro: int = 1
+    over: int = 1  # what a micro-batch's mean is divided by
+    end: Callable[[Small], None] = lambda model: None
+
+    def __call__(self, watch: Any) -> None:
+        rank, n = dist.get_rank(), dist.get_world_size()
+        model = Small(self.kind)
+        self.change(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch(model, optimizer)
+        for step in range(3):
+            x = torch.randint(12, (8, 5), generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            for part in (x.chunk(n)[rank] if self.share else x).chunk(self.micro):
+                loss = F.cross_entropy(model(part).flatten(0, 1), part.roll(-1, 1).flatten())
+                (loss / self.over).backward()
+            self.end(model)
+            optimizer.step()
+
+
+def fed(*numbers: int) -> Program:
+    """Steps on batches that are given by number; 2 is nearly 0."""
+
+    def program(watch: Any) -> None:
+        torch.manual_seed(0)
+        batches = torch.randn(3, 8, 6)
+        batches[2] = batches[0] + batches[2] / 9
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        watch(model, optimizer)
+        for number in numbers:
+            optimizer.zero_grad()
+            model(batches[number]).square().mean().backward()
+            optimizer.step()
+
+    return program
+
+
+COPIES, OTHER = Steps(share=True, end=average), Steps("other numbers")
+HALVES = Steps(micro=2, over=2)
+SAID = {  # a plain and a parallel program; where it shows, in which words, and without which
+    "complex and sparse": (OTHER, replace(COPIES, kind=OTHER.kind), "", "^equal", ""),
+    "complex, not averaged": (
+        OTHER, replace(COPIES, kind=OTHER.kind, end=partial(average, without="turn")),
+        "0 gradient turn", "nobody averaged them over ranks 0, 1", "factor",
+    ),
+    "a number, not averaged": (
+        Steps(), replace(COPIES, end=partial(average, without="scale")),
+        "0 gradient scale", "nobody averaged them over ranks 0, 1", "factor",
+    ),
+    "one becomes two": (
+        Steps("tied"), replace(COPIES, kind="tied", change=untie), "0 gradient embed.weight",
+        "embed.weight and head.weight are one parameter in the plain program", "0, 0",
+    ),
+    "after addends": (
+        Steps(), Steps(change=cut, end=lambda m: m.embed.weight.grad.mul_(2)),
+        "0 gradient embed.weight", "2 times the right one", "began with",
+    ),
+    "a wrong backward": (
+        Steps(), Steps(change=turn_back), "0 backward ", "right until .*: between the two",
+        "right: the loss",
+    ),
+    "micro-batches": (
+        Steps(), Steps(micro=2), "0 gradient ", "2 times .*: 2 micro-batches that", "2 ranks",
+    ),
+    "micro-batches in both": (
+        HALVES, Steps(micro=2), "0 gradient ", "2 times .*: 2 micro-batches that", "2 ranks",
+    ),
+    "a sum over ranks": (
+        HALVES, replace(HALVES, share=True, end=add_up), "0 gradient ",
+        "2 times .* a sum over 2 ranks that was not averaged", "micro",
+    ),
+    "a step's batch": (
+        fed(2, 1, 0), fed(2, 0, 0), "1 forward ",
+        "nearest to that of step 3: are they that step's samples", "step 1",
+    ),
+}  # fmt: skip
+
+
+@cache
+def said() -> dict[str, Any]:
+    return compared({name: (*case[:2], 2) for name, case in SAID.items()})
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_words_say_what_the_mistake_is_and_nothing_that_misleads(name):
+    _, _, place, words, unsaid = SAID[name]
+    report = said()[name]
+    text = str(report).replace("\n", " ")
+    assert re.search(words, text), report
+    assert not unsaid or not re.search(unsaid, text), report
+    if place:
+        assert re.search(place, "{} {} {}".format(*report.first.key)), report
 
 
 # A model that fits nowhere, at two layers

@@ -92,6 +92,11 @@ def test_more_than_the_phrase_is_searched_as_ever(ask):
     assert found["links"] and "#bf16" not in found["links"][0]
 
 
+def test_adam_finds_the_sections_on_adamw_which_is_another_word(ask):
+    wanted = ask("AdamW")["links"][:5]
+    assert len(wanted) == 5 and set(wanted) <= set(ask("Adam")["links"])
+
+
 def test_what_the_course_lacks_is_said_with_a_link(ask, said):
     (entry,) = said["elsewhere"]
     for query in ("LoRA", "what is lora"):

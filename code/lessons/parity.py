@@ -748,7 +748,7 @@ PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])
 # python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 # ```
 #
-# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
+# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. `--folder` names a folder that keeps all of it; a folder that holds anything but an earlier comparison is refused. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
 
 # %% tags=["hide-input"]
 # Starts this command

@@ -1095,6 +1095,40 @@ for name, size in zip(("a unit per block", "one unit"), theirs, strict=True):
 # A number for `reshard_after_forward`, say 8, reshards after forward among 8 ranks only, so that the second gather stays within a node.
 # How DeepSpeed is configured, and how its engine differs, is the lesson [DeepSpeed](deepspeed_engine.md).
 #
+# ### Tied weights in two FSDP2 units
+#
+# The embedding and the head of this GPT are one matrix: they are *tied*.
+# Here `fully_shard` makes the embedding a unit, and the unit of the model gets the head.
+
+# %%
+def tied(together):
+    model = GPT(PRESETS["nano"]).to(ranks.device())
+    mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
+    fully_shard([model.embedding, model.head] if together else model.embedding, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        model(local_batch(0)[0])
+    except ValueError as error:
+        return str(error)
+    same = model.head.weight is model.embedding.weight
+    return f"embedding and head are {'one matrix' if same else 'two matrices'}"
+
+
+# %% tags=["hide-input"]
+# What the first forward says, with two units and with one for both
+apart, together = (ranks.run(tied, 2, both)[0] for both in (False, True))
+print(f"two units: {apart}\none unit:  {together}")
+before = torch.__version__ < "2.13"
+assert ("two matrices" if before else "already managed by another FSDP group") in apart
+assert together.endswith("one matrix")
+
+
+# %% [markdown]
+# Every unit replaces its parameters by shards of its own, so two units make two matrices of one.
+# PyTorch 2.13 checks for this at the first forward. Older versions train two matrices, without a word.
+# The remedy is one call for both modules, `fully_shard([embedding, head])`, or none for either: then both stay in the unit of the model, as in `with_fsdp` above.
+# A policy that wraps every module, or a library that wraps the embedding alone, makes two units, too: accelerate [did until August 2026](https://github.com/huggingface/accelerate/pull/4171).
+#
 # ## What goes wrong
 #
 # Each of these is a mistake that raises no error, or not the right one.

@@ -140,6 +140,18 @@ def lacks(key: Key, matcher: Any) -> bool:
     return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
+def skipped(ranks: list[Any], end: int) -> int:
+    """Return the first step that a rank did not end: all its modules have more calls in it."""
+    calls = [(m, key, len(parts)) for m in ranks for key, parts in m.seen.items()]
+    calls = sorted((c for c in calls if c[1].phase == "forward"), key=lambda c: -c[2])
+    fewest = {key.name: n for _, key, n in calls}
+    found = [m.steps for m in ranks]
+    for bad in (m for m in ranks if m.steps != end):
+        usual = {key.step for m, key, n in calls if m is bad and n == fewest[key.name]}
+        found += {key.step for m, key, _ in calls if m is bad} - usual
+    return min(found)
+
+
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
     """Whether a module has all its children on a rank: a stage of a pipeline is not the model."""
     prefix = key.name.partition("[")[0]

@@ -28,11 +28,16 @@ def _weights(case: Case) -> str:
     """Of a run that is resumed."""
     if case.key.phase != "weights" or case.key.step == BEFORE:
         return ""
+    off: dict[int, float] = {}
     for step in dict.fromkeys(k.step for k in case.plain.parts if k.phase == "weights"):
         old = case.whole(step=step)
-        if all(case.alike(v.found, v.place.of(old).double()) for v in case.wrong):
-            since = f"step {step + 1}" if step != BEFORE else "the first step: not loaded?"
-            return f"are those from before {since}"
+        pairs = [(v.found, v.place.of(old).double()) for v in case.wrong]
+        if all(case.alike(*pair) for pair in pairs):
+            off[step] = max(rms(found - before) for found, before in pairs)
+    if off:
+        step = min(off, key=off.__getitem__)
+        since = f"step {step + 1}" if step != BEFORE else "the first step: not loaded?"
+        return f"are those from before {since}"
     if order := _order(case.wrong[0]):
         return f"right pieces in a wrong order ({order}): put together for another layout?"
     return "are other ones than those of the run that goes through: not loaded, or another's?"
@@ -110,18 +115,20 @@ def _inputs(case: Case) -> str:
     if case.key.phase != "forward":
         return ""
     value, whole = case.wrong[0], tuple(case.near.whole.shape)
-    off = gap(value.found, value.wanted, 1.0)[0]
+    off: dict[int, float] = {}
     for step in sorted({k.step for k in case.plain.parts} - {BEFORE, case.key.step}):
         other = case.whole(step=step)
         if other is None or other.shape != whole:
             continue
         places = [value.place, *islice(proposals(value.found.shape, whole, value.rank), FEW)]
         theirs = (p.of(other).double().view(value.found.shape) for p in places)
-        if min(gap(value.found, x, 1.0)[0] for x in theirs) < LIKELY * off:
-            begins = case.key.step == case.ranks[0].begins and step == 0
-            why = "do the data begin anew?" if begins else "are they that step's samples?"
-            return f"is nearest to that of step {step + 1}: {why}"
-    return ""
+        off[step] = min(gap(value.found, x, 1.0)[0] for x in theirs)
+    step = min(off, key=off.__getitem__, default=0)
+    if not off or off[step] >= LIKELY * gap(value.found, value.wanted, 1.0)[0]:
+        return ""
+    begins = case.key.step == case.ranks[0].begins and step == 0
+    why = "do the data begin anew?" if begins else "are they that step's samples?"
+    return f"is nearest to that of step {step + 1}: {why}"
 
 
 def _dice(case: Case) -> str:

@@ -6,8 +6,10 @@ row of CAUSES. Beside them: FACTORS, what a factor may come from.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mode
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from .noise import PIECE, Tolerance, gap, rms
 from .places import Place, by_rows
 from .record import Record
-from .recording import BEFORE, Key, sampled
+from .recording import BEFORE, Key, Part, sampled
 
 SAME = 0.01  # factors that differ by less are the same
 ANOTHER = "is another one"
@@ -54,13 +56,28 @@ class Case:
         """Whether two are the same but for rounding."""
         return one.shape == other.shape and gap(one, other, rms(other))[0] <= self.loose
 
+    def outputs(self) -> list[Key]:
+        """Return the keys of the plain program's outputs in this step."""
+        return [k for k in self.plain.parts if k[:2] == (self.key.step, "forward")]
+
     def micro_batches(self) -> float:
-        """How many times more often than in the plain program the ranks called a module."""
-        step = [k for k in self.plain.parts if k.phase == "forward" and k.step == self.key.step]
-        calls = (
-            len(m.seen.get(k, ())) / len(self.plain.parts[k]) for m in self.ranks for k in step
-        )
-        return max(calls, default=1.0)
+        """Return how many micro-batches a rank's step has."""
+        plain = {key: len(self.plain.parts[key]) for key in self.outputs()}
+        if not plain:
+            return 1.0
+        calls = (len(m.seen.get(k, ())) / n for m in self.ranks for k, n in plain.items())
+        return mode(plain.values()) * max(calls)
+
+    def is_dealt(self) -> bool:
+        """Return True if the ranks share the batch: none has all numbers of an output."""
+
+        def numbers(parts: list[Part]) -> int:
+            return sum(part.value.numel() for part in parts)
+
+        return not any(
+            numbers([s.part for s in m.seen.get(key, ())]) >= numbers(self.plain.parts[key])
+            for m in self.ranks for key in self.outputs()
+        )  # fmt: skip
 
     def options(self, rank: int) -> dict[str, float]:
         """With what a rank's optimizer made the update."""
@@ -106,8 +123,8 @@ def spans(index: Tensor, most: int = 3) -> str:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Ranks, in words."""
-    return ", ".join(map(str, numbers))
+    """Ranks, in words: each once."""
+    return ", ".join(map(str, dict.fromkeys(numbers)))
 
 
 # What a factor may come from: for n ranks and m micro-batches.
@@ -153,13 +170,14 @@ def _dice(case: Case) -> str:
     if not elsewhere.any() or not case.alike(first.found * kept, first.wanted * kept):
         return ""
     said = "random numbers are drawn here (dropout?), and not those of the plain program"
-    twins = [
+    twins = {
         v.rank for v in case.values
         if v is first or not v.place.same(first.place)
         if v.found.shape == first.found.shape and torch.equal(v.found != 0, first.found != 0)
-    ]  # fmt: skip
+    }  # fmt: skip
     if len(twins) > 1:
-        return f"{said}: ranks {listed(twins)} drop the same of their parts (one seed for all?)"
+        who = listed(sorted(twins))
+        return f"{said}: ranks {who} drop the same of their parts (one seed for all?)"
     return f"{said}: {SEEDS}"
 
 
@@ -186,7 +204,10 @@ def _factor(case: Case) -> str:
         return ""
     c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
     if not all(same(factor, c) for factor in by_rank.values()):
-        return f"is the right one times a factor of each rank's own: {told(by_rank)}"
+        if all(value.found.numel() == 1 for value in case.wrong):
+            return ""  # any number is another one times some factor
+        own = f"is the right one times a factor of each rank's own: {told(by_rank)}"
+        return _not_summed(case) or own
     said = f"is {times(c)} times the right one"
     if case.key.phase == "update":
         return f"{said}: the step's size (learning rate?)"
@@ -198,7 +219,25 @@ def _factor(case: Case) -> str:
             "the right one already (micro-batches? a division done twice?)"
         )
     whys = [why.format(n=n, m=m) for f, why in FACTORS if same(c, f(n, m)) and not same(c, 1.0)]
-    return ": ".join([said, " or ".join(whys)]) if whys else said
+    return f"{said}: {whys[0 if case.is_dealt() else -1]}" if whys else said
+
+
+def _untied(case: Case) -> str:
+    """One parameter of the plain program is several on each rank."""
+    name, by_rank = case.key.name, defaultdict(list)
+    tied = [name, *(other for other, first in case.plain.aliases.items() if first == name)]
+    for value in case.values:
+        by_rank[value.rank].append(value)
+    several = all(len(v) > 1 for v in by_rank.values())
+    several &= all(x.place.same(v[0].place) for v in by_rank.values() for x in v)
+    if case.key.phase != "gradient" or len(tied) < 2 or not several:
+        return ""
+    if not all(case.alike(sum(v.found for v in m), m[0].wanted) for m in by_rank.values()):
+        return ""
+    return (
+        f"{' and '.join(tied)} are one parameter in the plain program, and here each has an "
+        "addend of the gradient: tie them again (after to_empty, or a copy?)"
+    )
 
 
 def _not_summed(case: Case) -> str:
@@ -415,8 +454,8 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _gone, _bias, _rows,
-    _of_before, _decay, _other_rule, _another,
+    _nothing, _start, _dice, _rounded, _untied, _factor, _passes, _not_summed, _mixed, _gone, _bias,
+    _rows, _of_before, _decay, _other_rule, _another,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .across import complete
 from .causes import ANOTHER, SEEDS, drew, same, told
 from .record import Record
 from .recording import Key
@@ -37,6 +38,12 @@ class Way:
         """The first wrong tensor."""
         return self.report.findings[0].key
 
+    def right_before(self) -> list[Key]:
+        """Return the tensors of its phase that were compared before the first wrong one."""
+        before = self.order[: self.order.index(self.first)]
+        mine = [k for k in before if k[:2] == self.first[:2] and k not in self.report.left_out]
+        return [k for k in mine if any(complete(k, self.plain, m) for m in self.ranks)]
+
     def factors(self) -> dict[int, float]:
         """With which each rank's backward began in that step."""
         step = self.first.step
@@ -46,9 +53,11 @@ class Way:
 def _began(way: Way) -> str:
     """Addends that somebody should have added up before."""
     at, order = way.first, {key: n for n, key in enumerate(way.order)}
-    found = [a for a in way.addends if a[0].step == at.step and order[a[0]] <= order[at]]
-    found = [a for a in found if at.phase in (a[0].phase, "gradient")]
-    if not found:
+    phase = "backward" if at.phase == "gradient" else at.phase
+    found = [a for a in way.addends if a[0][:2] == (at.step, phase) and order[a[0]] <= order[at]]
+    output = Key(at.step, phase, at.name.rpartition(".")[0])  # of the module that has the parameter
+    added_up = at.phase == "gradient" and output not in (key for key, _ in found)
+    if not found or added_up:
         return ""
     key, who = found[0]
     return f"it began with the {called(key)}: ranks {who} have addends of it that nobody added up"
@@ -56,9 +65,7 @@ def _began(way: Way) -> str:
 
 def _right_until(way: Way) -> str:
     """The last that was right before it, where the inside is concerned."""
-    at = way.first
-    before = way.order[: way.order.index(at)]
-    right = [k for k in before if k[:2] == at[:2] and k.name and k not in way.report.left_out]
+    at, right = way.first, sorted(way.right_before(), key=lambda key: bool(key.name))
     if at.phase not in ("forward", "backward") or not right:
         return ""
     if any(better(way) for better in (_began, _loss, _uneven)):
@@ -91,9 +98,7 @@ def _foreign(way: Way) -> str:
 
 
 def _loss(way: Way) -> str:
-    at = way.first
-    backward = [k for k in way.order if k[:2] == at[:2] and k not in way.report.left_out]
-    if at.phase != "backward" or at not in backward[:2]:
+    if way.first.phase != "backward" or way.right_before():
         return ""
     if name := _shuffled(way):
         return (

@@ -275,7 +275,7 @@ class Judge:
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
             words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
             bad = [m.rank for m in self.ranks if m.steps != self.end]
-            self._say(Key(min(steps), "update", ""), bad, words)
+            self._say(Key(across.skipped(self.ranks, self.end), "update", ""), bad, words)
             return self.report
         for key in self.order():
             if self.report.findings and self.report.first.key[:2] != key[:2]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardlab.arguments import PROCESSES, check_callable, check_number, check_wh
 
 from .core import Judge, Matcher
 from .noise import DECIDES, DRAWS, FACTOR, Noise, eps, largest
-from .record import Record
+from .record import Record, claim
 from .recording import BEFORE, Watch
 from .report import Report
 
@@ -45,20 +46,21 @@ def check(
     them changes. Their inputs, first weights and optimizers' options have to be the same; `plain`
     runs once, and `draws` times more with every tensor moved by one unit in the last place, to see
     what rounding does. folder: where its tensors are written, for models whose outputs do not fit
-    into memory; None keeps them there. timeout: seconds for each of the two.
+    into memory: a new or empty one, or that of an earlier comparison. timeout: seconds for each of
+    the two.
 
     Raises ValueError for programs that cannot be compared: that take no step, or another number of
     them, train nothing, draw other numbers each time, or name their parameters otherwise.
     """
     check_callable(plain=plain, parallel=parallel)
     check_whole(1, PROCESSES, ranks=ranks)
-    where = _checked(draws, folder, timeout)
-    begin = time.perf_counter()
-    record = _reference("plain", plain, draws, where, False, timeout)
-    middle = time.perf_counter()
-    matchers = launch.run(lambda: matched(parallel, record), ranks, timeout=timeout)
-    report = judged(record, matchers)
-    now = time.perf_counter()
+    with _checked(draws, folder, timeout) as where:
+        begin = time.perf_counter()
+        record = _reference("plain", plain, draws, where, False, timeout)
+        middle = time.perf_counter()
+        matchers = launch.run(lambda: matched(parallel, record), ranks, timeout=timeout)
+        report = judged(record, matchers)
+        now = time.perf_counter()
     report.seconds = {"plain": middle - begin, "parallel": now - middle}
     return report
 
@@ -101,9 +103,11 @@ def check_resume(
     check_callable(through=through, before=before, after=after)
     for number in pair:
         check_whole(1, PROCESSES, ranks=number)
-    where = _checked(draws, folder, timeout)
-    record = _reference("through", through, draws, where, True, timeout)
-    with tempfile.TemporaryDirectory(prefix="resume-") as kept:
+    with (
+        _checked(draws, folder, timeout) as where,
+        tempfile.TemporaryDirectory(prefix="resume-") as kept,
+    ):
+        record = _reference("through", through, draws, where, True, timeout)
         stops = lambda watch: before(watch, Path(kept))  # noqa: E731
         goes_on = lambda watch: after(watch, Path(kept))  # noqa: E731
         first = launch.run(lambda: matched(stops, record), pair[0], timeout=timeout)
@@ -116,12 +120,15 @@ def check_resume(
     return report
 
 
-def _checked(draws: int, folder: str | Path | None, timeout: float) -> Path | None:
+@contextmanager
+def _checked(draws: int, folder: str | Path | None, timeout: float) -> Iterator[Path | None]:
+    """Check what both calls are given, and claim the folder, if there is one."""
     check_whole(1, 100, draws=draws)
     check_number(timeout=timeout)
     if folder is not None and not isinstance(folder, (str, Path)):
         raise ValueError(f"folder={folder!r}: allowed is a path, or None")
-    return None if folder is None else Path(folder)
+    with nullcontext() if folder is None else claim(Path(folder)):
+        yield None if folder is None else Path(folder)
 
 
 def _reference(

@@ -1,13 +1,14 @@
 """What the plain program computed: kept in memory, or written to a folder as it comes and mapped.
 
 A folder holds `values`, one tensor behind the other, and `index.pt`, which says what stands where.
-It is complete after each step.
+It is complete after each step. A folder belongs to one comparison at a time: see `claim`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardlab import folder_lock
+
 from .recording import Key, Part
 
 ALIGNED = 64  # bytes: where each tensor begins in the file
 INDEX, VALUES = "index.pt", "values"
+OWN, NEW = (
+    ".parity",
+    ".new",
+)  # lists the files that a comparison wrote; ends an unfinished one's name
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold a folder for one comparison, without the files of an earlier one.
+
+    Raises ValueError for a folder that holds any other file, before anything is written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / OWN
+    names = listed.read_text("utf-8", "replace").split("\n") if listed.is_file() else []
+    ours = {*names, *(name + NEW for name in names)}
+    kept = {OWN, folder_lock.NAME} if names else set()
+    files = {path.name: path for path in folder.iterdir()}
+    if foreign := sorted(files.keys() - ours - kept):
+        raise ValueError(
+            f"folder={str(folder)!r}: no comparison wrote {foreign[0]!r} in it; allowed is a new "
+            "folder, an empty one, or one of an earlier comparison"
+        )
+    listed.touch()
+    with folder_lock.hold(folder, "a comparison"):
+        for name in files.keys() & ours - kept:
+            files[name].unlink()
+        listed.write_text("")
+        yield
+
+
+def own(path: Path) -> Path:
+    """Note a file as a comparison's own; return its path."""
+    with open(path.parent / OWN, "a", encoding="utf-8") as file:
+        file.write(f"{path.name}\n")
+    return path
+
+
+def save(value: Any, path: Path) -> None:
+    """Write a comparison's file: as a whole, or not at all."""
+    beside = path.with_name(path.name + NEW)
+    torch.save(value, beside)
+    os.replace(beside, path)
 
 
 class Record:
@@ -34,8 +80,8 @@ class Record:
         self.sizes: dict[Key, float] = {}  # root mean squares of those that were asked for
         self._wholes: dict[Key, Tensor | None] = {}
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / VALUES).write_bytes(b"")
+            own(folder / VALUES).write_bytes(b"")
+            own(folder / INDEX)
 
     def see(self, key: Key, part: Part) -> None:
         """Keep it, or write it."""
@@ -67,8 +113,7 @@ class Record:
     def save(self) -> None:
         """Write the index; nothing without a folder."""
         if self.folder is not None:
-            torch.save(self, self.folder / f"{INDEX}.new")
-            os.replace(self.folder / f"{INDEX}.new", self.folder / INDEX)
+            save(self, self.folder / INDEX)
 
     @staticmethod
     def load(folder: Path) -> Record:

@@ -72,6 +72,8 @@ def author_names(name: str) -> str:
 
 def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     """`x` with a quarter of its numbers moved by one unit in the last place, up or down."""
+    if x.is_complex():
+        return torch.view_as_complex(neighbours(torch.view_as_real(x.resolve_conj()), generator))
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
     x = x.detach().contiguous()
     drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)
@@ -113,7 +115,21 @@ class Narrowing(TorchDispatchMode):
 
 def sampled(x: Tensor) -> Tensor:
     """Some of its numbers: the same of each tensor of its size."""
-    return x.detach().flatten()[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
+    x = as_reals(x.detach()).flatten()
+    return x[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
+
+
+def as_reals(x: Tensor) -> Tensor:
+    """Return dense real numbers; the last dimension of complex ones holds real, imaginary, real…"""
+    x = x if x.layout == torch.strided else x.to_dense()
+    if not x.is_complex():
+        return x
+    return torch.view_as_real(x.resolve_conj()).reshape(*x.shape[:-1], -1)
+
+
+def is_watched(x: Any) -> bool:
+    """Return True for a tensor of real or complex numbers."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 class Watch:
@@ -208,13 +224,10 @@ class Watch:
             # Computed again in backward, or not trained, or a library's rehearsal.
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or _quiet:
                 return None
-            moved = self.noise is not None and isinstance(output, Tensor)
-            if moved and output.is_floating_point():
+            if moved := self.noise is not None and is_watched(output):
                 y = output.detach()
                 output = output + (neighbours(y, self.noise) - y)
-            found = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-            found = [x for x in found if x.is_floating_point()]
-            for number, x in enumerate(found):
+            for number, x in enumerate(x for x in tree_leaves(output) if is_watched(x)):
                 key = Key(self.step, "forward", name + (f"[{number}]" if number else ""))
                 part = _part(x)
                 part.call, part.drew = self.calls[key], drew
@@ -383,9 +396,11 @@ def _part(x: Tensor) -> Part:
         if not any(p.is_partial() for p in x.placements):
             place = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
             start = tuple(place[1])
+            if x.is_complex() and start:
+                start = *start[:-1], 2 * start[-1]
         x = x.to_local()
         x = x.wait() if hasattr(x, "wait") else x
-    return Part(x.cpu(), start=start)
+    return Part(as_reals(x.cpu()), start=start)
 
 
 def _readable(p: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from shardlab import launcher
 from .core import Matcher
 from .noise import Noise, largest
 from .programs import judged, refuse_other_runs, refuse_plain
-from .record import Record
-from .recording import Key, Part, Watch, author_names
+from .record import INDEX, Record, claim, own, save
+from .recording import Watch, author_names
 from .report import Report
 
 ASKED = "SHARDLAB_PARITY"  # what this process is there for: a role, a colon, the folder
@@ -36,15 +36,10 @@ class Saved:
     """A sink that writes what another one found, after each step."""
 
     def __init__(self, sink: Any, path: Path):
-        self.sink, self.path = sink, path
+        self.sink, self.path = sink, own(path)
 
-    def see(self, key: Key, part: Part) -> None:
-        """As `Sink` says."""
-        self.sink.see(key, part)
-
-    def tied(self, name: str, first: str) -> None:
-        """As `Sink` says."""
-        self.sink.tied(name, first)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sink, name)
 
     def stepped(self, steps: int) -> None:
         """As `Sink` says."""
@@ -55,10 +50,8 @@ class Saved:
         """Write it whole, or not at all."""
         if isinstance(self.sink, Record):
             self.sink.save()
-            return
-        found = self.sink.found() if isinstance(self.sink, Noise) else self.sink
-        torch.save(found, self.path.with_suffix(".new"))
-        os.replace(self.path.with_suffix(".new"), self.path)
+        else:
+            save(self.sink.found() if isinstance(self.sink, Noise) else self.sink, self.path)
 
 
 def watch(
@@ -99,11 +92,16 @@ def _sink(role: str, folder: Path) -> tuple[Any, str]:
 def compared(plain: list[str], parallel: list[str], folder: Path, draws: int) -> Report:
     """Run a plain script, with its arguments, and a parallel one's whole command; compare them.
 
-    Raises ValueError where one of them fails, or cannot be compared (see `check`).
+    Raises ValueError where one of them fails, or cannot be compared (see `check`), and for a folder
+    that holds other files than those of an earlier comparison.
     """
-    plain = [sys.executable, *plain]
+    with claim(folder):
+        return _compared([sys.executable, *plain], parallel, folder, draws)
+
+
+def _compared(plain: list[str], parallel: list[str], folder: Path, draws: int) -> Report:
     _run(plain, PLAIN, folder)
-    if not (folder / "index.pt").exists():
+    if not (folder / INDEX).exists():
         raise ValueError(
             "plain: it never called shardlab.watch(model, optimizer); needed is one call"
         )
@@ -115,8 +113,6 @@ def compared(plain: list[str], parallel: list[str], folder: Path, draws: int) ->
     record.noise = largest(record, found)
     refuse_other_runs(record)
     record.save()
-    for old in folder.glob("rank-*.pt"):
-        old.unlink()
     _run(parallel, PARALLEL, folder)
     files = sorted(folder.glob("rank-*.pt"), key=lambda file: int(file.stem.partition("-")[2]))
     matchers = [torch.load(file, weights_only=False) for file in files]
@@ -135,12 +131,11 @@ def _run(command: list[str], role: str, folder: Path) -> None:
                               stderr=subprocess.STDOUT, text=True, errors="replace")  # fmt: skip
     except OSError as error:
         raise ValueError(f"{command[0]}: {error.strerror}; needed is a command that runs") from None
-    said = folder / f"{role}.txt"
-    said.write_text(done.stdout, "utf-8")
+    own(folder / f"{role}.txt").write_text(done.stdout, "utf-8")
     if done.returncode:
-        last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
+        sys.stderr.write(done.stdout)
         who = "plain" if role != PARALLEL else "parallel"
         raise ValueError(
-            f"{who}: {' '.join(command)[:200]!r} ended with status {done.returncode} "
-            f"({last.strip()[:100]}); what it printed stands in {said}"
+            f"{who}: {' '.join(command)[:200]!r} ended with status {done.returncode}; what it "
+            "printed stands above"
         )

@@ -403,6 +403,89 @@ def test_words_say_what_the_mistake_is_and_nothing_that_misleads(name):
         assert re.search(place, "{} {} {}".format(*report.first.key)), report
 
 
+# Long sums, and few bits
+
+
+class Recurrent(nn.Module):
+    """Its weights' gradients are rounded to 16 bits in autocast, and some of them are tiny."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 8)
+        self.inner = nn.RNN(16, 16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(x))[0]).flatten(0, 1)
+
+
+def normed(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model whose gradients are sums over all rows, one after the other."""
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Classified:
+    """A step of a model on rows of a class each; in micro-batches the ranks' shares are added."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    cast: bool = False
+    times: float = 1.0
+    lost: int = 0
+
+    def __call__(self, watch: Any) -> None:
+        torch.manual_seed(61)
+        rank, n = dist.get_rank(), dist.get_world_size()
+        model, (x, y) = self.model(), self.batch()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        watch(model, optimizer)
+        rows, y = y.numel(), y.index_fill(0, torch.arange(self.lost), -100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+            found = model(x.chunk(n)[rank]).float()
+            loss = F.cross_entropy(found, y.chunk(n)[rank].flatten(), reduction="sum") / rows
+        (loss * self.times).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+def many(rows: int = 2**18, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    seed = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=seed).to(dtype)
+    return x, torch.randint(4, (rows,), generator=seed)
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    seed = torch.Generator().manual_seed(6100)
+    return tuple(torch.randint(most, (8, 12), generator=seed) for most in (32, 8))
+
+
+LONG = Classified(normed, many)
+FEW_BITS = Classified(lambda: normed(torch.bfloat16), lambda: many(64, torch.bfloat16))
+CAST = Classified(Recurrent, sequences, cast=True)
+ROUNDED = {  # a plain program and a parallel one, and whether they are equal
+    "a sum over 2^18 rows": (LONG, LONG, True),
+    "of which one is lost": (LONG, replace(LONG, lost=1), False),
+    "or that counts a thousandth more": (LONG, replace(LONG, times=1.001), False),
+    "bfloat16": (FEW_BITS, FEW_BITS, True),
+    "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), False),
+    "autocast, recurrent": (CAST, CAST, True),
+    "autocast, 5 % more": (CAST, replace(CAST, times=1.05), False),
+}
+
+
+@cache
+def rounded() -> dict[str, Any]:
+    return compared({name: (*case[:2], 2) for name, case in ROUNDED.items()})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_rounds_is_no_mistake_however_long_a_sum_or_few_the_bits(name):
+    report = rounded()[name]
+    assert report.equal == ROUNDED[name][2], report
+
+
 # A model that fits nowhere, at two layers
 
 

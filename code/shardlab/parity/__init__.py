@@ -6,8 +6,8 @@
 
 Two functions in, of any model and library, one verdict out; see `check`. `core` is the comparison;
 beside it `recording` sees what a program computes, `record` keeps it, `places` proposes where a
-rank's part stands, `noise` measures what rounding does; `causes`, `carried` (for what a step hands
-to the next), `clues` and `report` find the words.
+rank's part stands, `noise` measures what `rounding` does; `causes`, `carried` (for what a step
+hands to the next), `clues` and `report` find the words.
 `check_resume` compares a run that was stopped; `first_layers` is for models that fit nowhere.
 """
 

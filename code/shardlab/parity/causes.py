@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .noise import PIECE, Tolerance, gap, rms
+from .noise import Tolerance, gap, ratio, rms
 from .places import Place, by_rows
 from .record import Record
 from .recording import BEFORE, Key, Part, sampled
@@ -94,15 +94,6 @@ class Case:
         """Another tensor of the plain run, by what its key has other than this one's."""
         key = self.key._replace(**other)
         return self.plain.whole(key) if key in self.plain.parts else None
-
-
-def ratio(found: Tensor, wanted: Tensor) -> float:
-    """The factor by which `found` is nearest to `wanted`."""
-    product = square = 0.0
-    for f, w in zip(found.flatten().split(PIECE), wanted.flatten().split(PIECE), strict=True):
-        f, w = f.double(), w.double()
-        product, square = product + (f @ w).item(), square + (w @ w).item()
-    return product / square if square else 0.0
 
 
 def same(one: float, other: float) -> bool:

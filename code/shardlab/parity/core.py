@@ -27,9 +27,9 @@ from torch import Tensor
 
 from . import across
 from .carried import in_words
-from .causes import ANOTHER, Case, Value, factors, ratio
+from .causes import ANOTHER, Case, Value, factors
 from .clues import clues
-from .noise import Tolerance, rms, tolerance
+from .noise import Tolerance, ratio, rms, tolerance
 from .places import Place, by_columns, by_rows, pieces, proposals
 from .record import Record
 from .recording import BEFORE, PHASES, Key, Part
@@ -390,11 +390,11 @@ class Judge:
             values.append(Value(matcher.rank, found, wanted, place, wrong, seen.part.local))
         near = tolerance(self.plain, key, parts[0][2].part.value.dtype)
         case = Case(key, self.plain, self.ranks, near, values)
-        bad = sorted({value.rank for value in case.wrong})
+        bad, error = sorted({value.rank for value in case.wrong}), case.error
         if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
-            self._say(key, bad, in_words(case), case.error, near.of_all, factors(case))
+            self._say(key, bad, in_words(case), error, near.explains(error), factors(case))
         else:
-            self._say(key, bad, ANOTHER, case.error, near.of_all)
+            self._say(key, bad, ANOTHER, error, near.explains(error))
 
     def _say(self, key: Key, bad: list[int], words: str, *more: Any) -> None:
         self.report.findings.append(Finding(key, bad, words, *more))

@@ -19,8 +19,15 @@ from .recording import BEFORE, Key, Part
 DRAWS = 3  # runs that are perturbed
 # Times the largest difference of a draw. Of 999 random right programs (tests/parity_random.py) no
 # tensor needs more, in float32 and float64, than 3.9 forward, 3.2 backward, 5.4 as a gradient and
-# 10.5 as an update; in bfloat16 2.1, 2.4, 1.9 and 9.2.
+# 10.5 as an update; in bfloat16 2.1, 2.4, 1.9 and 9.2: small models, before sums were drawn anew.
+# With that, gradients over 65,536 tokens and over 10^6 rows need less than 1.
 FACTOR = 12.0
+# Times a gradient's noise: an optimizer may see a smaller number with the other sign.
+TURNS = 3.0
+# Where more than COARSE is allowed, a factor that all numbers of a gradient share is judged, too.
+# Off by STEADY times what it is in a draw (of n numbers' noise a root of n is left) is allowed, or
+# by SHARED times the noise of one number, for it is rounded itself, as 1 / count and a clip are.
+COARSE, STEADY, SHARED = 1e-2, 6.0, 2.0
 PIECE = 2**20  # numbers that are compared at a time
 TINY = 1e-9  # of tensors this small, squares of differences are no float32 any more
 DECIDES = 0.5  # where more than that is allowed, rounding makes another tensor: nothing is said
@@ -68,6 +75,15 @@ def size_of(record: Record, key: Key) -> float:
     return record.sizes[key]
 
 
+def ratio(found: Tensor, wanted: Tensor) -> float:
+    """Return the factor by which `found` is nearest to `wanted`."""
+    product = square = 0.0
+    for f, w in zip(found.flatten().split(PIECE), wanted.flatten().split(PIECE), strict=True):
+        f, w = f.double(), w.double()
+        product, square = product + (f @ w).item(), square + (w @ w).item()
+    return product / square if square else 0.0
+
+
 class Noise:
     """A sink that compares a perturbed run with the plain one, tensor by tensor."""
 
@@ -75,6 +91,7 @@ class Noise:
         self.record, self.steps, self.watched, self.optimized = record, 0, False, False
         self.squares: dict[Key, float] = defaultdict(float)
         self.row: dict[Key, float] = defaultdict(float)
+        self.shared: dict[Key, float] = {}
 
     def see(self, key: Key, part: Part) -> None:
         """Compare it with the same call's; where it has another shape, rounding routes anew."""
@@ -86,6 +103,8 @@ class Noise:
                 of_all, of_row = gap(part.value, other.value, size) if alike else (inf, inf)
                 self.squares[key] += of_all**2 * part.value.numel()
                 self.row[key] = max(self.row[key], of_row)
+                if key.phase == "gradient" and alike:
+                    self.shared[key] = abs(ratio(part.value, other.value) - 1)
 
     def tied(self, name: str, first: str) -> None:
         """As `Sink` says."""
@@ -94,29 +113,49 @@ class Noise:
         """As `Sink` says."""
         self.steps = steps
 
-    def found(self) -> dict[Key, tuple[float, float]]:
-        """Relative differences of each tensor."""
+    def found(self) -> dict[Key, tuple[float, ...]]:
+        """Return each tensor's relative differences: of all, of a row, of the factor they share."""
         return {
-            key: (sqrt(squares / self.record.whole(key).numel()), self.row[key])
+            key: (
+                sqrt(squares / self.record.whole(key).numel()),
+                self.row[key],
+                self.shared.get(key, inf),
+            )  # fmt: skip
             for key, squares in self.squares.items()
         }
 
 
-def largest(record: Record, draws: list[dict[Key, tuple[float, float]]]) -> dict[Key, tuple]:
-    """Of each tensor the largest differences of all draws, a unit in the last place at least."""
-    found = {}
+def largest(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> dict[Key, tuple]:
+    """Return each tensor's largest differences of all draws, or a unit in the last place."""
+    found: dict[Key, tuple[float, float, float]] = {}
     for key, parts in record.parts.items():
         least = eps(parts[0].value.dtype)
-        weight, size = Key(BEFORE, "weights", key.name), size_of(record, key)
+        row, weight, size = 2 * least, Key(BEFORE, "weights", key.name), size_of(record, key)
         if key.phase == "update":  # a difference of two numbers that were rounded
             grain = eps(record.parts[weight][0].value.dtype)
             if size:
                 least = max(least, grain * size_of(record, weight) / size)
             elif grain > eps(torch.float32):  # few bits have not moved; a neighbour's may
                 least = inf
-        each = [draw.get(key, (0.0, 0.0)) for draw in draws]
-        found[key] = max([least, *(d[0] for d in each)]), max([2 * least, *(d[1] for d in each)])
+            of_all, of_row = _turned(record, key, found)
+            least, row = max(least, of_all / FACTOR), max(2 * least, of_row / FACTOR)
+        each = [draw.get(key, (0.0, 0.0, inf)) for draw in draws]
+        of_all, of_row, shared = (max(one) for one in zip((least, row, 0.0), *each, strict=True))
+        found[key] = of_all, of_row, max(shared, of_all / sqrt(max(1, parts[0].value.numel())))
     return found
+
+
+def _turned(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, float]:
+    """Return an update's differences if each number that rounding may turn round is turned.
+
+    AdamW's first step has the size of its rate however small a gradient is, and its sign.
+    """
+    gradient = key._replace(phase="gradient")
+    g, u, size = record.whole(gradient), record.whole(key), size_of(record, key)
+    if g is None or g.shape != u.shape or not size:
+        return 0.0, 0.0
+    near = TURNS * found[gradient][0] * size_of(record, gradient)
+    return gap(torch.where((g != 0) & (g.abs() <= near), -u, u), u, size)
 
 
 @dataclass(frozen=True)
@@ -127,24 +166,32 @@ class Tolerance:
     size: float  # root mean square of the whole
     of_all: float
     of_row: float
+    shared: float = inf  # of a factor that all numbers share
 
     @property
     def decides(self) -> bool:
         """Whether rounding leaves anything to compare."""
         return self.of_all <= DECIDES
 
+    def explains(self, error: float) -> float:
+        """Return how much of an error of all numbers rounding explains, or of their factor."""
+        return self.of_all if error > self.of_all else min(self.of_all, self.shared)
+
     def off(self, value: Tensor, wanted: Tensor, factor: float = 1.0) -> float:
         """The difference as a part of what is allowed: above 1 it is wrong."""
         of_all, of_row = gap(value, wanted, self.size, factor)
         share = self.whole.numel() / max(1, value.numel())
         allowed = min(self.of_row, self.of_all * sqrt(max(1.0, share)))  # a part may be the worst
-        pairs = (of_all, allowed), (of_row, self.of_row)
+        pairs = [(of_all, allowed), (of_row, self.of_row)]
+        if self.shared < inf and factor and self.of_all > COARSE:
+            pairs.append((abs(ratio(value, wanted) / factor - 1), self.shared * sqrt(share)))
         return max(g / a if a else (inf if g else 0.0) for g, a in pairs)
 
 
-def tolerance(record: Record, key: Key, dtype: torch.dtype, factor: float = FACTOR) -> Tolerance:
+def tolerance(record: Record, key: Key, dtype: torch.dtype) -> Tolerance:
     """Of a tensor that a rank has in this dtype."""
-    of_all, of_row = record.noise.get(key, (0.0, 0.0))
+    of_all, of_row, shared = record.noise.get(key, (0.0, 0.0, inf))
     least, whole = eps(dtype), record.whole(key)
-    allowed = factor * max(of_all, least), factor * max(of_row, 2 * least)
-    return Tolerance(whole, size_of(record, key), *allowed)
+    of_all, of_row = max(of_all, least), max(of_row, 2 * least)
+    shared = max(STEADY * shared, SHARED * of_all)
+    return Tolerance(whole, size_of(record, key), FACTOR * of_all, FACTOR * of_row, shared)

@@ -175,7 +175,10 @@ def matched(parallel: Program, record: Record, begins: int = 0) -> Matcher:
 
 def _run(program: Program, sink: Any, **options: Any) -> None:
     watch = Watch(sink, **options)
-    program(watch)
+    try:
+        program(watch)
+    finally:
+        watch.close()
     sink.watched, sink.optimized, sink.fewer = watch.watched, watch.optimized, watch.fewer
     gc.collect()  # hooks and modules hold each other: two models at once would count
 
@@ -204,7 +207,7 @@ def refuse_plain(record: Record, who: str = "plain") -> None:
 def refuse_other_runs(record: Record) -> None:
     """Raise ValueError for a plain program that computes something else each time it runs."""
     same = "needed is the same torch.manual_seed in each run, before anything is drawn"
-    for key, (of_all, _) in record.noise.items():  # by which its runs with noise differ
+    for key, (of_all, *_) in record.noise.items():  # by which its runs with noise differ
         if key[:2] == (BEFORE, "weights") and of_all > 4 * eps(record.parts[key][0].value.dtype):
             raise ValueError(f"plain: each run begins with other weights ({key.name}); {same}")
     outputs = [key for key in record.noise if key[:2] == (0, "forward") and not record.scalar(key)]

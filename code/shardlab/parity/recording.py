@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlab import gpu
 from shardlab.arguments import check_all, check_callable, check_kind, check_whole
+
+from .rounding import Rounding, neighbours
 
 # What a library puts between a module and the name that its author gave it.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -70,49 +71,6 @@ def author_names(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
-    """`x` with a quarter of its numbers moved by one unit in the last place, up or down."""
-    if x.is_complex():
-        return torch.view_as_complex(neighbours(torch.view_as_real(x.resolve_conj()), generator))
-    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
-    x = x.detach().contiguous()
-    drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)
-    moved = (x.view(whole) + (drawn == 0).to(whole) - (drawn == 1).to(whole)).view(x.dtype)
-    return torch.where((x == 0) | ~moved.isfinite(), x, moved)
-
-
-class Narrowing(TorchDispatchMode):
-    """In an optimizer's step: what is cast to fewer bits is rounded the other way, here and there.
-
-    A step that is given numbers of 32 bits and computes with 16, as Muon's does, leaves noise of
-    32 bits behind, until it turns one rounding. One turned, its update is another one by 1 %.
-    """
-
-    def __init__(self, generator: torch.Generator):
-        super().__init__()
-        self.generator = generator
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten._to_copy.default or type(out) is not Tensor:
-            return out
-        both = args[0].dtype, out.dtype
-        if not all(dtype.is_floating_point for dtype in both) or not out.numel():
-            return out
-        before, after = (torch.finfo(dtype).eps for dtype in both)
-        return self._turned(out) if before < after and out.element_size() > 1 else out
-
-    def _turned(self, x: Tensor) -> Tensor:
-        """A thousandth of its numbers moved by a unit in the last place, one at least."""
-        few = max(1, x.numel() // 1024)
-        index = torch.randint(x.numel(), (few,), generator=self.generator).to(x.device)
-        chosen = x.flatten()[index]
-        further = torch.where(chosen == 0, chosen, chosen * (1 + torch.finfo(x.dtype).eps))
-        return x.flatten().index_put((index,), further).view(x.shape)
-
-
 def sampled(x: Tensor) -> Tensor:
     """Some of its numbers: the same of each tensor of its size."""
     x = as_reals(x.detach()).flatten()
@@ -136,15 +94,16 @@ class Watch:
     """What a program is given: `watch(model, optimizer)`.
 
     seed: of noise; every output, gradient and first weight is then moved by one unit in the last
-    place, and some of what an optimizer casts to fewer bits, to see what rounding does to all
-    others. begins: how many steps were taken before this program, which resumes. every: weights
-    are told before each step, not before the first alone.
+    place, and sums and casts round anew (see `Rounding`), until `close`. begins: how many steps
+    were taken before this program, which resumes. every: weights are told before each step, not
+    before the first alone.
     """
 
     def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):
         self.sink, self.step, self.watched, self.optimized = sink, begins, False, False
         self.every, self.fewer = every, ""
         self.noise = None if seed is None else torch.Generator().manual_seed(seed)
+        self.rounding = None if self.noise is None else Rounding(self.noise)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
         self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
@@ -185,6 +144,8 @@ class Watch:
             if p.requires_grad and p.is_leaf:
                 p.register_hook(self._own_gradient(name))
         self._keep_weights()
+        if self.rounding is not None:
+            self.rounding.__enter__()
         for one in self.models:
             one.register_forward_pre_hook(self._enter)
             for name, module in one.named_modules():
@@ -197,6 +158,11 @@ class Watch:
         else:
             self._around(optimizers)
         return model
+
+    def close(self) -> None:
+        """End the noise in sums and casts."""
+        if self.watched and self.rounding is not None:
+            self.rounding.__exit__(None, None, None)
 
     def samples(self, ids: Sequence[int] | Tensor) -> None:
         """Say which samples the next step is made of, on this rank; several calls add up.
@@ -331,14 +297,11 @@ class Watch:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
         deep: Counter[int] = Counter()  # a step that calls its parent's is one
-        narrowing = None if self.noise is None else Narrowing(self.noise)
 
         def before(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             deep[id(optimizer)] += 1
-            if narrowing is not None and deep[id(optimizer)] == 1:
-                narrowing.__enter__()
             if waiting:
                 return None
             waiting.extend(optimizers)
@@ -361,8 +324,6 @@ class Watch:
             deep[id(optimizer)] -= 1
             if deep[id(optimizer)]:
                 return
-            if narrowing is not None:
-                narrowing.__exit__(None, None, None)
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()

@@ -1,0 +1,85 @@
+"""Rounding, drawn anew: what runs with noise move, in the places where a program rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators that add up many numbers, each with the arguments in which it is linear, all at once.
+SUMS = {
+    "mm": "self", "bmm": "self", "addmm": "self mat1", "baddbmm": "self batch1", "sum": "self",
+    "mean": "self", "index_put": "self values", "index_add": "self source",
+    "scatter_add": "self src",
+}  # fmt: skip
+
+
+def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return `x` with a quarter of its numbers moved by one unit in the last place, up or down."""
+    if x.is_complex():
+        return torch.view_as_complex(neighbours(torch.view_as_real(x.resolve_conj()), generator))
+    whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
+    x = x.detach().contiguous()
+    drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)
+    moved = (x.view(whole) + (drawn == 0).to(whole) - (drawn == 1).to(whole)).view(x.dtype)
+    return torch.where((x == 0) | ~moved.isfinite(), x, moved)
+
+
+class Rounding(TorchDispatchMode):
+    """A mode in which sums and casts round differently.
+
+    Noise of one unit in the last place does not see how many terms a sum has, for it is less than
+    the rounding of a partial sum. So what is summed is multiplied by a random number, and the sum
+    divided by it: partial sums, and factors that TF32 shortens, are rounded anew.
+
+    A cast to fewer bits, as autocast's or in a step of Muon's, hides noise until one number is
+    rounded the other way. So a thousandth of them are.
+    """
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        scaled = _linear(func, args)
+        factor = 0.5 + 0.5 * torch.rand((), generator=self.generator).item() if scaled else 1.0
+        args = tuple(x * factor if n in scaled else x for n, x in enumerate(args))
+        out = func(*args, **(kwargs or {}))
+        if scaled and isinstance(out, tuple):
+            return tuple(x / factor if isinstance(x, Tensor) else x for x in out)
+        cast = func is torch.ops.aten._to_copy.default and type(out) is Tensor
+        if cast and out.numel() and _is_narrower(out.dtype, args[0].dtype):
+            return self._turned(out)
+        return out / factor if scaled else out
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """Move a thousandth of its numbers by a unit in the last place, one at least."""
+        few = max(1, x.numel() // 1024)
+        index = torch.randint(x.numel(), (few,), generator=self.generator).to(x.device)
+        chosen = x.flatten()[index]
+        further = torch.where(chosen == 0, chosen, chosen * (1 + torch.finfo(x.dtype).eps))
+        return x.flatten().index_put((index,), further).view(x.shape)
+
+
+def _is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    floats = dtype.is_floating_point and other.is_floating_point and dtype.itemsize > 1
+    return floats and torch.finfo(dtype).eps > torch.finfo(other).eps
+
+
+def _linear(func: Any, args: tuple[Any, ...]) -> list[int]:
+    """Return the numbers of the arguments in which a sum is linear; [] if it is none.
+
+    Operators of backward are linear in their gradients. Numbers of 16 bits stay as they are: their
+    own rounding is larger than that of their sums.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    names = SUMS.get(name, "grad" if name.endswith("backward") else "").split()
+    given = enumerate(zip(args, func._schema.arguments, strict=False))
+    found = [n for n, (x, a) in given if isinstance(x, Tensor) and a.name.split("_")[0] in names]
+    plain = all(type(args[n]) in (Tensor, torch.nn.Parameter) for n in found)
+    wide = all(args[n].is_floating_point() and args[n].element_size() > 2 for n in found)
+    return found if plain and wide else []

@@ -20,6 +20,7 @@ Shape = tuple[int, ...]
 LOOKED_AT = 600  # proposals for one part, at most
 BEGINS = 5000  # places of one flat piece, at most: of a constant it could be any
 ROWS = 8192  # rows of a whole, at most, among which free order is looked for
+SLOW = 8  # cuts of columns, at most, with which it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +116,11 @@ def _zigzag(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _strided(size: int, total: int, first: int) -> Iterator[Index]:
-    for n in _order(size, total, first):
-        yield range(n, total, total // size)
+    """Every so many of all of them, or of a piece, as micro-batches of such a share are."""
+    for step in range(total // max(size, 1), 1, -1):
+        for n in _order(size, total, first) if total % (step * size) == 0 else ():
+            start = n // step * step * size + n % step
+            yield range(start, start + step * size, step)
 
 
 def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
@@ -175,12 +179,16 @@ def _cut(part: Shape, whole: Shape, shape: Shape, first: int) -> Iterator[Place]
     differ = [d for d in range(len(whole)) if part[d] != whole[d]]
     if len(differ) > 2:
         return
-    ways = ([i for cut in CUTS for i in cut(part[d], whole[d], first)] for d in differ)
-    for chosen in product(*ways):
-        index: list[Index] = [None] * len(whole)
-        for dimension, one in zip(differ, chosen, strict=True):
-            index[dimension] = one
-        yield Place(whole, tuple(index), shape)
+    for cuts in (CUTS[:-1], CUTS)[len(differ) < 2 :]:  # of two dimensions uneven ones come last
+        ways = (
+            [i for cut in cuts for i in islice(cut(part[d], whole[d], first), LOOKED_AT)]
+            for d in differ
+        )
+        for chosen in product(*ways):
+            index: list[Index] = [None] * len(whole)
+            for dimension, one in zip(differ, chosen, strict=True):
+                index[dimension] = one
+            yield Place(whole, tuple(index), shape)
 
 
 def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
@@ -227,12 +235,40 @@ def _begins(part: Tensor, base: Tensor) -> Tensor:
 
 def by_rows(part: Tensor, whole: Tensor) -> Place | None:
     """Rows in any order: each of the part's is where the whole has the most similar one."""
-    if min(part.dim(), whole.dim()) < 2 or part.shape[-1] != whole.shape[-1] or not part.numel():
-        return None
+    same = part.shape[-1:] == whole.shape[-1:]
+    return next(by_rows_and_cut(part, whole), None) if same else None
+
+
+def by_rows_and_cut(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place]:
+    """Rows in any order, and of them all columns or a cut."""
+    if min(part.dim(), whole.dim()) < 2 or not part.numel():
+        return
     mine, all_ = part.reshape(-1, part.shape[-1]), whole.reshape(-1, whole.shape[-1])
+    size, total = mine.shape[1], all_.shape[1]
     if len(all_) > ROWS:
+        return
+    cuts = (i for cut in CUTS[1:-1] for i in cut(size, total, first))
+    for columns in [None] if size == total else islice(cuts, SLOW):
+        there = Place(tuple(all_.shape), (None, columns), (len(all_), size)).of(all_)
+        yield Place(tuple(all_.shape), (_nearest(mine, there), columns), tuple(part.shape))
+
+
+def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:
+    """Rows in any order, and columns as they stood: of each pair of a part and a whole those.
+
+    Rows that are alike in one of the pairs, the others tell apart.
+    """
+    view = pairs[0][1].numel() // max(1, pairs[0][1].shape[-1]), pairs[0][1].shape[-1]
+    if min(len(stood.shape), pairs[0][1].dim()) < 2 or stood.piece is not None or view[0] > ROWS:
         return None
-    return Place(tuple(all_.shape), (_nearest(mine, all_), None), tuple(part.shape))
+    cut = Place(view, (None, stood.index[-1]), (view[0], stood.shape[-1]))
+    sizes = [whole.float().norm().clamp_min(1e-30) for _, whole in pairs]
+    all_ = [cut.of(whole) / size for (_, whole), size in zip(pairs, sizes, strict=True)]
+    mine = [
+        part.reshape(-1, cut.shape[1]) / size for (part, _), size in zip(pairs, sizes, strict=True)
+    ]
+    index = _nearest(torch.cat(mine, 1), torch.cat(all_, 1))
+    return Place(view, (index, cut.index[1]), stood.shape)
 
 
 def by_columns(part: Tensor, whole: Tensor) -> Place | None:

@@ -34,14 +34,14 @@ AVERAGED = "DDP", "FSDP2", "ZeroRedundancyOptimizer"
 
 
 class Learned(nn.Module):
-    """A parameter that is an output of its own, without a batch."""
+    """A parameter that is an output of its own, without a batch, and turned in memory."""
 
     def __init__(self, *shape: int):
         super().__init__()
-        self.value = nn.Parameter(torch.randn(shape))
+        self.value = nn.Parameter(torch.randn(shape[::-1]))
 
     def forward(self) -> Tensor:
-        return self.value * 1.5
+        return (self.value * 1.5).t()
 
 
 class Symmetric(nn.Module):

@@ -23,7 +23,7 @@ PROGRAMS = {"daily": DAILY} | {f"from {REST[n]}": REST[n : n + 50] for n in rang
 JOBS = {"daily": range(6)} | {f"from {n}": range(n, n + 50) for n in range(6, 506, 50)}
 NAMED = {
     "without a batch, in micro-batches": Job(
-        pieces=("positions", "normed by row", "scaled"), micro=2, share="shuffled"
+        pieces=("positions", "normed by row", "queries"), micro=2, share="shuffled"
     ),
     "without a batch, on tensor ranks": Job(
         pieces=("feed, normed", "positions"), tensor=2, ranks=4, micro=2, plain_micro=2

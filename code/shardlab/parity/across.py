@@ -231,7 +231,9 @@ def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
         had[at] = 1.0
     calls = [part.value for part in left[0][0].plain.ordered(forward)]
     n = len(calls) if all(torch.equal(call, calls[0]) for call in calls[1:]) else 1
-    found, wanted, had = (x.view(n, -1).sum(0) for x in (total[1:], near.whole.double(), had[1:]))
+    found, wanted, had = (
+        x.reshape(n, -1).sum(0) for x in (total[1:], near.whole.double(), had[1:])
+    )
     found, wanted = found[had > 0], wanted[had > 0]
     factor = 1.0 if known else ratio(found, wanted)
     near = replace(near, size=near.size * n**0.5)  # of as many, each with its own rounding

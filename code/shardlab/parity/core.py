@@ -5,9 +5,9 @@ Three rules keep what is ambiguous from hiding a mistake:
 1. Ends are strict. What the optimizer sees as a gradient, and what it makes of a weight, stands
    where the weight itself stood before the first step, with factor 1, on every rank that holds it.
    Weights are equal before any mistake can act, so where they stand is learned from the truth.
-2. The inside is lenient, and only locates. An output may stand anywhere, or be the sum of several
-   ranks'; in backward each rank has one free factor, for it may divide its loss at the end. An
-   output's gradient stands where the output stood.
+2. The inside is lenient, and only locates: no alarm while every gradient of the step is right. An
+   output may stand anywhere, or be the sum of several ranks'; in backward each rank has one free
+   factor, for it may divide its loss at the end. An output's gradient stands where the output did.
 3. Of a weight all places that fit are kept (ones look alike). The set shrinks with every tensor
    that follows, and never grows.
 
@@ -31,7 +31,7 @@ from .carried import in_words
 from .causes import ANOTHER, Case, Value, factors, ratio
 from .clues import clues
 from .noise import Tolerance, rms, tolerance
-from .places import Place, by_columns, by_rows, by_rows_and_cut, by_twins, pieces, proposals
+from .places import Place, by_columns, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
 from .recording import BEFORE, PHASES, Key, Part
 from .report import Finding, Report
@@ -164,8 +164,7 @@ class Matcher:
             key, value, chain(known, self._of_call(key, part, whole), anywhere), near
         )
         if place is None and self.misfits[*key[:2], part.call] < PATIENCE:
-            cut = by_rows_and_cut(value, near.whole, self.rank)
-            place = self._best(key, value, chain(cut, [by_columns(value, near.whole)]), near)
+            place = self._best(key, value, in_any_order(value, near.whole, self.rank), near)
         if place is not None:
             self.stood[key, part.call] = place
             if not any(place.same(other) for other in known):

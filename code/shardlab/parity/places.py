@@ -7,7 +7,7 @@ is a function of sizes and a row of CUTS.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import prod
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 LOOKED_AT = 600  # proposals for one part, at most
 BEGINS = 5000  # places of one flat piece, at most: of a constant it could be any
 ROWS = 8192  # rows of a whole, at most, among which free order is looked for
-SLOW = 8  # cuts of columns, at most, with which it is
+SLOW = 4  # places of each cut of their columns, at most, with which it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,24 +233,28 @@ def _begins(part: Tensor, base: Tensor) -> Tensor:
     return apart.topk(min(4, ends), largest=False).indices
 
 
-def by_rows(part: Tensor, whole: Tensor) -> Place | None:
+def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place | None]:
+    """Samples, rows, and rows of which columns are cut, in any order; or columns."""
+    size, total = part.shape[-1:], whole.shape[-1:]
+    if min(part.dim(), whole.dim()) > 2 and part.shape[1:] == whole.shape[1:]:
+        each = by_rows(part.flatten(1), whole.flatten(1))
+        yield None if each is None else replace(each, shape=tuple(part.shape))
+    yield by_rows(part, whole)
+    for cut in CUTS[1:-1] if len(size) and len(total) else ():
+        for columns in islice(cut(size[0], total[0], first), SLOW):
+            yield by_rows(part, whole, columns)
+    yield by_columns(part, whole)
+
+
+def by_rows(part: Tensor, whole: Tensor, columns: Index = None) -> Place | None:
     """Rows in any order: each of the part's is where the whole has the most similar one."""
-    same = part.shape[-1:] == whole.shape[-1:]
-    return next(by_rows_and_cut(part, whole), None) if same else None
-
-
-def by_rows_and_cut(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place]:
-    """Rows in any order, and of them all columns or a cut."""
     if min(part.dim(), whole.dim()) < 2 or not part.numel():
-        return
+        return None
     mine, all_ = part.reshape(-1, part.shape[-1]), whole.reshape(-1, whole.shape[-1])
-    size, total = mine.shape[1], all_.shape[1]
-    if len(all_) > ROWS:
-        return
-    cuts = (i for cut in CUTS[1:-1] for i in cut(size, total, first))
-    for columns in [None] if size == total else islice(cuts, SLOW):
-        there = Place(tuple(all_.shape), (None, columns), (len(all_), size)).of(all_)
-        yield Place(tuple(all_.shape), (_nearest(mine, there), columns), tuple(part.shape))
+    if len(all_) > ROWS or (columns is None and mine.shape[1] != all_.shape[1]):
+        return None
+    cut = Place(tuple(all_.shape), (None, columns), (len(all_), mine.shape[1])).of(all_)
+    return Place(tuple(all_.shape), (_nearest(mine, cut), columns), tuple(part.shape))
 
 
 def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:

@@ -104,8 +104,8 @@ class Report:
                 )
             if self.unplaced:
                 lines.append(
-                    f"  of {len(self.unplaced)} no place was found, first the "
-                    f"{called(self.unplaced[0])}: all gradients and updates of its step are right"
+                    f"  of {len(self.unplaced)} not every part was found, first of the "
+                    f"{called(self.unplaced[0])}: all gradients of weights in its step are right"
                 )
             if self.drifting:
                 lines.append(

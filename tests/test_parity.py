@@ -32,7 +32,7 @@ import shardlab
 from shardlab import context_parallel as cp
 from shardlab import parity, ranks, show
 from shardlab.model import GPT, Config
-from shardlab.parity.places import by_columns, by_rows, pieces, proposals
+from shardlab.parity.places import by_columns, by_rows, in_any_order, pieces, proposals
 from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardlab.parity.record import Record
 from shardlab.parity.scripts import ASKED
@@ -381,6 +381,7 @@ def test_gradients_that_a_closure_computes_belong_to_its_step():
         lambda x, r, n: x.chunk(n, 1)[r],
         lambda x, r, n: cp.split(x, n, r, "zigzag", 0),
         lambda x, r, n: x[r::n],
+        lambda x, r, n: x[r::n].chunk(2)[1],
         lambda x, r, n: torch.cat([part.chunk(n)[r] for part in x.chunk(2)]),
         lambda x, r, n: torch.cat([part.chunk(n, 1)[r] for part in x.chunk(3, 1)], 1),
         lambda x, r, n: x.chunk(n)[r].chunk(n, 1)[n - 1 - r],
@@ -399,6 +400,13 @@ def test_a_cut_is_among_the_proposals(cut, ranks_):
         assert had.sum() == min(part.numel(), whole.numel())
 
 
+def test_of_wide_matrices_every_pair_of_equal_parts_is_proposed_first():
+    whole = torch.randn(16, 4096)
+    for rows in whole.chunk(4):
+        for part in rows.chunk(2, 1):
+            assert any(p.of(whole).equal(part) for p in proposals(part.shape, whole.shape))
+
+
 def test_a_flat_piece_and_rows_in_any_order_are_found():
     whole = torch.randn(16, 24)
     piece = whole.chunk(2, 1)[1].flatten()[50:120]
@@ -406,6 +414,8 @@ def test_a_flat_piece_and_rows_in_any_order_are_found():
     order = torch.randperm(16)[:9]
     assert by_rows(whole[order], whole).of(whole).equal(whole[order])
     assert by_columns(whole[:, order], whole).of(whole).equal(whole[:, order])
+    cut = whole.chunk(2, 1)[1][order]
+    assert any(p and p.of(whole).equal(cut) for p in in_any_order(cut, whole))
     ones = torch.ones(40)  # of a constant all places are kept
     assert len(list(pieces(ones[:10], ones, 2))) >= 31
 

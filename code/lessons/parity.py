@@ -52,7 +52,7 @@ from shardlab import sequence_parallel, show, tensor_parallel, text, zero
 from shardlab.check import check
 from shardlab.check.parity import batches, four_reports, start
 from shardlab.model import GPT, Config, loss
-from shardlab.parity import core, noise, recording, rounding
+from shardlab.parity import across, core, noise, recording, rounding
 from shardlab.parity.programs import judged, matched, recorded
 from shardlab.parity.record import Record
 from shardlab.parity.recording import Key
@@ -384,6 +384,7 @@ assert not report.equal
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
 #
 # At the ends a tensor has to be in its weight's place, times exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that it misses inside still arrives at an end.
+# So a tensor inside that fits nowhere is no alarm while every gradient of that step is right; the report counts such tensors.
 #
 # ## Right is silent, wrong is read line by line
 #
@@ -991,10 +992,10 @@ show.source(core.Matcher._weight, core.Matcher._weight_places)
 show.source(core.Matcher._output, core.Matcher._best)
 
 # %% [markdown]
-# Its gradient is in the same place, times this rank's factor, which the first gradient decides:
+# Its gradient is in the same place, times this rank's factor, which the first gradient decides. If all texts begin with the same word, their first rows are equal, and an output may have been placed at another text's row. Gradients tell such rows apart:
 
 # %%
-show.source(core.Matcher._output_gradient, core.Matcher._fits)
+show.source(core.Matcher._output_gradient, core.Matcher._twins, core.Matcher._fits)
 
 # %% [markdown]
 # At the ends there is nothing to decide.
@@ -1009,10 +1010,10 @@ show.source(core.Matcher._end)
 show.source(core.Judge.judge, core.Judge._one)
 
 # %% [markdown]
-# For what fits no place by itself, sums over groups of ranks are tried. Equal parts are no addends, even if two halves happen to make a whole.
+# For what fits no place by itself, sums over groups of ranks are tried. Equal parts are no addends, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
 
 # %%
-show.source(core.Judge._summed, core.Judge._sum)
+show.source(across.summed, across._gradients_add_up)
 
 # %% [markdown]
 # What is left is wrong, and [a table of causes](../code/shardlab/parity/causes.py) finds the sentence for it.

@@ -5,22 +5,25 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .causes import listed, spans
-from .noise import Tolerance
+from .noise import Tolerance, ratio, size_of, tolerance
 from .places import apart
 from .record import Record
 from .recording import BEFORE, Key
+
+NOTHING = 1e-3  # of the largest gradient's size: what rounding alone makes is as small
 
 
 def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
     """Of which rows of an output nobody has one, or an equal one; "" where all are there."""
     whole = near.whole
-    if whole.dim() < 2:
+    if whole.dim() < 2 or key.phase != "forward":
         return ""
     had = _had(key, whole, ranks)
     width = whole.shape[-1]
@@ -153,21 +156,107 @@ def skipped(ranks: list[Any], end: int) -> int:
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
-    """Whether a module has all its children on a rank: a stage of a pipeline is not the model."""
+    """Whether a module has all its children and weights on a rank: a stage is not the model."""
     prefix = key.name.partition("[")[0]
     prefix += "." if prefix else ""
 
-    def children(keys: Iterable[Key]) -> set[str]:
-        names = [k.name for k in keys if k.phase in ("forward", "weights")]
-        return {n[len(prefix) :].split(".")[0] for n in names if n.startswith(prefix)} - {""}
+    def inside(keys: Iterable[Key]) -> set[str]:
+        keys = [k for k in keys if k.phase in ("forward", "weights")]
+        below = [(k.phase, k.name[len(prefix) :]) for k in keys if k.name.startswith(prefix)]
+        return {n if phase == "weights" else n.split(".")[0] for phase, n in below} - {""}
 
-    return children(plain.parts) <= children(matcher.seen)
+    return inside(plain.parts) <= inside(matcher.seen)
+
+
+def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
+    """Whether every gradient of a step is right, so that nothing before them can be wrong.
+
+    What rounding makes another one counts only where it is next to nothing, as keys' biases' is.
+    """
+
+    def fits(key: Key, seen: Any) -> bool:
+        near = tolerance(plain, key, seen.part.value.dtype)
+        return seen.fits and (near.decides or near.size < NOTHING * most)
+
+    ends = [k for k in plain.parts if k.step == step and k.phase in ("gradient", "buffers")]
+    most = max((size_of(plain, k) for k in ends if k.phase == "gradient"), default=0.0)
+    return most > 0 and all(
+        not lacks(key, m) and all(fits(key, seen) for seen in m.seen.get(key, ()))
+        for key in ends
+        for m in ranks
+    )
+
+
+Left = list[tuple[Any, int, Any]]  # parts that fit nowhere: of a matcher, of a number, what it saw
+
+
+def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
+    """Of which groups of ranks the parts add up to the whole, where alone they fit nowhere; or "".
+
+    Such addends are no mistake in themselves. Equal ones are none, even if N halves make a whole:
+    somebody has added them up already, and then divided.
+    """
+    for groups in groupings(len(ranks)):
+        mine = [[one for one in left if one[0].rank in group] for group in groups]
+        if all(_adds_up(key, near, each) for each in mine if each):
+            return " | ".join(listed(group) for group in groups)
+    return ""
+
+
+def _adds_up(key: Key, near: Tolerance, left: Left) -> bool:
+    """Outputs call by call, gradients of outputs over all calls: some are the same in each."""
+    values = [seen.part.value for _, _, seen in left]
+    alike = (v.shape == values[0].shape and near.off(v, values[0]) <= 1 for v in values[1:])
+    if len(values) > 1 and all(alike):
+        return False
+    if key.phase == "backward":
+        return _gradients_add_up(key, near, left)
+    calls = {seen.part.call for _, _, seen in left}
+    return all(_call_adds_up(key, [one for one in left if one[2].part.call == c]) for c in calls)
+
+
+def _call_adds_up(key: Key, left: Left) -> bool:
+    first = left[0][2].part
+    values = [seen.part.value for _, _, seen in left]
+    if len(left) < 2 or len({value.shape for value in values}) > 1:
+        return False
+    total = sum(value.double() for value in values).to(first.value.dtype)
+    place, _ = left[0][0].place(key, replace(first, value=total), 0)
+    for matcher, _, seen in left if place is not None else ():
+        seen.place = matcher.stood[key, first.call] = place
+    return place is not None
+
+
+def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
+    """Each where its output stood; plain calls whose outputs are the same count together."""
+    size, forward = near.whole.numel(), key._replace(phase="forward")
+    numbers = torch.arange(1, size + 1).view(near.whole.shape)  # 0 is padding
+    total, had = torch.zeros(2, size + 1, dtype=torch.float64)
+    known = False
+    for matcher, _, seen in left:
+        factor = matcher.factors.get((key.step, seen.part.call))
+        stood, known = matcher.stood.get((forward, seen.part.call)), known or factor is not None
+        if stood is None or not stood.holds(seen.part.value):
+            return False
+        at = stood.of(numbers).flatten()
+        total.index_add_(0, at, seen.part.value.double().flatten() / (factor or 1.0))
+        had[at] = 1.0
+    calls = [part.value for part in left[0][0].plain.ordered(forward)]
+    n = len(calls) if all(torch.equal(call, calls[0]) for call in calls[1:]) else 1
+    found, wanted, had = (
+        x.reshape(n, -1).sum(0) for x in (total[1:], near.whole.double(), had[1:])
+    )
+    found, wanted = found[had > 0], wanted[had > 0]
+    factor = 1.0 if known else ratio(found, wanted)
+    near = replace(near, size=near.size * n**0.5)  # of as many, each with its own rounding
+    return factor != 0.0 and near.off(found, wanted, factor) <= 1
 
 
 def groupings(ranks: int) -> Iterator[list[list[int]]]:
-    """Ways to have groups of equal size: all together, neighbours, every so many."""
+    """Ways to have groups of equal size: all together, neighbours, every so many, each alone."""
     yield [list(range(ranks))]
     for size in (s for s in range(2, ranks) if ranks % s == 0):
         step = ranks // size
         yield [list(range(i, i + size)) for i in range(0, ranks, size)]
         yield [list(range(i, ranks, step)) for i in range(step)]
+    yield [[i] for i in range(ranks)]

@@ -5,9 +5,9 @@ Three rules keep what is ambiguous from hiding a mistake:
 1. Ends are strict. What the optimizer sees as a gradient, and what it makes of a weight, stands
    where the weight itself stood before the first step, with factor 1, on every rank that holds it.
    Weights are equal before any mistake can act, so where they stand is learned from the truth.
-2. The inside is lenient, and only locates. An output may stand anywhere, or be the sum of several
-   ranks'; in backward each rank has one free factor, for it may divide its loss at the end. An
-   output's gradient stands where the output stood.
+2. The inside is lenient, and only locates: no alarm while every gradient of the step is right. An
+   output may stand anywhere, or be the sum of several ranks'; in backward each rank has one free
+   factor, for it may divide its loss at the end. An output's gradient stands where the output did.
 3. Of a weight all places that fit are kept (ones look alike). The set shrinks with every tensor
    that follows, and never grows.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -30,13 +31,13 @@ from .carried import in_words
 from .causes import ANOTHER, Case, Value, factors
 from .clues import clues
 from .noise import Tolerance, ratio, rms, tolerance
-from .places import Place, by_columns, by_rows, pieces, proposals
+from .places import Place, by_columns, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
 from .recording import BEFORE, PHASES, Key, Part
 from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
-PATIENCE = 8  # misfits of a step's phase after which no more proposals are tried
+PATIENCE = 8  # misfits of a phase and call after which no more proposals are tried
 LOOSE = 1e-3  # where rounding explains more than that, an output fits at wrong places, too
 ENDS = "gradient", "update"
 
@@ -69,7 +70,7 @@ class Matcher:
         self.stood: dict[tuple[Key, int], Place] = {}  # where an output stands: key, call
         self.factors: dict[tuple[int, int], float] = {}  # of backward: step, call
         self.clipped: dict[int, float] = {}  # of all gradients that are clipped later: by step
-        self.misfits: Counter[tuple] = Counter()  # by step and phase
+        self.misfits: Counter[tuple] = Counter()  # by step, phase and call
         self.worst: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -92,7 +93,7 @@ class Matcher:
             bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
-            self.misfits[key[:2]] += 1
+            self.misfits[*key[:2], part.call] += 1
             part = replace(part, value=part.value.clone())
         seen.append(Seen(part, place, factor, bits))
 
@@ -162,9 +163,8 @@ class Matcher:
         place = self._best(
             key, value, chain(known, self._of_call(key, part, whole), anywhere), near
         )
-        for free in (by_rows, by_columns):
-            if place is None and self.misfits[key[:2]] < PATIENCE:
-                place = self._best(key, value, [free(value, near.whole)], near)
+        if place is None and self.misfits[*key[:2], part.call] < PATIENCE:
+            place = self._best(key, value, in_any_order(value, near.whole, self.rank), near)
         if place is not None:
             self.stood[key, part.call] = place
             if not any(place.same(other) for other in known):
@@ -176,7 +176,7 @@ class Matcher:
     ) -> Iterator[Place]:
         """All of them, or a few where the step is lost already."""
         all_ = proposals(part.value.shape, whole, first, part.start)
-        return all_ if self.misfits[key[:2]] < PATIENCE else islice(all_, FEW)
+        return all_ if self.misfits[*key[:2], part.call] < PATIENCE else islice(all_, FEW)
 
     def _of_call(self, key: Key, part: Part, whole: tuple[int, ...]) -> Iterator[Place | None]:
         """A part of what the same call of the plain run gave."""
@@ -205,34 +205,63 @@ class Matcher:
 
     def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
         """Where the output stood, if that is sure; times this rank's factor, the first one's."""
-        value, forward = part.value, (key._replace(phase="forward"), part.call)
+        value, shape = part.value, tuple(part.value.shape)
+        stood = self.stood.get((key._replace(phase="forward"), part.call))
         if not near.decides:
-            return self.stood.get(forward), 1.0
-        shape, whole = tuple(value.shape), tuple(near.whole.shape)
-        stood = self.stood.get(forward)
+            return stood, 1.0
         places: Iterable[Place] = [stood] if stood is not None and stood.shape == shape else []
         if not places or near.of_all >= LOOSE:
+            whole = tuple(near.whole.shape)
             known = self.known[part.call, shape, whole]
             places = chain(places, known, self._proposed(key, part, whole, self.rank))
         mine = self.factors.get((key.step, part.call))
-        others = [f for (step, _), f in self.factors.items() if step == key.step]
+        tried = [mine, *(f for (step, _), f in self.factors.items() if step == key.step)]
         for place in places:
-            tried = [ratio(value, place.of(near.whole))] if mine is None else [mine, *others]
-            if tried == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
+            free = [ratio(value, place.of(near.whole))] if mine is None else tried
+            if free == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
                 return place, 1.0
-            for factor in dict.fromkeys(tried):
-                if factor and self._fits(key, value, place, near, factor):
-                    self.factors.setdefault((key.step, part.call), factor)
-                    return place, factor
-        if stood is not None and mine and isinstance(stood.index[0], Tensor):  # of rows like others
-            place, alike = (
-                by_rows(value / mine, near.whole),
-                tolerance(self.plain, forward[0], value.dtype),
-            )
-            twins = place and alike.off(place.of(alike.whole), stood.of(alike.whole)) <= 1
-            if twins and self._fits(key, value, place, near, mine):
-                return place, mine
+            if factor := self._factor(key, part, place, near, free):
+                return place, factor
+        twins = self._twins(key, part, stood, near, tried) if stood is not None else ()
+        for place, factor in twins:
+            if self._factor(key, part, place, near, [factor]):
+                return place, factor
         return None, 1.0
+
+    def _factor(
+        self, key: Key, part: Part, place: Place, near: Tolerance, tried: list[float]
+    ) -> float:
+        """The first factor with which it fits, which its call keeps; else 0."""
+        for factor in dict.fromkeys(tried):
+            if factor and self._fits(key, part.value, place, near, factor):
+                self.factors.setdefault((key.step, part.call), factor)
+                return factor
+        return 0.0
+
+    def _twins(
+        self, key: Key, part: Part, stood: Place, near: Tolerance, tried: list[float | None]
+    ) -> Iterator[tuple[Place, float]]:
+        """Rows whose outputs are the same, and the gradients those that were found: with a factor.
+
+        Where none is known, some rows tell one: those that stand where they should.
+        """
+        value, lost = part.value, self.misfits[*key[:2], part.call] >= PATIENCE
+        output = tolerance(self.plain, key._replace(phase="forward"), value.dtype)
+        if lost or stood.shape != value.shape or not value.dim():
+            return
+        alike = lambda p: output.off(p.of(output.whole), stood.of(output.whole)) <= 1  # noqa: E731
+        if tried[0] is None:
+            rows = [x.reshape(-1, x.shape[-1])[:FEW] for x in (value, stood.of(near.whole))]
+            tried = [1.0, float(self.ranks), *(ratio(*pair) for pair in zip(*rows, strict=True))]
+            for place in proposals(value.shape, near.whole.shape, self.rank):
+                factor = ratio(value, place.of(near.whole))
+                if near.off(value, place.of(near.whole), factor) <= 1 and alike(place):
+                    yield place, factor
+        outputs = stood.of(output.whole), output.whole
+        for factor in dict.fromkeys(filter(None, tried)):
+            place = by_twins(stood, outputs, (value / factor, near.whole))
+            if place and alike(place):
+                yield place, factor
 
     def _fits(
         self, key: Key, value: Tensor, place: Place, near: Tolerance, factor: float = 1.0
@@ -267,6 +296,7 @@ class Judge:
             matcher.plain = plain
         self.report = Report(len(ranks), fewer=plain.fewer)
         self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
+        self.gradients_fit = cache(partial(across.gradients_fit, plain=plain, ranks=ranks))
 
     def judge(self) -> Report:
         """Compare all; see `Report`."""
@@ -316,10 +346,16 @@ class Judge:
         left = [one for one in parts if not one[2].fits]
         if inside:
             left = [one for one in left if across.complete(key, self.plain, one[0])]
-            if left and not self._summed(key, left):
+            if left and (who := across.summed(key, near[0], self.ranks, left)):
+                self.addends.append((key, who))
+                left = []
+            gone = "" if left else across.on_no_rank(key, near[0], self.ranks)
+            if (left or gone) and self.gradients_fit(key.step):
+                self.report.unplaced.append(key)
+            elif left:
                 self._wrong(key, parts, left)
-            elif key.phase == "forward" and (words := across.on_no_rank(key, near[0], self.ranks)):
-                self._say(key, [], words)
+            elif gone:
+                self._say(key, [], gone)
             return
         missing = [m.rank for m in self.ranks if across.lacks(key, m)]
         if missing:
@@ -331,43 +367,6 @@ class Judge:
                 self._say(key, [], words)
         elif across.copies_differ(parts):
             self.report.drifting.append(key)
-
-    def _summed(self, key: Key, left: list[tuple[Matcher, int, Seen]]) -> bool:
-        """Whether sums over groups of ranks fit, where the parts alone do not.
-
-        Such addends are no mistake in themselves. Equal ones are none, even if N halves make a
-        whole: somebody has added them up already, and then divided.
-        """
-        by_call: dict[int, dict[int, Part]] = defaultdict(dict)
-        for matcher, _, seen in left:
-            by_call[seen.part.call][matcher.rank] = seen.part
-        for groups in across.groupings(len(self.ranks)):
-            found = [self._sum(key, parts, group) for parts in by_call.values() for group in groups]
-            if all(f is not False for f in found) and any(found):
-                who = " | ".join(", ".join(map(str, group)) for group in groups)
-                self.addends.append((key, who))
-                return True
-        return False
-
-    def _sum(self, key: Key, parts: dict[int, Part], group: list[int]) -> bool | None:
-        """Whether a group's parts of one call add up to a part of the whole; None: it has none."""
-        mine = [parts[rank] for rank in group if rank in parts]
-        if not mine:
-            return None
-        if len(mine) < 2 or len({part.value.shape for part in mine}) > 1:
-            return False
-        near = tolerance(self.plain, key, mine[0].value.dtype)
-        if all(near.off(part.value, mine[0].value) <= 1 for part in mine[1:]):
-            return False
-        total = sum(part.value.double() for part in mine).to(mine[0].value.dtype)
-        first = self.ranks[group[0]]
-        place, factor = first.place(key, replace(mine[0], value=total), 0)
-        for rank in group if place is not None else ():
-            for seen in self.ranks[rank].seen.get(key, ()):
-                seen.place = place if seen.part is parts.get(rank) else seen.place
-            if key.phase == "forward":
-                self.ranks[rank].stood[key, mine[0].call] = place
-        return place is not None
 
     def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
         """Say what is wrong with those that fit nowhere; they may count as they should be after."""

@@ -7,7 +7,7 @@ is a function of sizes and a row of CUTS.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import prod
 
@@ -20,6 +20,7 @@ Shape = tuple[int, ...]
 LOOKED_AT = 600  # proposals for one part, at most
 BEGINS = 5000  # places of one flat piece, at most: of a constant it could be any
 ROWS = 8192  # rows of a whole, at most, among which free order is looked for
+SLOW = 4  # places of each cut of their columns, at most, with which it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,8 +116,11 @@ def _zigzag(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _strided(size: int, total: int, first: int) -> Iterator[Index]:
-    for n in _order(size, total, first):
-        yield range(n, total, total // size)
+    """Every so many of all of them, or of a piece, as micro-batches of such a share are."""
+    for step in range(total // max(size, 1), 1, -1):
+        for n in _order(size, total, first) if total % (step * size) == 0 else ():
+            start = n // step * step * size + n % step
+            yield range(start, start + step * size, step)
 
 
 def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
@@ -175,12 +179,16 @@ def _cut(part: Shape, whole: Shape, shape: Shape, first: int) -> Iterator[Place]
     differ = [d for d in range(len(whole)) if part[d] != whole[d]]
     if len(differ) > 2:
         return
-    ways = ([i for cut in CUTS for i in cut(part[d], whole[d], first)] for d in differ)
-    for chosen in product(*ways):
-        index: list[Index] = [None] * len(whole)
-        for dimension, one in zip(differ, chosen, strict=True):
-            index[dimension] = one
-        yield Place(whole, tuple(index), shape)
+    for cuts in (CUTS[:-1], CUTS)[len(differ) < 2 :]:  # of two dimensions uneven ones come last
+        ways = (
+            [i for cut in cuts for i in islice(cut(part[d], whole[d], first), LOOKED_AT)]
+            for d in differ
+        )
+        for chosen in product(*ways):
+            index: list[Index] = [None] * len(whole)
+            for dimension, one in zip(differ, chosen, strict=True):
+                index[dimension] = one
+            yield Place(whole, tuple(index), shape)
 
 
 def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
@@ -225,14 +233,46 @@ def _begins(part: Tensor, base: Tensor) -> Tensor:
     return apart.topk(min(4, ends), largest=False).indices
 
 
-def by_rows(part: Tensor, whole: Tensor) -> Place | None:
+def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place | None]:
+    """Samples, rows, and rows of which columns are cut, in any order; or columns."""
+    size, total = part.shape[-1:], whole.shape[-1:]
+    if min(part.dim(), whole.dim()) > 2 and part.shape[1:] == whole.shape[1:]:
+        each = by_rows(part.flatten(1), whole.flatten(1))
+        yield None if each is None else replace(each, shape=tuple(part.shape))
+    yield by_rows(part, whole)
+    for cut in CUTS[1:-1] if len(size) and len(total) else ():
+        for columns in islice(cut(size[0], total[0], first), SLOW):
+            yield by_rows(part, whole, columns)
+    yield by_columns(part, whole)
+
+
+def by_rows(part: Tensor, whole: Tensor, columns: Index = None) -> Place | None:
     """Rows in any order: each of the part's is where the whole has the most similar one."""
-    if min(part.dim(), whole.dim()) < 2 or part.shape[-1] != whole.shape[-1] or not part.numel():
+    if min(part.dim(), whole.dim()) < 2 or not part.numel():
         return None
     mine, all_ = part.reshape(-1, part.shape[-1]), whole.reshape(-1, whole.shape[-1])
-    if len(all_) > ROWS:
+    if len(all_) > ROWS or (columns is None and mine.shape[1] != all_.shape[1]):
         return None
-    return Place(tuple(all_.shape), (_nearest(mine, all_), None), tuple(part.shape))
+    cut = Place(tuple(all_.shape), (None, columns), (len(all_), mine.shape[1])).of(all_)
+    return Place(tuple(all_.shape), (_nearest(mine, cut), columns), tuple(part.shape))
+
+
+def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:
+    """Rows in any order, and columns as they stood: of each pair of a part and a whole those.
+
+    Rows that are alike in one of the pairs, the others tell apart.
+    """
+    view = pairs[0][1].numel() // max(1, pairs[0][1].shape[-1]), pairs[0][1].shape[-1]
+    if min(len(stood.shape), pairs[0][1].dim()) < 2 or stood.piece is not None or view[0] > ROWS:
+        return None
+    cut = Place(view, (None, stood.index[-1]), (view[0], stood.shape[-1]))
+    sizes = [whole.float().norm().clamp_min(1e-30) for _, whole in pairs]
+    all_ = [cut.of(whole) / size for (_, whole), size in zip(pairs, sizes, strict=True)]
+    mine = [
+        part.reshape(-1, cut.shape[1]) / size for (part, _), size in zip(pairs, sizes, strict=True)
+    ]
+    index = _nearest(torch.cat(mine, 1), torch.cat(all_, 1))
+    return Place(view, (index, cut.index[1]), stood.shape)
 
 
 def by_columns(part: Tensor, whole: Tensor) -> Place | None:

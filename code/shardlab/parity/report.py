@@ -60,6 +60,7 @@ class Report:
     compared: int = 0  # tensors
     undecided: int = 0  # of which rounding alone makes another one: nothing can be said
     dtypes: list[tuple[Key, str, str]] = field(default_factory=list)  # other ones: of which, both
+    unplaced: list[Key] = field(default_factory=list)  # inside, in a step whose ends are right
     left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
     worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
     seconds: dict[str, float] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Report:
         worst = {**self.worst, **later.worst}
         later.worst = {k: max(v, self.worst.get(k, 0.0)) for k, v in worst.items()}
         later.drifting = self.drifting + later.drifting
+        later.unplaced = self.unplaced + later.unplaced
         return later
 
     @property
@@ -99,6 +101,11 @@ class Report:
                 lines.append(
                     f"  {len(lost)} have nothing to be compared with, first the {called(lost[0])}: "
                     "a number alone, or no rank has it (compiled before it was watched?)"
+                )
+            if self.unplaced:
+                lines.append(
+                    f"  of {len(self.unplaced)} not every part was found, first of the "
+                    f"{called(self.unplaced[0])}: all gradients of weights in its step are right"
                 )
             if self.drifting:
                 lines.append(

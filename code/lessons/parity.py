@@ -253,11 +253,10 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 show.source(rounding.neighbours)
 
 # %% [markdown]
-# That is not enough for a long sum. A weight's gradient adds up all tokens, and each partial sum is rounded by far more than one unit of its addends.
-# So in these runs an operator that adds up many numbers gets them multiplied by a random number, and its sum is divided by it again. That changes nothing but rounding, which is drawn anew.
+# A long sum is rounded by far more than one unit of its addends. So in these runs what is summed is multiplied by a random number, and the sum divided by it, which draws the rounding anew.
 # A cast to fewer bits, as autocast's, hides small noise. So a thousandth of the numbers that are cast are rounded the other way.
 #
-# What all that does to a tensor is what rounding can do to it. Twelve times the largest of the three is allowed.
+# Twelve times the largest of the three is allowed; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
 # Two differences count: that of all numbers together, and that of the worst row, which alone sees one wrong row among thousands.
 #
 # How large is it? Here are twelve layers and six steps, in two number formats: lines are the noise, dots are how far two ranks, that average as they should, really are from one process.
@@ -332,7 +331,7 @@ show.table(rows, [*head, "allowed of that gradient"])
 # In `float32` there are five decades between what rounding does and the tensor's own size, and a mistake shows anywhere in them.
 # In `bfloat16` a difference of a third of this gradient is allowed. Of updates nothing is left to compare, since AdamW turns small numbers into their signs: there the check does not judge, and says so. *Logic is judged in `float32`*; `bfloat16` is a second look.
 #
-# One kind of mistake is sharper than its tensor's noise: a *factor* that all numbers of a gradient share. Rounding moves each number for itself, so it hardly moves their common factor. Where few bits leave more than 1 % of a gradient to rounding, the factor is judged by itself, and 1.05 is found in `bfloat16`:
+# Rounding moves each number for itself, and hardly a *factor* that all numbers of a gradient share. So with few bits that factor is judged by itself, and 1.05 is found:
 
 # %%
 def a_twentieth_more(model):
@@ -346,24 +345,6 @@ print(report := parity.check(few_bits, partial(few_bits, part=share, after=a_twe
 assert not report.equal
 
 # %% [markdown]
-# ````{admonition} Which numbers are chosen, and where they end
-# :class: note, dropdown
-#
-# Noise is measured. How many times the noise is allowed is chosen, once and for all programs. These choices are constants of [two files](../code/shardlab/parity/noise.py):
-#
-# | constant | value | why this value | where it ends |
-# |---|---|---|---|
-# | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | a tensor of one number has three numbers for its noise |
-# | `FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these have two layers, some hundred tokens and at most 8 ranks, and no sum was drawn anew; with that, 5 to 7 % of what is allowed is used at 65,536 tokens and at $10^6$ rows |
-# | `DECIDES` | 0.5 | a tensor that may be off by more than half of its size is another tensor | nothing is said of it; the report counts such tensors |
-# | `LOOSE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are alike for few bits stay ambiguous |
-# | `TURNS` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW makes a whole step of it | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
-# | `STEADY`, `SHARED` | 6, 2 | a common factor may be off by six times what it is in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
-#
-# A mistake that is smaller than what is allowed is not found, whatever the choice. With 65,536 tokens in `float32` that is a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other; with $10^6$ it is 1.0004.
-# One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
-# ````
-#
 # ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
 # :class: checked
 #
@@ -1023,6 +1004,29 @@ show.source(core.Judge._wrong)
 
 
 # %% [markdown]
+# ### Which numbers are chosen, and where they end
+#
+# Noise is measured. How many times the noise is allowed is chosen, once and for all programs. These choices are constants of [two files](../code/shardlab/parity/noise.py):
+#
+# | constant | value | why this value | where it ends |
+# |---|---|---|---|
+# | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | a tensor of one number has three numbers for its noise |
+# | `FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these have two layers, some hundred tokens and at most 8 ranks, and no sum was drawn anew; with that, 5 to 7 % of what is allowed is used at 65,536 tokens and at $10^6$ rows |
+# | `DECIDES` | 0.5 | a tensor that may be off by more than half of its size is another tensor | nothing is said of it; the report counts such tensors |
+# | `LOOSE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are alike for few bits stay ambiguous |
+# | `TURNS` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW makes a whole step of it | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
+# | `STEADY`, `SHARED` | 6, 2 | a common factor may be off by six times what it is in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
+#
+# A mistake that is smaller than what is allowed is not found, whatever the choice. With 65,536 tokens in `float32` that is a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other; with $10^6$ it is 1.0004.
+# One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
+#
+# ### With torch.compile
+#
+# Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
+# But the hooks cut the graph. Of a GPT of two layers, which is one graph of 131 calls, 20 graphs with 58 calls are left, so what runs is not the fused program.
+# A model that was compiled and called *before* `watch` keeps its one graph: gradients and updates are compared, and outputs inside of it are not, which the report says. The runs with noise are not compiled at all.
+# Judge logic without compilation, and the fused program by its gradients and updates alone.
+#
 # ## What it costs
 #
 # A record keeps every output, its gradient, and of each step gradients and updates of all parameters. In this GPT a layer has modules with $16h$ outputs for each token ($4h$ of them in the feed-forward network's middle), and there are $T$ tokens, so one step keeps
@@ -1095,15 +1099,6 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 #
 # Tensors are compared on the host, so both programs may run on any device, and on two different ones: a plain program on the CPU, in `float32`, beside a parallel one on four GPUs. Keep `torch.backends.cuda.matmul.allow_tf32` off, which is torch's default: TF32 rounds the *factors* of each product to ten bits, and adds the products up in `float32`.
 # On this page the ranks run where `ranks.device()` says.
-# ```
-#
-# ```{admonition} With torch.compile
-# :class: note
-#
-# Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
-# But the hooks cut the graph. Of a GPT of two layers, which is one graph of 131 calls, 20 graphs with 58 calls are left, so what runs is not the fused program.
-# A model that was compiled and called *before* `watch` keeps its one graph: gradients and updates are compared, and outputs inside of it are not, which the report says. The runs with noise are not compiled at all.
-# Judge logic without compilation, and the fused program by its gradients and updates alone.
 # ```
 #
 # ## When to use it

@@ -270,9 +270,9 @@ sessions.session("random")
 # | the address is wrong, or nobody serves it | `RendezvousConnectionError: The connection to the C10d store has failed`, after `read_timeout`, 60 s |
 # | two jobs, or two ids, at one port | one of these two; no word of ids |
 # | the wrong interface: `GLOO_SOCKET_IFNAME=ib7` | the rank raises, and names `ib7` |
-# | node 0's own name has no address, as in some containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
+# | node 0's name has no address, as in containers | `The IPv6 network addresses of (NAME, PORT) cannot be retrieved`, again and again |
 #
-# `torchrun` tells all ranks to meet at the name of the node where rank 0 is. `--local-addr` gives an address instead: with `--standalone`, 127.0.0.1.
+# `--local-addr` gives an address in its place: with `--standalone`, 127.0.0.1.
 #
 # `torchrun` listens on all interfaces of the first node, without a password.
 #
@@ -654,9 +654,8 @@ print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, all-to-alls whose sizes disagree, and ranks that wait for one another in a circle.
-# Two stages that both send first are one; nccl alone records sends.
-# If all wait in one collective, it is a link or a network card.
+# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
+# If all wait in one collective, suspect a link or a network card.
 
 # %%
 found = hang.explain(calls)
@@ -671,7 +670,6 @@ assert fewer(calls, "data") == [1]
 # %% [markdown]
 # The watchdog's limit is longer than any step, the first and saves included, and shorter than the group's: a collective that gloo has given up counts as done.
 # `python -m shardlab cluster hang FOLDER` then says the same as above, and PyTorch's `torchfrtrace FOLDER -p trace_` reads these files, too.
-# `hang` also reads nccl's own files, `comm_lib_trace_rank_…` and `nccl_trace_rank_…`.
 # [A test](../tests/test_cluster_hang.py) gives the same records to both.
 #
 # ```{admonition} Checked: "torchfrtrace works with any backend, and names the culprit"
@@ -808,7 +806,6 @@ show.source(checks.clocks)
 # The status is 0 when all is good, 1 when something is bad, and 2 when it could not begin; torchrun makes 1 of both.
 # Start it with the options of the training's own `srun`: another binding is another machine.
 # When nothing has moved for `--timeout` seconds, it names the rank that did not come or stopped answering, and what that rank was doing.
-# It also names a `MASTER_ADDR` that is the loopback.
 #
 # ### Pairs that do not disturb each other
 #
@@ -893,7 +890,7 @@ sessions.job("trainjob.yaml")
 # ## When to use what
 #
 # - **One GPU**: `srun python`.
-# - **One node**: `srun torchrun --standalone --local-addr 127.0.0.1`.
+# - **One node**: `srun torchrun --standalone`.
 # - **Several nodes under Slurm**: `srun` with one `torchrun` a node where ranks shall restart inside the job; `srun` alone where a requeue is restart enough.
 # - **Nodes without a scheduler**: `torchrun` with c10d, in a service that ends what it leaves (systemd, a container).
 # - **Kubernetes**: a TrainJob where Kubeflow is installed, else an Indexed Job.

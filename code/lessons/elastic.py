@@ -44,7 +44,7 @@ import torch.distributed as dist
 from shardlab import elastic, ranks, show
 from shardlab.check import check
 from shardlab.cluster.slurm import sessions
-from shardlab.elastic import born, core, host, keep
+from shardlab.elastic import born, core, host
 from shardlab.elastic.job import Job, free_port
 
 TEMPORARY = tempfile.TemporaryDirectory(prefix="elastic-")  # goes with this process
@@ -138,12 +138,12 @@ show.source(host.Host)
 # The rest of the agent starts processes, ends them, and sees to it that none outlives its agent.
 
 # %%
-show.source(born.main, keep.main, core.Ranks)
+show.source(born.main, core.Ranks)
 
 # %% [markdown]
 # `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if that one was killed with SIGKILL.
-# This ends the rank alone: not what a shell or a data loader started.
-# So each round has one more process, the *keeper* (`keep.py`), which reads from a pipe. When the agent dies, the kernel closes the pipe, and the keeper kills each rank's whole session.
+# This ends the rank alone, and not what the rank started.
+# So each round has one more process, [the keeper](../code/shardlab/elastic/keep.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and the keeper kills each rank's whole session.
 
 # %%
 show.source(core.Agent)

@@ -243,7 +243,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
-# A check that is fooled three times by right programs will be switched off, or loosened until it is quiet. `shardlab.parity` has a rule for each.
+# A check that right programs fool three times will be switched off, or loosened until it is quiet. `shardlab.parity` has a rule for each.
 #
 # ## Rule 1: rounding is measured
 #
@@ -259,7 +259,7 @@ show.source(rounding.neighbours)
 # Twelve times the largest of the three is allowed; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
 # Two differences count: that of all numbers together, and that of the worst row, which alone sees one wrong row among thousands.
 #
-# How large is it? Here are twelve layers and six steps, in two number formats: lines are the noise, dots are how far two ranks, that average as they should, really are from one process.
+# How large is it? Twelve layers, six steps, two number formats: lines are the noise, dots show how far two right ranks are from one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
@@ -326,12 +326,12 @@ show.table(rows, [*head, "allowed of that gradient"])
 
 
 # %% [markdown]
-# Outputs have no dots, for they are the same bits: a text's numbers do not depend on its neighbours in the batch. Gradients are sums over texts, and differ.
+# Outputs have no dots, for they are the same bits; gradients are sums over texts, and differ.
 #
-# In `float32` there are five decades between what rounding does and the tensor's own size, and a mistake shows anywhere in them.
-# In `bfloat16` a difference of a third of this gradient is allowed. Of updates nothing is left to compare, since AdamW turns small numbers into their signs: there the check does not judge, and says so. *Logic is judged in `float32`*; `bfloat16` is a second look.
+# In `float32` five decades lie between rounding and the tensor's own size.
+# In `bfloat16` a difference of a third of this gradient is allowed. Of updates nothing is left to compare, since AdamW turns small numbers into their signs, and the check says so. *Logic is judged in `float32`*; `bfloat16` is a second look.
 #
-# Rounding moves each number for itself, and hardly a *factor* that all numbers of a gradient share. So with few bits that factor is judged by itself, and 1.05 is found:
+# Rounding hardly moves a *factor* that all numbers of a gradient share. So with few bits that factor is judged by itself, and 1.05 is found:
 
 # %%
 def a_twentieth_more(model):
@@ -349,7 +349,7 @@ assert not report.equal
 # :class: checked
 #
 # A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis put that down to the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A tolerance that is chosen by eye will be chosen again when it is in the way. One that is measured, times a factor that was fixed on other programs, is not yours to choose: below, the smallest of ten published mistakes is off by 0.3 %, which is four hundred times what is allowed.
+# A tolerance chosen by eye will be chosen again when it is in the way. A measured one, times a factor fixed on other programs, is not yours to choose: below, the smallest of ten published mistakes is off by 0.3 %, which is four hundred times what is allowed.
 # ````
 #
 # ## Rule 2: where a part belongs, numbers decide
@@ -365,7 +365,7 @@ assert not report.equal
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
 #
 # At the ends a tensor has to be in its weight's place, times exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that it misses inside still arrives at an end.
-# So a tensor inside that fits nowhere is no alarm while every gradient of that step is right; the report counts such tensors.
+# So what fits nowhere inside is no alarm while every gradient of the step is right; the report counts it.
 #
 # ## Right is silent, wrong is read line by line
 #
@@ -767,7 +767,7 @@ PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])
 # python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 # ```
 #
-# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. `--folder` names a folder that keeps all of it; a folder that holds anything but an earlier comparison is refused. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
+# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. `--folder` keeps all of it, in a folder that holds nothing else. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
 
 # %% tags=["hide-input"]
 # Starts this command
@@ -973,7 +973,7 @@ show.source(core.Matcher._weight, core.Matcher._weight_places)
 show.source(core.Matcher._output, core.Matcher._best)
 
 # %% [markdown]
-# Its gradient is in the same place, times this rank's factor, which the first gradient decides. If all texts begin with the same word, their first rows are equal, and an output may have been placed at another text's row. Gradients tell such rows apart:
+# Its gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
 
 # %%
 show.source(core.Matcher._output_gradient, core.Matcher._twins, core.Matcher._fits)
@@ -1024,7 +1024,7 @@ show.source(core.Judge._wrong)
 #
 # Call `watch` first, and `torch.compile` after it. Then the hooks are compiled with the model, and every output is compared.
 # But the hooks cut the graph. Of a GPT of two layers, which is one graph of 131 calls, 20 graphs with 58 calls are left, so what runs is not the fused program.
-# A model that was compiled and called *before* `watch` keeps its one graph: gradients and updates are compared, and outputs inside of it are not, which the report says. The runs with noise are not compiled at all.
+# A model that was compiled and called *before* `watch` keeps its one graph: gradients and updates are compared, and outputs inside of it are not, which the report says.
 # Judge logic without compilation, and the fused program by its gradients and updates alone.
 #
 # ## What it costs
@@ -1098,7 +1098,6 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 # :class: note
 #
 # Tensors are compared on the host, so both programs may run on any device, and on two different ones: a plain program on the CPU, in `float32`, beside a parallel one on four GPUs. Keep `torch.backends.cuda.matmul.allow_tf32` off, which is torch's default: TF32 rounds the *factors* of each product to ten bits, and adds the products up in `float32`.
-# On this page the ranks run where `ranks.device()` says.
 # ```
 #
 # ## When to use it
@@ -1358,7 +1357,7 @@ check(report, "own_parity")
 # ## Summary
 #
 # - Parity: every output, gradient and update of a parallel program beside those of a plain one; the first that differs is named.
-# - Rounding is measured, by moving everything by one unit in the last place and by drawing the rounding of sums anew; a tolerance chosen by eye hides mistakes.
+# - Rounding is measured, by moving everything by one unit in the last place; a tolerance chosen by eye hides mistakes.
 # - Where a part belongs is learned from the weights, before a mistake can act.
 # - Ends are strict: what the optimizer gets and what it makes. Addends and factors inside are no mistake, and only say where one began.
 # - Most published mistakes have a right loss. Compare by name, all copies, before the optimizer and after it.

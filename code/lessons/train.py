@@ -333,7 +333,7 @@ changes(sampler.main, core.main)
 # `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
 # The barrier makes the others wait until rank 0 has written what they read.
 #
-# Without `if rank == 0` two ranks write one file. Most of the time nothing happens, and now and then the file is spoilt. The cell forces the order in which that happens; in a job it is chance.
+# Without `if rank == 0` two ranks write one file, and now and then it is spoilt. The cell forces that order.
 
 # %% tags=["hide-input"]
 # Shows a checkpoint that two ranks write at once
@@ -375,7 +375,7 @@ assert losses[0] == losses[1]
 #
 # ### The whole script
 #
-# `main` has these lines after the three steps:
+# After the three steps `main` is:
 
 # %%
 show.source(core.main)
@@ -386,17 +386,16 @@ show.source(core.main)
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
 # Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `text` and `Windows`.
-# What follows goes through the rest, one method after the other. `main` asks a `Training` for batches and steps:
+# `main` asks a `Training` for batches and steps:
 
 # %%
 show.source(take_home.main, Training.batches, Training.step)
 
 # %% [markdown]
 # `batches` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
-# On a GPU, `pin_memory` has the loader put batches into memory that the GPU reads by itself.
-# `non_blocking=True` then starts the copy and returns at once, while from other memory the CPU waits until the batch is read.
-# The step's kernels come after the copy, in the same stream, so no line waits for it.
-# The one line that waits for the GPU is `copied.synchronize()`: until the GPU begins this step. All kernels of the step are queued by then, so the GPU has work while the CPU prepares the next step.
+# On a GPU, `pin_memory` puts batches into memory that the GPU reads by itself, so that with `non_blocking=True` the copy returns at once.
+# Kernels come after the copy, in the same stream, so no line waits for it.
+# Only `copied.synchronize()` waits: until the GPU begins this step, of which it then has all kernels.
 # Each line of `metrics.jsonl` has loss, norm, seconds, tokens per second, memory, and MFU where the peak of the device is known or given.
 
 # %% tags=["hide-input"]
@@ -436,18 +435,18 @@ _ = home("the script to take home")
 # ## Accumulation: several backwards before a step
 #
 # A batch that does not fit is cut into micro-batches whose gradients add up.
-# Each loss is the sum over its tokens, divided by the number of tokens of the whole batch. Targets of −100, as short texts have them, do not count.
-# The mean of the micro-batches' means, or of the ranks', would be another number: a token of a short text would weigh more than one of a long text. `step` adds up the number over all ranks before the first backward.
+# Each loss is a sum, divided by the number of tokens that count in the whole batch: targets of −100 do not. `step` adds up that number over all ranks first.
+# In a mean of means, a token of a short text would weigh more than one of a long text.
 
 # %%
 show.source(Training.backward)
 
 # %% [markdown]
-# DDP would send all gradients in every backward. Under `no_sync` it sends none; the last backward, outside of it, sends the sums: as many bytes as without accumulation ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
+# DDP would send all gradients in every backward. Under `no_sync` it sends none; the last backward, outside of it, sends the sums: as many bytes as in one backward ([measured](data_parallel.md#forgetting-zero_grad-forgetting-no_sync)).
 # Forward has to run inside of it, too.
 #
 # **Clipping** comes once, after that. The norm is that of the averaged gradient, which all ranks have after the last backward, so all scale by the same number.
-# Clip before, or in each micro-batch, and you clip other vectors: their sum is no clipped gradient, and ranks would scale differently.
+# Clip before, or in each micro-batch, and you clip other vectors, and each rank by another number.
 
 # %% tags=["hide-input"]
 # Holds four micro-batches a step against one process
@@ -658,14 +657,14 @@ show.table(
 #
 # What is left of [code/train.py](../code/train.py) is what a job needs around its training.
 # `report` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
-# A signal reaches one rank or all, at any moment. Every step begins with an all-reduce of two numbers, in [`step`](#what-a-job-asks-for-besides): the tokens that count, and the ranks that got the signal. So all ranks learn of the signal in the same step, the first one that begins after it, and that step is the last:
+# A signal reaches one rank or all, at any moment. Every [`step`](#what-a-job-asks-for-besides) begins with an all-reduce of two numbers: the tokens that count, and the ranks that got the signal. So all ranks learn of it in one step, which is the last:
 
 # %%
-show.source(Training.report, Training.ask_to_stop)
+show.source(Training.report)
 
 
 # %% [markdown]
-# A checkpoint is saved at once. A validation that was due waits for the next start, since on much text it takes longer than the seconds before the time limit.
+# A checkpoint is saved at once; a validation that was due waits for the next start.
 # All ranks end with status 0, which keeps `torchrun` from starting them again. A file `stopped` says that there is more to do.
 # Processes that load data ignore the signal: the last step still needs them.
 # Here rank 1 alone gets a signal while it trains; the command is then given once more.

@@ -247,7 +247,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # ## Rule 1: rounding is measured
 #
-# How far may a tensor be off? That depends on the model, its depth, the number format and the step, so it is measured for each tensor. The plain program runs three times more, and in these runs *every* output, every output's gradient and every first weight is moved by one unit in the last place, at random:
+# How far may a tensor be off? That depends on the model, its depth, the number format and the step, so it is measured. The plain program runs three times more, and in these runs *every* output, every output's gradient and every first weight is moved by one unit in the last place, at random:
 
 # %%
 show.source(rounding.neighbours)

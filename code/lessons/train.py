@@ -370,7 +370,7 @@ losses = same(core, show=True)
 assert losses[0] == losses[1]
 
 # %% [markdown]
-# That is all that data parallelism asks of a script.
+# Data parallelism asks no more of a script.
 # Now do it yourself: in [an exercise](#exercises) you take [one_gpu.py](../code/shardlab/train/one_gpu.py) to two ranks, and each step is checked before the next.
 #
 # ### The whole script

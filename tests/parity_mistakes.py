@@ -340,6 +340,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "losses differ from the script's": "data: the same share on every rank",
         "with `ModelParallelStrategy`": SECONDS,
         "a job is ended at its time limit": "no number is wrong",
+        "a job hangs at its time limit": HANGS,
         "losses rise after an overflow": "data: one rank skips a step",
         "the run ends with an exception": RAISES,
     },
@@ -418,6 +419,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
     },
     "deepspeed_engine": {
         "A misspelt name": "DeepSpeed: clipped unasked",
+        "`\"auto\"` from Hugging Face": RAISES,
         "Reading a parameter at stage 3": "what is read is not trained by",
         "`loss.backward()` in place of": "it is right, or refused",
         "Pipeline with stage 2 or 3": RAISES,

@@ -33,15 +33,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import born, keep
 from .host import Failure, Host, Order, Report, State
 from .job import Job, free_port, listen, succeeds
 
 TICK = 0.05  # seconds between two looks at ranks and store
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give to what SIGTERM has ended
 # Programs of their own that start in little time: without settings of the user's, and packages.
-_BORN, _KEEP = (
-    (sys.executable, "-IS", str(Path(__file__).with_name(name))) for name in ("born.py", "keep.py")
-)
+_BORN, _KEEP = ((sys.executable, "-IS", module.__file__) for module in (born, keep))
 # Signals of a process's own errors; abort() sends SIGABRT, as nccl's watchdog does.
 CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
 

@@ -419,7 +419,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
     },
     "deepspeed_engine": {
         "A misspelt name": "DeepSpeed: clipped unasked",
-        "`\"auto\"` from Hugging Face": RAISES,
+        '`"auto"` from Hugging Face': RAISES,
         "Reading a parameter at stage 3": "what is read is not trained by",
         "`loss.backward()` in place of": "it is right, or refused",
         "Pipeline with stage 2 or 3": RAISES,

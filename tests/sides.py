@@ -62,7 +62,7 @@ def plain_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 
 
 def counted(part: Part) -> int:
-    """How many of a micro-batch's targets are not ignored."""
+    """Return the number of targets in a micro-batch that are not ignored."""
     return int((part[1] != IGNORED).sum())
 
 

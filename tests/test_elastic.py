@@ -647,7 +647,7 @@ def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
 
 
 def test_a_name_without_an_address(start, tmp_path, monkeypatch):
-    """As in a container whose hosts file does not name it: torchrun gives its ranks that name."""
+    """Start torchrun in a container whose hosts file does not name it."""
     monkeypatch.setattr(socket, "getfqdn", lambda *_: "no.such.host.invalid")
     (tmp_path / "meet.py").write_text("from torch.distributed import *; init_process_group('gloo')")
     told = ["--standalone", "--nproc-per-node=2", str(tmp_path / "meet.py")]

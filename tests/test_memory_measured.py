@@ -332,7 +332,7 @@ def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", DTYPES)
 def test_muon_takes_its_largest_matrix_whole(precision: str) -> None:
-    """What its step holds at most beside the states; the largest is 224 x 64, or 128 x 128."""
+    """Compare the peak of Muon's step beside its states; the largest is 224 x 64, or 128 x 128."""
     for config in (replace(LLAMA, vocab=32), replace(LLAMA, vocab=32, hidden=128, ffn=64)):
         step = Step(config, precision, "cpu", "muon")
         tokens = torch.randint(0, config.vocab, (1, config.seq))

@@ -407,7 +407,7 @@ def test_words_say_what_the_mistake_is_and_nothing_that_misleads(name):
 
 
 class Recurrent(nn.Module):
-    """Its weights' gradients are rounded to 16 bits in autocast, and some of them are tiny."""
+    """A recurrent net, whose gradients autocast rounds to 16 bits; some of them are tiny."""
 
     def __init__(self) -> None:
         super().__init__()

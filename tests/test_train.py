@@ -70,7 +70,7 @@ def trained(script, size: int, folder: Path, **changes) -> list[list[float]]:
 
 
 def lines_of(folder: Path, name: str) -> dict[int, float]:
-    """What metrics.jsonl has under a name, by step: the last line where a step has two."""
+    """Return the values of metrics.jsonl under a name, by step; the last where a step has two."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]

@@ -61,13 +61,13 @@ def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Whether Muon takes it: a matrix of a layer, and no table."""
+    """Return True if Muon takes it: a matrix of a layer, and no table."""
     return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.table
 
 
 @lru_cache(maxsize=1024)
 def in_matrices(kind: Kind, tp: int, ep: int, cut: int) -> tuple[int, int]:
-    """Of the parameters of one layer on one rank those in matrices; and those of its experts."""
+    """Return a rank's parameters of one layer that are in matrices, and those of its experts."""
     counts = [0, 0]
     here = kind.routed.number // ep if kind.routed else 0
     for entry in kind.entries:

@@ -156,7 +156,7 @@ def skipped(ranks: list[Any], end: int) -> int:
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
-    """Whether a module has all its children and weights on a rank: a stage is not the model."""
+    """Return True if a rank has all children and weights of a module: a stage is not the model."""
     prefix = key.name.partition("[")[0]
     prefix += "." if prefix else ""
 
@@ -169,7 +169,7 @@ def complete(key: Key, plain: Record, matcher: Any) -> bool:
 
 
 def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
-    """Whether every gradient of a step is right, so that nothing before them can be wrong.
+    """Return True if every gradient of a step is right: then nothing before them is wrong.
 
     What rounding makes another one counts only where it is next to nothing, as keys' biases' is.
     """
@@ -191,7 +191,7 @@ Left = list[tuple[Any, int, Any]]  # parts that fit nowhere: of a matcher, of a 
 
 
 def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
-    """Of which groups of ranks the parts add up to the whole, where alone they fit nowhere; or "".
+    """Name the groups of ranks whose parts add up to the whole; "" if no groups' do.
 
     Such addends are no mistake in themselves. Equal ones are none, even if N halves make a whole:
     somebody has added them up already, and then divided.

@@ -138,7 +138,7 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
 
 
 def guessed(rates: Rates) -> str:
-    """How many of the rates nobody has measured."""
+    """Return the number of rates that nobody has measured."""
     many = sum(rate.origin.startswith("a guess") for rate in rates.all.values())
     return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
 

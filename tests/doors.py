@@ -56,7 +56,7 @@ def called(function: Callable[..., Any]) -> str:
 INNER = {
     gemm.grid: "wrap",
     **dict.fromkeys((zero.Zero1, zero.Zero2, zero.Zero3), "late reshard prefetch"),
-    machines.Machine: "name",
+    machines.Machine: "name label",
 }
 INNER = {called(function): names.split() for function, names in INNER.items()}
 RELU = nn.ReLU  # without parameters: a model in which there is nothing to be found

@@ -330,7 +330,7 @@ LINES = {
     f"strategy {JOB} --dp 4 --tp 8": "dp=4 with tp=8: allowed are products that divide gpus=16",
     "strategy --model gpt-2 --gpu h100-79 --gpus 8": "gpu='h100-79': allowed are 'rtx-4090',",
     f"strategy {JOB} --emit nemo": "emit='nemo': allowed are 'deepspeed'",
-    f"strategy {JOB} --pp 2 --emit fsdp2": "emit='fsdp2': none of the 38 layouts",
+    f"strategy {JOB} --pp 2 --emit fsdp2": "emit='fsdp2': none of the 39 layouts",
     f"strategy {JOB} --config x.json": "--model and --config: allowed is exactly one",
     "strategy --model llama-3-405b --gpu h100 --gpus 16": "32 of these GPUs would be enough",
     "strategy --model llama-3-8b --gpu rtx-4090 --gpus 1 --seq 1000001": "larger ones would",

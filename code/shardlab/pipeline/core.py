@@ -60,11 +60,17 @@ class Passes:
         if self.last is not None:  # no micro-batch has a mean of nothing, which would be nan
             counted = torch.stack([(targets != IGNORED).sum() for targets in self.targets])
             self.scales = counted.double() / counted.sum().clamp(min=1)
-            pairs = zip(self.targets, counted, strict=True)
-            self.targets = [targets.masked_fill(count == 0, 0) for targets, count in pairs]
+            self.targets = [  # a copy only where it is needed; to ask, a GPU would be waited for
+                targets if targets.is_cpu and count else targets.masked_fill(count == 0, 0)
+                for targets, count in zip(self.targets, counted, strict=True)
+            ]
         self.live: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = {}
         self.undone: dict[tuple[int, int], list[deferred.Task]] = {}
         self.value: Tensor | None = None  # the loss, where the last part is
+
+    def end(self) -> None:
+        """Let go of the batch."""
+        self.tokens = self.targets = self.scales = ()
 
     def forward(self, i: int, chunk: int, x: Tensor | None) -> Tensor:
         """Micro-batch i through one part, and through the loss behind the last."""
@@ -373,6 +379,7 @@ class Pipeline(Held):
                 parameter.grad += self.before
         if self.replicas is not None:
             average_gradients(self.parameters(), self.replicas)
+        self.passes.end()
         self.mail.end()
 
     def timeline(self) -> Timeline:

@@ -37,7 +37,7 @@ VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "
 
 START = 120.0  # seconds in which the ranks of a run have to start and meet
 TIMEOUT = 120.0  # seconds that a run may take, unless its caller says otherwise
-MAX_SLOWDOWN = 10.0  # by which both may grow on a slow machine
+MAX_SLOWDOWN = 4.0  # factor by which both may grow on a slow machine
 
 _inside: Job | None = None  # set in a rank, None everywhere else
 

@@ -57,12 +57,13 @@ class Passes:
     def begin(self, tokens_BS: Tensor, targets_BS: Tensor, m: int) -> None:
         """Begin a step of m micro-batches, which differ by a sequence at most."""
         self.tokens, self.targets = tokens_BS.tensor_split(m), targets_BS.tensor_split(m)
-        if self.last is not None:  # no micro-batch has a mean of nothing, which would be nan
-            counted = torch.stack([(targets != IGNORED).sum() for targets in self.targets])
+        if self.last is not None:
+            counted = torch.stack([(part != IGNORED).sum() for part in self.targets])
             self.scales = counted.double() / counted.sum().clamp(min=1)
-            self.targets = [  # a copy only where it is needed; to ask, a GPU would be waited for
-                targets if targets.is_cpu and count else targets.masked_fill(count == 0, 0)
-                for targets, count in zip(self.targets, counted, strict=True)
+            # A mean of nothing would be nan. Asking for it would wait for a GPU.
+            self.targets = [
+                part if part.is_cpu and count else part.masked_fill(count == 0, 0)
+                for part, count in zip(self.targets, counted, strict=True)
             ]
         self.live: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = {}
         self.undone: dict[tuple[int, int], list[deferred.Task]] = {}

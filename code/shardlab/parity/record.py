@@ -22,10 +22,8 @@ from .recording import Key, Part
 
 ALIGNED = 64  # bytes: where each tensor begins in the file
 INDEX, VALUES = "index.pt", "values"
-OWN, NEW = (
-    ".parity",
-    ".new",
-)  # lists the files that a comparison wrote; ends an unfinished one's name
+OWN = ".parity"  # lists the files that a comparison wrote
+NEW = ".new"  # ends the name of an unfinished one
 
 
 @contextmanager

@@ -213,9 +213,10 @@ async def _run(
     cells = list(lesson.cells)
     again: list[int] = []
     lesson.cells.append(question)
-    limit = round(CELL_TIMEOUT * slowdown())
-    options = {"timeout": limit, "record_timing": False, "coalesce_streams": True}
     begin = time.monotonic()
+    async with turn():  # it computes, and so runs beside no cell that measures
+        limit = round(CELL_TIMEOUT * slowdown())
+    options = {"timeout": limit, "record_timing": False, "coalesce_streams": True}
     number = 0
     try:
         with _home() as home:

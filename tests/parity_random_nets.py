@@ -31,6 +31,7 @@ from shardlab import tensor_parallel as tp
 
 H, VOCAB, LONG, IGNORED = 8, 13, 7, -100
 AVERAGED = "DDP", "FSDP2", "ZeroRedundancyOptimizer"
+BY_HAND = "loop", "ZeRO-1 by hand"
 
 
 class Learned(nn.Module):
@@ -220,7 +221,7 @@ class Job:
     clip: float = 0.0
     steps: int = 1
     dtype: torch.dtype = torch.float32
-    forgets: bool = False  # a wrong one: to average the first weights
+    forgets: bool = False  # a wrong one: to average the first gradient, or to send its weight
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, targets, of which some have none, and how many have one."""
@@ -256,6 +257,8 @@ class Job:
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         kind, options = RULES[self.rule]
         options = options | {"foreach": False}
+        if self.split == "ZeRO-1 by hand" and dist.get_world_size() > 1:
+            parameters = [*parameters][dist.get_rank() :: dist.get_world_size()]
         if self.split == "ZeroRedundancyOptimizer" and dist.get_world_size() > 1:
             return ZeroRedundancyOptimizer(parameters, kind, **options)
         return kind(parameters, **options)
@@ -313,7 +316,8 @@ def wrapped(job: Job, model: Any, group: Any) -> nn.Module:
     if job.split == "DTensor":
         plan = {"up": by_torch.ColwiseParallel(), "down": by_torch.RowwiseParallel()}
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-        for piece in (m for m in model.modules() if isinstance(m, Piece) and m.how is feed):
+        feeds = (m for m in model.modules() if isinstance(m, Piece) and m.how is feed)
+        for piece in (m for m in feeds if not m.normed):  # torch cuts no parametrization
             by_torch.parallelize_module(piece, mesh, plan)
     return model
 
@@ -327,6 +331,7 @@ def copied(job: Job, watch: Any) -> None:
     whole = prepared(job, mine if by_hand else None)
     model, weights = wrapped(job, whole, others), [*whole.parameters()]
     weights = [p for p in weights if p.requires_grad]
+    owners = {p: i % n for i, p in enumerate(model.parameters()) if job.split == "ZeRO-1 by hand"}
     copies, copy = n // t, rank // t
     optimizer = job.optimizer(model.parameters())
     watch(model, optimizer)
@@ -343,12 +348,17 @@ def copied(job: Job, watch: Any) -> None:
             if job.split == "FSDP2" and job.seed % 2:
                 model.set_requires_gradient_sync(k == len(parts) - 1)
             (lost(model(x[part]), y[part]) * times / by).backward()
-        for p in weights[job.forgets :] if job.split == "loop" else ():
+        for p in weights[job.forgets and not owners :] if job.split in BY_HAND else ():
             p.grad *= int(has) / int(count) if job.loss == "own" else 1 / times
-            dist.all_reduce(p.grad, group=others)
+            if job.split == "loop" or job.clip:
+                dist.all_reduce(p.grad, group=others)
+            else:
+                dist.reduce(p.grad, owners[p])
         if job.clip:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
+        for p in [*owners][job.forgets :]:
+            dist.broadcast(p.data, owners[p])
 
 
 def staged(job: Job, watch: Any) -> None:
@@ -370,7 +380,7 @@ def staged(job: Job, watch: Any) -> None:
 
 
 SPLITS = ("loop",) * 6 + ("DDP",) * 3 + ("FSDP2",) * 2 + ("stages",) * 3 + ("DTensor",)
-SPLITS += ("ZeroRedundancyOptimizer",)
+SPLITS += ("ZeroRedundancyOptimizer", "ZeRO-1 by hand")
 LOSSES = "count", "scaled", "own"
 TEXTS = "any", "begin alike", "repeated", "one", "constant", "padded", "padded, one empty"
 
@@ -386,6 +396,7 @@ def drawn(seed: int) -> Job:
     samples = r.choice((12, 24)) if r.random() < 0.5 else r.randint(12, 20)
     pieces = r.choices([*PIECES], k=ranks * r.choice((1, 2)) if stages else r.randint(1, 3))
     pieces += ["feed"] * (split == "DTensor")
+    ranks = min(ranks, len(pieces) + 1) if split == "ZeRO-1 by hand" else ranks
     trains = len(pieces) > 1
     return Job(
         seed, split, ranks, tensor, tuple(pieces), r.choice(("dictionary", "called", "nested")),

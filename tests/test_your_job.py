@@ -63,7 +63,7 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
 def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
     """Each row of its table, for torchtitan; and for the script, as the page says to ask."""
     asked = words(next(line for line in PLANS if "--tokens" in line)) + ["--json"]
-    script = re.search(r"script is FSDP2.*`(.+)`", PAGE)[1].split()
+    script = re.search(r"script has no stages.*`(.+)`", PAGE)[1].split()
     script = [*asked[: asked.index("--profile")], *script, "--json"]
     for engine, line in {"torchtitan": asked, "course": script}.items():
         profile = line[line.index("--profile") + 1]

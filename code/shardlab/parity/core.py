@@ -33,7 +33,7 @@ from .clues import clues
 from .noise import Tolerance, ratio, rms, tolerance
 from .places import Place, by_columns, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
-from .recording import BEFORE, PHASES, Key, Part
+from .recording import BEFORE, PHASES, Key, Part, Sink
 from .report import Finding, Report
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
@@ -57,7 +57,7 @@ class Seen:
         return self.part.value.is_meta
 
 
-class Matcher:
+class Matcher(Sink):
     """A sink on one rank: finds each tensor's place in the plain run's."""
 
     def __init__(self, plain: Record, rank: int, ranks: int, begins: int = 0):
@@ -76,12 +76,15 @@ class Matcher:
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"plain": None}
 
-    def tied(self, name: str, first: str) -> None:
-        """As `Sink` says."""
-
     def stepped(self, steps: int) -> None:
         """As `Sink` says."""
         self.steps = steps
+
+    def forget(self, key: Key) -> bool:
+        """As `Sink` says."""
+        key = self.plain.name(key)
+        unfit = any(not seen.fits for seen in self.seen.get(key, ()))
+        return unfit and bool(self.seen.pop(key))
 
     def see(self, key: Key, part: Part) -> None:
         """Find its place; keep its value where there is none."""
@@ -140,7 +143,7 @@ class Matcher:
     def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
         owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
-        if not near.decides:
+        if part.unread or not near.decides:
             return owned[0] if owned else None
         factor = 1.0
         if part.unclipped and owned:  # one for all of the step
@@ -365,7 +368,7 @@ class Judge:
         elif key.phase == "weights":
             if words := across.numbers_on_no_rank(key, whole, self.ranks):
                 self._say(key, [], words)
-        elif across.copies_differ(parts):
+        elif across.copies_differ([one for one in parts if not one[2].part.unread]):
             self.report.drifting.append(key)
 
     def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:

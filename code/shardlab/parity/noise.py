@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .record import Record
-from .recording import BEFORE, Key, Part
+from .recording import BEFORE, Key, Part, Sink
 
 DRAWS = 3  # runs that are perturbed
 # Times the largest difference of a draw. Of 999 random right programs (tests/parity_random.py) no
@@ -84,7 +84,7 @@ def ratio(found: Tensor, wanted: Tensor) -> float:
     return product / square if square else 0.0
 
 
-class Noise:
+class Noise(Sink):
     """A sink that compares a perturbed run with the plain one, tensor by tensor."""
 
     def __init__(self, record: Record):
@@ -105,9 +105,6 @@ class Noise:
                 self.row[key] = max(self.row[key], of_row)
                 if key.phase == "gradient" and alike:
                     self.shared[key] = abs(ratio(part.value, other.value) - 1)
-
-    def tied(self, name: str, first: str) -> None:
-        """As `Sink` says."""
 
     def stepped(self, steps: int) -> None:
         """As `Sink` says."""

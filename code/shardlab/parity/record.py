@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardlab import folder_lock
 
-from .recording import Key, Part
+from .recording import Key, Part, Sink
 
 ALIGNED = 64  # bytes: where each tensor begins in the file
 INDEX, VALUES = "index.pt", "values"
@@ -65,7 +65,7 @@ def save(value: Any, path: Path) -> None:
     os.replace(beside, path)
 
 
-class Record:
+class Record(Sink):
     """A sink that keeps all; by key, in the order of the modules' last calls."""
 
     def __init__(self, folder: Path | None = None):
@@ -82,7 +82,9 @@ class Record:
             own(folder / INDEX)
 
     def see(self, key: Key, part: Part) -> None:
-        """Keep it, or write it."""
+        """Keep it, or write it; nothing of a gradient that no optimizer reads."""
+        if part.unread:
+            return
         if self.folder is None:
             kept = replace(part, value=part.value.clone(), local=None)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,13 @@ class Part:
     start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
     local: Tensor | None = None  # of a gradient, before anyone averaged it: see `sampled`
     drew: bool = False  # random numbers were drawn since the output before it
+    unread: bool = False  # of a gradient: this rank's optimizer has other weights
     unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
     options: dict[str, float] = field(default_factory=dict)  # of an update: see `_made_by`
     optimizer: str = ""  # and the optimizer's class
 
 
-class Sink(Protocol):
+class Sink:
     """What is told of each tensor, in the order in which they come."""
 
     def see(self, key: Key, part: Part) -> None:
@@ -61,6 +62,10 @@ class Sink(Protocol):
 
     def tied(self, name: str, first: str) -> None:
         """A parameter has two names."""
+
+    def forget(self, key: Key) -> bool:
+        """Drop an update that fits nowhere, since it may come late; True where one was dropped."""
+        return False
 
     def stepped(self, steps: int) -> None:
         """So many steps are through."""
@@ -106,6 +111,7 @@ class Watch:
         self.rounding = None if self.noise is None else Rounding(self.noise)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
+        self.late = False  # weights may still come, as those that another rank's step made
         self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
         self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
 
@@ -147,7 +153,7 @@ class Watch:
         if self.rounding is not None:
             self.rounding.__enter__()
         for one in self.models:
-            one.register_forward_pre_hook(self._enter)
+            one.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP2 gathers
             for name, module in one.named_modules():
                 if rename(name) or len(self.models) == 1:  # of several parts none is the model
                     self._hook(rename(name), module)
@@ -160,7 +166,8 @@ class Watch:
         return model
 
     def close(self) -> None:
-        """End the noise in sums and casts."""
+        """Take the last step's late weights, and end the noise in sums and casts."""
+        self._take_late()
         if self.watched and self.rounding is not None:
             self.rounding.__exit__(None, None, None)
 
@@ -182,6 +189,8 @@ class Watch:
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         self.dice = _dice()
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._take_late()
 
     def _hook(self, name: str, module: nn.Module) -> None:
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -255,9 +264,14 @@ class Watch:
             self.sink.see(Key(self.step, "weights", name), Part(value))
 
     def _gradients(self, unclipped: bool = False) -> None:
-        for name, p in self._once():
-            if (gradient := _gradient(p)) is not None:
-                part = _part(gradient)
+        held = {id(p) for one in self.optimizers for g in one.param_groups for p in g["params"]}
+        each_once = [*self._once()]
+        some = any(id(p) in held for _, p in each_once)  # none are where the optimizer has its own
+        for name, p in each_once:
+            gradient, unread = _gradient(p), some and p.requires_grad and id(p) not in held
+            if gradient is not None or unread:
+                part = _part(p if gradient is None else gradient)
+                part.unread = unread
                 each = self.locals.get(name)
                 part.local, part.unclipped = torch.stack(each) if each else None, unclipped
                 self.sink.see(Key(self.step, "gradient", name), part)
@@ -266,15 +280,35 @@ class Watch:
     def _updates(self) -> None:
         made = self._made_by()
         for name, p in self._once():
-            part = _part(_readable(p))
-            wide = torch.promote_types(part.value.dtype, torch.float32)
-            part.value = part.value.to(wide) - self.before[name].to(wide)
+            part = self._moved(name, p)
             if id(p) in made:
                 part.optimizer, part.options = made[id(p)]
             self.sink.see(Key(self.step, "update", name), part)
         for name, buffer in self._buffers():
             self.sink.see(Key(self.step, "buffers", name), _part(buffer))
         self.step += 1
+        self.sink.stepped(self.step)
+
+    def _moved(self, name: str, p: nn.Parameter) -> Part:
+        """How far this rank's weights are from those before the step."""
+        part = _part(_readable(p))
+        wide = torch.promote_types(part.value.dtype, torch.float32)
+        part.value = part.value.to(wide) - self.before[name].to(wide)
+        return part
+
+    def _take_late(self) -> None:
+        """Look again at updates that fitted nowhere when the step ended.
+
+        In ZeRO by hand a rank's optimizer steps its own weights, and the others come afterwards.
+        """
+        if not self.late:
+            return
+        self.late, keys = False, set()
+        for name, p in self._once():
+            key = Key(self.step - 1, "update", name)
+            if key in keys or self.sink.forget(key):
+                keys.add(key)
+                self.sink.see(key, self._moved(name, p))
         self._keep_weights()
         self.sink.stepped(self.step)
 
@@ -304,6 +338,7 @@ class Watch:
             deep[id(optimizer)] += 1
             if waiting:
                 return None
+            self._take_late()
             waiting.extend(optimizers)
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
@@ -327,6 +362,7 @@ class Watch:
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()
+                self.late = True
 
         for one in optimizers:
             one.register_step_pre_hook(before)
@@ -343,6 +379,7 @@ class Watch:
             result = step(*args, **kwargs)
             if at_end:
                 self._updates()
+                self._keep_weights()
             return result
 
         engine.step = watched

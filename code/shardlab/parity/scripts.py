@@ -8,6 +8,7 @@ environment tells `watch` what it is there for; without it, `watch` does nothing
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def watch(
     watching(model, optimizer, rename)
     sink.watched, sink.optimized, sink.fewer = watching.watched, watching.optimized, watching.fewer
     saved.save()
+    atexit.register(watching.close)
     return model
 
 

@@ -73,7 +73,8 @@ def test_random_jobs_around_odd_models_are_silent(which, request):
 
 
 def test_what_is_alike_or_a_part_gets_its_place_and_a_mistake_around_it_is_found():
-    wrong = {f"{n}, wrong": replace(j, forgets=True) for n, j in NAMED.items() if j.split in nets.BY_HAND}
+    by_hand = {name: job for name, job in NAMED.items() if job.split in nets.BY_HAND}
+    wrong = {f"{name}, wrong": replace(job, forgets=True) for name, job in by_hand.items()}
     found = reports(NAMED | wrong)
     for name in NAMED:
         assert found[name].equal and not found[name].unplaced, (name, str(found[name]))

@@ -132,14 +132,19 @@ def largest(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> dict[K
             grain = eps(record.parts[weight][0].value.dtype)
             if size:
                 least = max(least, grain * size_of(record, weight) / size)
-            elif grain > eps(torch.float32):  # few bits have not moved; a neighbour's may
-                least = inf
+            elif grain > eps(torch.float32) or _lost(record, key, found):
+                least = inf  # too small to move this weight, where a neighbour's may move
             of_all, of_row = _turned(record, key, found)
             least, row = max(least, of_all / FACTOR), max(2 * least, of_row / FACTOR)
         each = [draw.get(key, (0.0, 0.0, inf)) for draw in draws]
         of_all, of_row, shared = (max(one) for one in zip((least, row, 0.0), *each, strict=True))
         found[key] = of_all, of_row, max(shared, of_all / sqrt(max(1, parts[0].value.numel())))
     return found
+
+
+def _lost(record: Record, key: Key, found: dict[Key, tuple]) -> bool:
+    """Return True if rounding alone decides an update's gradient."""
+    return found.get(key._replace(phase="gradient"), (0.0,))[0] * FACTOR > DECIDES
 
 
 def _turned(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, float]:

@@ -111,6 +111,7 @@ class Watch:
         self.rounding = None if self.noise is None else Rounding(self.noise)
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
+        self.made: dict[int, tuple[str, dict[str, float]]] = {}  # see `_made_by`
         self.late = False  # weights may still come, as those that another rank's step made
         self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
         self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
@@ -278,12 +279,9 @@ class Watch:
         self.locals.clear()
 
     def _updates(self) -> None:
-        made = self._made_by()
+        self.made = self._made_by()
         for name, p in self._once():
-            part = self._moved(name, p)
-            if id(p) in made:
-                part.optimizer, part.options = made[id(p)]
-            self.sink.see(Key(self.step, "update", name), part)
+            self.sink.see(Key(self.step, "update", name), self._moved(name, p))
         for name, buffer in self._buffers():
             self.sink.see(Key(self.step, "buffers", name), _part(buffer))
         self.step += 1
@@ -294,6 +292,7 @@ class Watch:
         part = _part(_readable(p))
         wide = torch.promote_types(part.value.dtype, torch.float32)
         part.value = part.value.to(wide) - self.before[name].to(wide)
+        part.optimizer, part.options = self.made.get(id(p), ("", {}))
         return part
 
     def _take_late(self) -> None:

@@ -15,8 +15,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "code"))
 
-from shardlab.record import lessons  # noqa: E402
-from shardlab.record.reading import numbered, reading  # noqa: E402
+from shardcourse.build import lessons  # noqa: E402
+from shardcourse.build.reading import numbered, reading  # noqa: E402
 
 FETCH = """\
 import os, subprocess, sys

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shardlab.record.index import Index, Topic, listed, read
+from shardcourse.build.index import Index, Topic, listed, read
 
 WIDE, INDENT = 344, 20  # pixels: the picture, and from a lesson to one that needs it
 TITLE, NOTE, PAD, GAP = 18, 14, 5, 5  # a title's line, a note's; inside a box; between boxes

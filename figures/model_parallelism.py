@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import memory, show, strategy
+from shardlab import memory, show
+from shardtools import strategy
 from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
 from shardlab.show.drawing import Point, arrow, canvas, on, title, words

@@ -12,8 +12,8 @@ import matplotlib.pyplot as plt
 
 from shardlab import show
 from shardlab.machines import MACHINES
-from shardlab.strategy import files, tables
-from shardlab.strategy.rates import PUBLISHED
+from shardtools.strategy import files, tables
+from shardtools.strategy.rates import PUBLISHED
 
 HERE = Path(__file__).parent
 COLORS = [show.RANK_COLORS[i] for i in (4, 5, 7)]  # places are no ranks: not the first four

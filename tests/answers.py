@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import collectives, memory, parity, ranks
+from shardlab import collectives, memory, ranks
+from shardtools import parity
 from shardlab.layout import Layout
 from shardlab.model import loss
 from shardlab.tensor_parallel import copy_to

@@ -19,22 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import (
-    checkpoint,
-    collectives,
-    count,
-    data_parallel,
-    experts,
-    gemm,
-    layout,
-    link,
-    machines,
-    memory,
-    mesh,
-    parity,
-    pipeline,
-    zero,
-)
+from shardlab import checkpoint, collectives, count, data_parallel, experts, gemm, layout, link, machines, memory, mesh, pipeline, zero
+from shardtools import parity
 from shardlab import context_parallel as cp
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp

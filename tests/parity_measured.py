@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/parity_measured.py      # three minutes: writes the table again
 
-The table is `code/shardlab/parity/mistakes.csv`; `parity.mistakes()` reads it, for the lesson.
+The table is `code/shardtools/parity/mistakes.csv`; `parity.mistakes()` reads it, for the lesson.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from parity_mistakes import MISTAKES, PROGRAMS, Mistake
 from parity_programs import MORE, Wrong, parallel, plain, reference
 
 from shardlab import context_parallel as cp
-from shardlab import parity, ranks
+from shardtools import parity
+from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
 

@@ -31,9 +31,9 @@ from parity_programs import CLIP, GPT2, LLAMA, SPARSE, UNTIED, parallel, plain, 
 
 from shardlab import ranks
 from shardlab.layout import Layout
-from shardlab.parity.core import Matcher
-from shardlab.parity.programs import judged, matched, recorded
-from shardlab.parity.record import Record
+from shardtools.parity.core import Matcher
+from shardtools.parity.programs import judged, matched, recorded
+from shardtools.parity.record import Record
 
 CHANGED = 1e-9  # of a tensor's size; float64 rounds at 1e-16, and no row's noise comes near
 SECONDS = 20  # that a mutant may take: then it hangs

@@ -6,12 +6,13 @@ import re
 
 import pytest
 
-from shardlab import record, show
-from shardlab.record import pace, quizzes
-from shardlab.record.reading import Writer
+from shardcourse import build
+from shardlab import show
+from shardcourse.build import pace, quizzes
+from shardcourse.build.reading import Writer
 
 ROOT = show.ROOT
-FILES = [ROOT / f"lessons/{name}.md" for name in record.lessons(ROOT)]
+FILES = [ROOT / f"lessons/{name}.md" for name in build.lessons(ROOT)]
 FILES += sorted(ROOT.glob("book/*.md"))
 PARTS = "map", "one-gpu", "copies", "cuts", "together"
 

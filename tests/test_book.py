@@ -12,8 +12,8 @@ import pytest
 import yaml
 from throwaway import Book
 
-from shardlab import record
-from shardlab.record import index
+from shardcourse import build
+from shardcourse.build import index
 
 LOADED = {  # what a browser fetches by itself
     "script": ("src",),
@@ -129,7 +129,7 @@ def test_links_and_anchors_lead_somewhere(site):
 
 
 def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
-    for topic in record.lessons(root):
+    for topic in build.lessons(root):
         page = Page((site / f"lessons/{topic}.html").read_text("utf-8"))
         twice = {name for name in page.ids if page.ids.count(name) > 1}
         assert twice == set(), topic
@@ -138,7 +138,7 @@ def test_pages_hold_each_id_once_and_name_their_pictures(site, root):
 
 def test_lesson_says_where_its_outputs_come_from_and_offers_three_files(site, root):
     table = (site / "book/execution.html").read_text("utf-8")
-    for topic in record.lessons(root):
+    for topic in build.lessons(root):
         text = (site / f"lessons/{topic}.html").read_text("utf-8")
         head = r'</h1><p class="lesson-assumes">.*?</p><p class="lesson-outputs".*?</p>'
         note = re.search(head, text, re.DOTALL)
@@ -169,7 +169,7 @@ def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
     """A rank's warnings come back with its prints, so the build itself lets them pass."""
     # Python says "UserWarning: ", torch in C++ "] Warning: "; a command of ours says "Warning: ".
     unwanted = re.compile(rf"(?:\w|\] )Warning: |site-packages|{re.escape(str(root))}")
-    for topic in record.lessons(root):
+    for topic in build.lessons(root):
         notebook = nbformat.read(site / f"downloads/{topic}.ipynb", as_version=4)
         outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
         texts = [o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs]

@@ -277,7 +277,7 @@ def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> 
     )
     held = worker[worker.rindex("update_VFS(") + len("update_VFS(") :]
     modules, _ = json.JSONDecoder().raw_decode(held)
-    assert "shardlab.memory.core" in modules and "shardlab.strategy.plan" in modules
+    assert "shardlab.memory.core" in modules and "shardtools.strategy.plan" in modules
     for name, (_, source, *_) in modules.items() if modules.pop("$timestamp") == 0 else ():
         if name.partition(".")[0] == "shardlab":
             path = show.ROOT.joinpath("code", *name.split("."))

@@ -10,8 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from shardlab import record, show
-from shardlab.record import index
+from shardcourse import build
+from shardlab import show
+from shardcourse.build import index
 
 ROOT = show.ROOT
 
@@ -25,7 +26,7 @@ def extension(monkeypatch):
 TOPICS = index.read(ROOT).topics
 
 
-@pytest.mark.parametrize("docname", sorted(record.pages(ROOT)))
+@pytest.mark.parametrize("docname", sorted(build.pages(ROOT)))
 def test_each_page_says_what_it_teaches_and_how_long_it_takes(docname, extension):
     learning = extension("learning")
     name = docname if "/" in docname else f"lessons/{docname}"

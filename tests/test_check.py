@@ -15,9 +15,9 @@ import pytest
 import torch
 from answers import ROWS, Swap
 
-from shardlab import check as check_module
-from shardlab.check import Verdict, Wrong, check, forms
-from shardlab.check.forms import Number, run_answer, same
+from shardcourse import exercises as check_module
+from shardcourse.exercises import Verdict, Wrong, check, forms
+from shardcourse.exercises.forms import Number, run_answer, same
 from shardlab.show import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))

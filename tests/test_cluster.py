@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardlab.cluster.slurm import sessions
+from shardtools.cluster.slurm import sessions
 
 JOBS = sessions.JOBS
 KUBERNETES = {  # what is checked of each kind: kubeflow-trainer-api has no model of a whole Job

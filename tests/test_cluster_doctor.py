@@ -33,9 +33,9 @@ from timed import on_time
 
 from shardlab import link
 from shardlab.__main__ import main
-from shardlab.cluster import doctor, slurm
-from shardlab.cluster.doctor import checks, examine, folder, pairs
-from shardlab.cluster.doctor.verdicts import BAD, Findings, listed
+from shardtools.cluster import doctor, slurm
+from shardtools.cluster.doctor import checks, examine, folder, pairs
+from shardtools.cluster.doctor.verdicts import BAD, Findings, listed
 from shardlab.machines import MACHINES
 
 COMMAND = [sys.executable, "-m", "shardlab", "doctor"]

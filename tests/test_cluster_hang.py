@@ -18,9 +18,9 @@ from commands import ran
 from torch.distributed.flight_recorder import fr_trace
 
 from shardlab import ranks
-from shardlab.cluster import captured
-from shardlab.cluster.captured import capture
-from shardlab.cluster.watch import flight, hang, straggler
+from shardtools.cluster import captured
+from shardtools.cluster.captured import capture
+from shardtools.cluster.watch import flight, hang, straggler
 
 LINE = re.compile(r"line (\d+) in (.+)")
 

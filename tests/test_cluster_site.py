@@ -13,12 +13,12 @@ from test_cluster_slurm import ended, losses
 from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, put
 
 from shardlab import show
-from shardlab.cluster import site, slurm
+from shardtools.cluster import site, slurm
 from shardlab.layout import Layout
 from shardlab.shapes import PRESETS
-from shardlab.strategy.emit import Limits, emit, job
-from shardlab.strategy.emit.job import FILE, SITE
-from shardlab.strategy.emit.target import Target
+from shardtools.strategy.emit import Limits, emit, job
+from shardtools.strategy.emit.job import FILE, SITE
+from shardtools.strategy.emit.target import Target
 
 EXAMPLES = sorted(site.EXAMPLES.glob("*.yml"))
 CENTRES = yaml.safe_load((show.ROOT / "tests/centres.yml").read_text("utf-8"))

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from commands import ran
 
-from shardlab.cluster import slurm
-from shardlab.cluster.slurm import configuration, daemons, sessions
+from shardtools.cluster import slurm
+from shardtools.cluster.slurm import configuration, daemons, sessions
 
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 

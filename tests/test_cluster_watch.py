@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from timed import on_time
 
 from shardlab import show
-from shardlab.cluster.watch import flight, report, sample, straggler, timeline
+from shardtools.cluster.watch import flight, report, sample, straggler, timeline
 
 COLORS = show.RANK_COLORS
 

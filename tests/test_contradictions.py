@@ -18,19 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import context_parallel as cp
-from shardlab import (
-    count,
-    data_parallel,
-    experts,
-    gemm,
-    layout,
-    memory,
-    mesh,
-    pipeline,
-    ranks,
-    strategy,
-    zero,
-)
+from shardlab import count, data_parallel, experts, gemm, layout, memory, mesh, pipeline, ranks, zero
+from shardtools import strategy
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shardlab import show
-from shardlab.record import paths
+from shardcourse.build import paths
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck

@@ -14,10 +14,11 @@ import pytest
 from test_book import Page
 from throwaway import Book
 
-from shardlab import record, show
-from shardlab.record.exercises import exercises, imports, parts
+from shardcourse import build
+from shardlab import show
+from shardcourse.build.exercises import exercises, imports, parts
 
-TOPICS = record.lessons(show.ROOT)
+TOPICS = build.lessons(show.ROOT)
 INDEX = (show.ROOT / "book/index.md").read_text("utf-8")
 
 
@@ -50,7 +51,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
     """What the cells say when they run is in test_check."""
     book = exercises(topic, root)
     nbformat.validate(book)
-    lesson = list(parts(record.notebook(topic, root)))
+    lesson = list(parts(build.notebook(topic, root)))
     code = [cell.source for cell in book.cells if cell.cell_type == "code"]
     text = "\n".join(cell.source for cell in book.cells)
     assert code[1:] == [p.text for p in lesson if p.place == "exercise" and p.kind == "code"]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rows import ROWS, on_gpus
 from torch import nn
 
-from shardlab import data_parallel, link, parity, ranks
+from shardlab import data_parallel, link, ranks
+from shardtools import parity
 from shardlab import tensor_parallel as tp
 
 pytestmark = [

@@ -15,8 +15,8 @@ import torch
 from commands import ran
 from grade_mutants import MUTANTS
 
-from shardlab.grade import core, report
-from shardlab.grade.command import PARTS
+from shardtools.grade import core, report
+from shardtools.grade.command import PARTS
 from shardlab.show import ROOT
 
 RIGHT = Path(__file__).parent / "grade_right"

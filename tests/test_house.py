@@ -13,7 +13,7 @@ import yaml
 from forked import draw
 
 import shardlab
-from shardlab.record import index
+from shardcourse.build import index
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "code/shardlab"
@@ -130,7 +130,7 @@ def test_a_topic_has_all_its_rooms(topic: str) -> None:
     assert (PACKAGE / f"{module}.py").exists() or (PACKAGE / module / "__init__.py").exists()
     for room in (
         f"code/lessons/{topic}.py",
-        f"code/shardlab/check/{topic}.py",
+        f"code/shardcourse/exercises/{topic}.py",
         f"figures/{topic}.py",
         f"tests/test_{module}.py",
     ):

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from shardlab import hub
+from shardtools import hub
 from shardlab.__main__ import main
-from shardlab.hub import core, cuts
-from shardlab.hub.ahead import with_modules
-from shardlab.hub.ask import Builder
+from shardtools.hub import core, cuts
+from shardtools.hub.ahead import with_modules
+from shardtools.hub.ask import Builder
 from shardlab.layout.structure import Structure
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -235,7 +235,7 @@ SMALL = {
 # The plug-ins, each left out. It comes second: it changes transformers.
 WITHOUT = """
 import json, sys
-from shardlab.hub import build, facts, plugs, trace, kinds
+from shardtools.hub import build, facts, plugs, trace, kinds
 config = build.configured(json.loads(sys.argv[2]))
 plain = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
 whole = dict(plugs.PLUGGED)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shardlab import __main__
-from shardlab.record import index, lesson, pairs, paths
+from shardcourse.build import index, lesson, pairs, paths
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 from commands import without_jupyter
 from throwaway import Book
 
-from shardlab import __main__, record
-from shardlab.record import pairs
+from shardlab import __main__
+from shardcourse import build
+from shardcourse.build import pairs
 
 
 def test_what_is_made_is_in_step(root):
@@ -22,7 +23,7 @@ def test_what_is_made_is_in_step(root):
 
 
 def test_scripts_are_plain_python(root):
-    for topic in record.lessons(root):
+    for topic in build.lessons(root):
         text = pairs.script(topic, root)
         ast.parse(text)
         assert "get_ipython" not in text
@@ -57,7 +58,7 @@ def shown(topic, root):
 
 
 def test_the_scripts_that_run_use_all_that_lessons_show_with(root):
-    every = {name for topic in record.lessons(root) for name in shown(topic, root)}
+    every = {name for topic in build.lessons(root) for name in shown(topic, root)}
     assert every == {n for t in RUN_AS_SCRIPTS + UNDER_TORCHRUN for n in shown(t, root)}
 
 
@@ -79,7 +80,7 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
             text=True,
         )
 
-    topics = record.lessons(root) if request.config.getoption("--whole") else RUN_AS_SCRIPTS
+    topics = build.lessons(root) if request.config.getoption("--whole") else RUN_AS_SCRIPTS
     with ThreadPoolExecutor(2) as pool:
         for topic, done in zip(topics, pool.map(run, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]

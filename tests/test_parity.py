@@ -30,13 +30,14 @@ from parity_programs import (
 
 import shardlab
 from shardlab import context_parallel as cp
-from shardlab import parity, ranks, show
+from shardtools import parity
+from shardlab import ranks, show
 from shardlab.model import GPT, Config
-from shardlab.parity.places import by_columns, by_rows, in_any_order, pieces, proposals
-from shardlab.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
-from shardlab.parity.record import Record
-from shardlab.parity.scripts import ASKED
-from shardlab.record.index import read
+from shardtools.parity.places import by_columns, by_rows, in_any_order, pieces, proposals
+from shardtools.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
+from shardtools.parity.record import Record
+from shardtools.parity.scripts import ASKED
+from shardcourse.build.index import read
 from shardlab.train import core as script_of_ranks
 from shardlab.train import one_gpu as plain_script
 

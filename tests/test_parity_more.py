@@ -16,11 +16,12 @@ from parity_programs import GPT2, batch, plain_loss, row
 from torch import Tensor, nn
 
 from shardlab import data_parallel as dp
-from shardlab import parity, ranks
+from shardtools import parity
+from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab.layout import Layout
 from shardlab.model import GPT
-from shardlab.parity.programs import judged, matched, recorded
+from shardtools.parity.programs import judged, matched, recorded
 
 DEEP = row("data", GPT2, Layout(dp=2))
 Program = Callable[[Any], None]

@@ -15,7 +15,7 @@ import pytest
 from parity_published import THREADS, Program
 
 from shardlab import deepspeed_engine, ranks
-from shardlab.parity.programs import judged, matched, recorded
+from shardtools.parity.programs import judged, matched, recorded
 
 TABLES = (
     parity_published_cuts, parity_published_copies, parity_published_held_out,

@@ -19,11 +19,12 @@ from parity_programs import DROPS, GPT2, batch, plain_loss, row, watched
 from sides import optimizer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shardlab import parity, ranks
+from shardtools import parity
+from shardlab import ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
-from shardlab.parity.core import Judge
-from shardlab.parity.programs import matched, recorded, refuse_before, refuse_parallel
+from shardtools.parity.core import Judge
+from shardtools.parity.programs import matched, recorded, refuse_before, refuse_parallel
 
 SMALL = replace(GPT2, layers=1)
 STEPS, STOP = 3, 2

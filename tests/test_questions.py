@@ -9,7 +9,8 @@ import pytest
 import yaml
 from throwaway import HEADER, Book
 
-from shardlab import record, show
+from shardcourse import build
+from shardlab import show
 
 ROOT = show.ROOT
 PAGES = {  # page: the least number of questions
@@ -59,7 +60,7 @@ def test_every_page_of_questions_ends_its_part() -> None:
     listed = [[chapter["file"] for chapter in part["chapters"]] for part in contents["parts"]]
     ends = [part[-1] for part in listed if part[-1].startswith("book/questions_")]
     assert ends == [f"book/{page}" for page in PAGES]
-    assert set(record.pages(ROOT)) == {*record.lessons(ROOT), *ends, *EXAMPLES, CLAIMS}
+    assert set(build.pages(ROOT)) == {*build.lessons(ROOT), *ends, *EXAMPLES, CLAIMS}
     assert CLAIMS in listed[-1]
     for example in EXAMPLES:
         (part,) = [part for part in listed if example in part]
@@ -68,7 +69,7 @@ def test_every_page_of_questions_ends_its_part() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, "gpt3_on_64_gpus"])
 def test_pages_start_no_ranks_and_reach_the_course_code_that_they_use(page: str) -> None:
-    found = record.reach(f"book/{page}", ROOT).files
+    found = build.reach(f"book/{page}", ROOT).files
     text = (ROOT / f"book/{page}.md").read_text("utf-8")
     assert "ranks.run" not in text and ":tags: [measured]" not in text
     assert "code/shardlab/memory/step.py" in found
@@ -127,21 +128,21 @@ def book(tmp_path: Path) -> Book:
 def test_pages_are_the_lessons_and_the_notebooks_of_the_book(book: Book) -> None:
     fake = HEADER.replace("format_name: myst\n", "")
     book.write("book/other.md", fake + "# No notebook\n\n    format_name: myst\n")
-    assert record.pages(book.root) == ["small", "book/questions"]
-    assert record.lessons(book.root) == ["small"]
-    assert record.selected([], book.root) == ["small"]
+    assert build.pages(book.root) == ["small", "book/questions"]
+    assert build.lessons(book.root) == ["small"]
+    assert build.selected([], book.root) == ["small"]
     with pytest.raises(ValueError, match="no such lesson: book/questions; allowed are small"):
-        record.selected(["book/questions"], book.root)
+        build.selected(["book/questions"], book.root)
 
 
 def test_a_page_runs_in_its_own_folder_and_its_key_holds_what_it_reaches(book: Book) -> None:
-    made = record.execute("book/questions", book.root)
+    made = build.execute("book/questions", book.root)
     assert made.cells[0].outputs[0].text == "the answer is 42 beside it\n"
-    assert record.changed(made, "book/questions", book.root) == []
-    assert {"book/note.txt", "code/shardlab/second.py"} <= set(record.about(made)["files"])
+    assert build.changed(made, "book/questions", book.root) == []
+    assert {"book/note.txt", "code/shardlab/second.py"} <= set(build.about(made)["files"])
     book.edit("book/questions.md", "answer()", "1 / 0")
-    with pytest.raises(record.LessonError, match="^book/questions.md, code cell 1 of 1: Zero"):
-        record.execute("book/questions", book.root)
+    with pytest.raises(build.LessonError, match="^book/questions.md, code cell 1 of 1: Zero"):
+        build.execute("book/questions", book.root)
 
 
 def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book) -> None:

@@ -12,11 +12,12 @@ import nbformat
 import pytest
 from throwaway import HEADER
 
-from shardlab import record, show
-from shardlab.record import lab
-from shardlab.record.reading import reading
+from shardcourse import build
+from shardlab import show
+from shardcourse.build import lab
+from shardcourse.build.reading import reading
 
-PAGES = record.pages(show.ROOT)
+PAGES = build.pages(show.ROOT)
 CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"
 LESSON = """\
 # A lesson
@@ -273,7 +274,7 @@ def test_what_lessons_import_is_declared(root):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_reads_what_only_the_course_has(name, root):
-    files = record.reach(name, root).files
+    files = build.reach(name, root).files
     assert [path for path in files if not path.startswith("code/shardlab/")] == []
-    cells = "\n".join(cell.source for cell in record.code_cells(record.notebook(name, root)))
+    cells = "\n".join(cell.source for cell in build.code_cells(build.notebook(name, root)))
     assert "show.ROOT" not in cells and "runpy" not in cells

@@ -24,8 +24,8 @@ from commands import ran
 from test_house import BRINGS
 from throwaway import HEADER, LESSON, Book
 
-from shardlab import record
-from shardlab.record import facts
+from shardcourse import build
+from shardcourse.build import facts
 from shardlab.show.timed import BUSY, UNSEEN
 
 
@@ -35,7 +35,7 @@ def book(tmp_path):
 
 
 def reached(book):
-    return set(record.reach("small", book.root).files)
+    return set(build.reach("small", book.root).files)
 
 
 # --- The key ----------------------------------------------------------------------------------
@@ -63,15 +63,15 @@ def test_key_holds_what_the_cells_reach(book):
         ("open('figures/data.csv')", "figures/data.csv"),
         ("import runpy; runpy.run_path('../figures/draw.py')", "figures/helper.py"),
         ("from benchmarks import bench", "benchmarks/bench.py"),
-        ("from shardlab import check", "code/shardlab/check/small.py"),
+        ("from shardlab import check", "code/shardcourse/exercises/small.py"),
     ],
 )
 def test_key_follows_imports_and_paths(book, cell, path):
     book.write("code/shardlab/package/__init__.py", "from . import inner\n")
     book.write("code/shardlab/package/inner.py", "from .. import first\n")
-    book.write("code/shardlab/check/__init__.py", "")
-    book.write("code/shardlab/check/small.py", "")
-    book.write("code/shardlab/check/other.py", "")
+    book.write("code/shardcourse/exercises/__init__.py", "")
+    book.write("code/shardcourse/exercises/small.py", "")
+    book.write("code/shardcourse/exercises/other.py", "")
     book.write("figures/data.csv", "1,2\n")
     book.write("figures/draw.py", "import helper\n")
     book.write("figures/helper.py", "")
@@ -79,7 +79,7 @@ def test_key_follows_imports_and_paths(book, cell, path):
     assert path not in reached(book)
     book.edit("lessons/small.md", 'print("the answer is"', f'{cell}\nprint("the answer is"')
     assert path in reached(book)
-    assert "code/shardlab/check/other.py" not in reached(book)
+    assert "code/shardcourse/exercises/other.py" not in reached(book)
 
 
 @pytest.mark.parametrize(
@@ -96,41 +96,41 @@ def test_key_follows_imports_and_paths(book, cell, path):
     ],
 )
 def test_key_changes_with_what_outputs_depend_on(book, name, old, new, same):
-    before = record.reach("small", book.root).text
+    before = build.reach("small", book.root).text
     book.edit(name, old, new)
-    assert (record.reach("small", book.root).text == before) is same
+    assert (build.reach("small", book.root).text == before) is same
     book.edit(name, new, old)
-    assert record.reach("small", book.root).text == before
+    assert build.reach("small", book.root).text == before
 
 
 def test_key_says_what_changed(book):
-    lesson = record.execute("small", book.root)
-    assert record.changed(lesson, "small", book.root) == []
+    lesson = build.execute("small", book.root)
+    assert build.changed(lesson, "small", book.root) == []
     book.edit("lessons/small.md", "the answer is", "the answer was")
     book.edit("code/shardlab/second.py", "42", "41")
     book.edit("code/shardlab/first.py", "from", "from .third import VALUE as _\nfrom")
-    assert record.changed(lesson, "small", book.root) == [
+    assert build.changed(lesson, "small", book.root) == [
         "code cell 2 changed",
         "code/shardlab/first.py changed",
         "code/shardlab/second.py changed",
         "code/shardlab/third.py is used now",
     ]
     book.edit("lessons/small.md", "# A small lesson\n", "# A small lesson\n\n```{code-cell}\n```\n")
-    assert "3 code cells instead of 2" in record.changed(lesson, "small", book.root)
+    assert "3 code cells instead of 2" in build.changed(lesson, "small", book.root)
 
 
 def test_recording_that_was_edited_or_cut_does_not_hold(book):
     book.record()
     text = book.recording.read_text()
-    assert record.changed(record.load(book.recording), "small", book.root) == []
+    assert build.changed(build.load(book.recording), "small", book.root) == []
     book.recording.write_text(text.replace("the answer is", "another cell"))
-    assert record.changed(record.load(book.recording), "small", book.root) == [
+    assert build.changed(build.load(book.recording), "small", book.root) == [
         "code cell 2 changed"
     ]
     for broken in (text[:-100], "", "{}", "[]"):
         book.recording.write_text(broken)
-        assert record.load(book.recording) is None
-    assert record.load(book.root / "none.ipynb") is None
+        assert build.load(book.recording) is None
+    assert build.load(book.root / "none.ipynb") is None
 
 
 def test_a_lessons_key_holds_every_file_of_its_topic(root):
@@ -143,7 +143,7 @@ def test_a_lessons_key_holds_every_file_of_its_topic(root):
         ]
         if lesson.stem in BRINGS:  # the topic has more than this lesson shows of it
             files = [package / "__init__.py"]
-        found = record.reach(lesson.stem, root).files
+        found = build.reach(lesson.stem, root).files
         missing = [p.name for p in files if p.relative_to(root).as_posix() not in found]
         assert missing == [], lesson.stem
 
@@ -152,17 +152,17 @@ def test_a_lessons_key_holds_every_file_of_its_topic(root):
 
 
 def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, leaves_nothing):
-    lesson = record.execute("small", book.root)
+    lesson = build.execute("small", book.root)
     nbformat.validate(lesson)
     assert [cell.cell_type for cell in lesson.cells] == ["code", "code"]
     assert lesson.cells[-1].outputs[0].text == "the answer is 42\n"
-    about = record.about(lesson)
+    about = build.about(lesson)
     assert about["device"]["kind"] == "cpu"
     assert about["device"]["cores"] >= 1
     assert about["versions"]["python"] == sys.version.split()[0]
     assert about["seconds"] > 0
     assert about["ranks"] == []
-    assert record.execute("small", book.root).cells == lesson.cells  # ids and all
+    assert build.execute("small", book.root).cells == lesson.cells  # ids and all
 
 
 def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
@@ -170,7 +170,7 @@ def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     (book.root / "code/shardlab").rename(book.root / "away")
     (book.root / "code/shardlab").symlink_to(root / "code/shardlab")
-    ran = record.about(record.execute("small", book.root, cpu=True))["ranks"]
+    ran = build.about(build.execute("small", book.root, cpu=True))["ranks"]
     assert ran == [
         {"ranks": 2, "backend": "gloo", "device": "cpu", "runs": 1},
         {"ranks": 3, "backend": "gloo", "device": "cpu", "runs": 1},
@@ -232,8 +232,8 @@ def test_failing_cell_is_named(book, cell, words, leaves_nothing):
     meant = "```{code-cell} ipython3\n:tags: [raises-exception]\n\n1 / 0\n```\n"
     measures = f"```{{code-cell}} ipython3\n:tags: [measured]\n\n{cell}\n```\n"
     book.write("lessons/small.md", f"{HEADER}# T\n\n{meant}\n{measures}")
-    with pytest.raises(record.LessonError) as caught:
-        record.execute("small", book.root)
+    with pytest.raises(build.LessonError) as caught:
+        build.execute("small", book.root)
     assert str(caught.value).startswith(f"lessons/small.md, code cell 2 of 2: {words}")
 
 
@@ -245,26 +245,26 @@ def test_a_kernel_that_dies_at_its_start_and_a_full_disk_name_the_page(
         "import os; 'ipykernel_launcher' in os.sys.orig_argv[2:3] and os._exit(9)",
     )
     with pytest.raises(
-        record.LessonError, match=r"lessons/small\.md could not be executed: .*died"
+        build.LessonError, match=r"lessons/small\.md could not be executed: .*died"
     ):
-        record.execute("small", book.root)
+        build.execute("small", book.root)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))
-    with pytest.raises(record.LessonError, match=r"lessons/small\.md could not .*No space left"):
-        record.execute("small", book.root)
+    with pytest.raises(build.LessonError, match=r"lessons/small\.md could not .*No space left"):
+        build.execute("small", book.root)
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 20.0])
 def test_the_limit_of_a_cell_grows_on_a_slow_machine(book, monkeypatch, slowdown):
     cell = "import time; time.sleep(2)"
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
-    monkeypatch.setattr("shardlab.record.kernel.CELL_TIMEOUT", 1)
-    monkeypatch.setattr("shardlab.record.kernel.slowdown", lambda: slowdown)
+    monkeypatch.setattr("shardcourse.build.kernel.CELL_TIMEOUT", 1)
+    monkeypatch.setattr("shardcourse.build.kernel.slowdown", lambda: slowdown)
     if slowdown > 1:
-        record.execute("small", book.root)
+        build.execute("small", book.root)
         return
-    with pytest.raises(record.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
-        record.execute("small", book.root)
+    with pytest.raises(build.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
+        build.execute("small", book.root)
 
 
 @pytest.mark.parametrize("why", ["too busy to judge", "a quiet machine"])
@@ -276,11 +276,11 @@ if tries < {needed}:
     print({f"{UNSEEN}ours is faster ({why})"!r})"""
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     if again is None and BUSY not in why:
-        with pytest.raises(record.LessonError, match="3 times: .*ours is faster"):
-            record.execute("small", book.root)
+        with pytest.raises(build.LessonError, match="3 times: .*ours is faster"):
+            build.execute("small", book.root)
         return
-    lesson = record.execute("small", book.root)
-    assert record.about(lesson)["again"] == ([1, 1] if again is None else again)
+    lesson = build.execute("small", book.root)
+    assert build.about(lesson)["again"] == ([1, 1] if again is None else again)
     shown = lesson.cells[0].outputs[0].text
     assert shown.startswith(f"{min(needed, 3)}\n") and (UNSEEN in shown) == (again is None)
 
@@ -307,11 +307,11 @@ def test_what_a_killed_execution_leaves_goes_with_the_next_one(book, temporary, 
         time.sleep(0.1)
     (left,) = (path.parent for path in temporary.glob("lesson-*/kernel.json"))
     book.edit("lessons/small.md", "import time; time.sleep(60)\n", "")
-    record.execute("small", book.root)
+    build.execute("small", book.root)
     assert left.exists()  # its build goes on
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    record.execute("small", book.root)
+    build.execute("small", book.root)
     assert [path.name for path in temporary.glob("lesson-*")] == ["lesson-of-mine"]
 
 
@@ -339,18 +339,18 @@ subprocess.run([sys.executable, '-c', code], check=True)""",
 def with_cell(book, cell):
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     book.write("kept/rates.json", "[1.0]")
-    return record.execute("small", book.root)
+    return build.execute("small", book.root)
 
 
 @pytest.mark.parametrize("how", SEEN)
 def test_key_holds_what_a_run_opens(book, how):
     lesson = with_cell(book, SEEN[how])
-    assert record.about(lesson)["opened"] == ["kept/rates.json"]
-    assert record.changed(lesson, "small", book.root) == []
+    assert build.about(lesson)["opened"] == ["kept/rates.json"]
+    assert build.changed(lesson, "small", book.root) == []
     book.write("kept/rates.json", "[0.5]")
-    assert record.changed(lesson, "small", book.root) == ["kept/rates.json changed"]
+    assert build.changed(lesson, "small", book.root) == ["kept/rates.json changed"]
     (book.root / "kept/rates.json").unlink()
-    assert record.changed(lesson, "small", book.root) == ["kept/rates.json is used no more"]
+    assert build.changed(lesson, "small", book.root) == ["kept/rates.json is used no more"]
 
 
 def test_what_a_run_writes_is_not_in_its_key(book):
@@ -358,7 +358,7 @@ def test_what_a_run_writes_is_not_in_its_key(book):
         book, "name = '../kept/' + 'new'\nopen(name, 'w').close()\nopen(name).read()"
     )
     assert (book.root / "kept/new").exists()
-    assert record.about(lesson)["opened"] == []
+    assert build.about(lesson)["opened"] == []
 
 
 def test_a_sitecustomize_of_the_machine_still_runs(book, tmp_path, monkeypatch):
@@ -372,24 +372,24 @@ def test_a_sitecustomize_of_the_machine_still_runs(book, tmp_path, monkeypatch):
 
 FILES = {  # one of each kind that lessons open by a name made up at run time
     "code/shardlab/elastic/restarts.json": "elastic",
-    "code/shardlab/cluster/captured/order.txt": "cluster",
-    "code/shardlab/cluster/jobs/srun.sbatch": "cluster",
-    "code/shardlab/cluster/slurm/recorded/usr1.txt": "cluster",
-    "code/shardlab/strategy/published/rates_megatron.json": "strategy",
+    "code/shardtools/cluster/captured/order.txt": "cluster",
+    "code/shardtools/cluster/jobs/srun.sbatch": "cluster",
+    "code/shardtools/cluster/slurm/recorded/usr1.txt": "cluster",
+    "code/shardtools/strategy/published/rates_megatron.json": "strategy",
 }
 
 
 @pytest.mark.parametrize(("path", "lesson"), FILES.items())
 def test_a_lesson_is_stale_when_a_file_that_it_opened_changes(path, lesson, root, site, tmp_path):
-    made = record.load(site.parent / f"executed/{lesson}.ipynb")
+    made = build.load(site.parent / f"executed/{lesson}.ipynb")
     if made is None:  # the page shows a recording
-        made = record.load(root / record.RECORDED / f"{lesson}.ipynb")
-    for name in (*record.about(made)["files"], f"lessons/{lesson}.md"):
+        made = build.load(root / build.RECORDED / f"{lesson}.ipynb")
+    for name in (*build.about(made)["files"], f"lessons/{lesson}.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, tmp_path / name)
-    assert record.changed(made, lesson, tmp_path) == []
+    assert build.changed(made, lesson, tmp_path) == []
     (tmp_path / path).write_text((tmp_path / path).read_text() + "\n")
-    assert record.changed(made, lesson, tmp_path) == [f"{path} changed"]
+    assert build.changed(made, lesson, tmp_path) == [f"{path} changed"]
 
 
 # --- The command line -------------------------------------------------------------------------
@@ -501,10 +501,10 @@ def test_a_broken_archive_gets_one_line_and_changes_nothing(tmp_path, monkeypatc
     small = json.dumps(nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}}))
     members = ("other.ipynb", small.replace("small", "other")), ("small.ipynb", small)
     (tmp_path / "all.zip").write_bytes(archive_of(*members))
-    (tmp_path / record.RECORDED / "small.ipynb").mkdir(parents=True)
+    (tmp_path / build.RECORDED / "small.ipynb").mkdir(parents=True)
     with pytest.raises(ValueError, match="a folder"):
-        record.unpack(tmp_path / "all.zip", tmp_path)
-    assert [p.name for p in (tmp_path / record.RECORDED).iterdir()] == ["small.ipynb"]
+        build.unpack(tmp_path / "all.zip", tmp_path)
+    assert [p.name for p in (tmp_path / build.RECORDED).iterdir()] == ["small.ipynb"]
 
 
 # --- The build --------------------------------------------------------------------------------

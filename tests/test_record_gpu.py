@@ -19,10 +19,11 @@ from commands import gone, ran
 from rehearsal import lessons
 from throwaway import HEADER, Book
 
-from shardlab import record, show
-from shardlab.record import carry
-from shardlab.record import gpu as command
-from shardlab.record.gpu import child, machine, steps
+from shardcourse import build
+from shardlab import show
+from shardcourse.build import carry
+from shardcourse.build import gpu as command
+from shardcourse.build.gpu import child, machine, steps
 
 rehearsed = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a GPU is pretended on torch's build without CUDA"
@@ -137,7 +138,7 @@ def test_from_an_interrupted_call_to_what_is_carried_home(course, tmp_path, leav
     # The second goes on there, on a machine that got what the first one had carried.
     (course.root / "book/recorded/fine.ipynb").unlink()
     shutil.rmtree(course.root / ".git")
-    record.unpack(course.root / carry.WORK / "gpu.zip", course.root)
+    build.unpack(course.root / carry.WORK / "gpu.zip", course.root)
     second = gpu("--out", "carried")
     said, _ = second.communicate(timeout=480)
     assert second.returncode == 1, said
@@ -157,10 +158,10 @@ def test_from_an_interrupted_call_to_what_is_carried_home(course, tmp_path, leav
     # At home, what came from there holds.
     home = tmp_path / "home"
     shutil.copytree(course.root, home, ignore=shutil.ignore_patterns("recorded", "_build"))
-    record.unpack(home / "carried/gpu.zip", home)
-    book = record.load(home / "book/recorded/fine.ipynb")
-    assert record.changed(book, "fine", home) == []
-    assert record.about(book)["device"]["kind"] == "cuda"
+    build.unpack(home / "carried/gpu.zip", home)
+    book = build.load(home / "book/recorded/fine.ipynb")
+    assert build.changed(book, "fine", home) == []
+    assert build.about(book)["device"]["kind"] == "cuda"
     figures = json.loads((home / "benchmarks/recorded/fine_4.json").read_text("utf-8"))
     assert [(row["link"], row["ranks"]) for row in figures["rows"]] == [("gpu", 4)]
     assert figures["device"]["count"] == 1
@@ -314,13 +315,13 @@ def test_a_lesson_without_its_library_is_left_out(small, monkeypatch):
 
 
 def test_a_recording_of_the_cpu_is_none_of_a_gpu(small):
-    book = record.execute("small", small, cpu=True)
+    book = build.execute("small", small, cpu=True)
     path = small / "book/recorded/small.ipynb"
-    record.save(book, path)
+    build.save(book, path)
     step = steps.lesson("small", small)
     assert not step.held(small)
     book.metadata["shardlab"]["device"] = {"kind": "cuda", "name": "Imaginary Z9", "count": 1}
-    record.save(book, path)
+    build.save(book, path)
     assert step.held(small)
     (small / "code/shardlab/second.py").write_text("VALUE = 41\n")
     assert not steps.lesson("small", small).held(small)
@@ -396,7 +397,7 @@ def test_an_archive_with_something_else_in_it_changes_nothing(tmp_path):
             file.writestr("zero_4.json", '{"topic": "zero"}')
             file.writestr(name, content)
         with pytest.raises(ValueError):
-            record.unpack(path, tmp_path)
+            build.unpack(path, tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["gpu.zip"], name
 
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from throwaway import HEADER, Book
 
-from shardlab import record
-from shardlab.record import facts, kernel
-from shardlab.record.turns import Turns
+from shardcourse import build
+from shardcourse.build import facts, kernel
+from shardcourse.build.turns import Turns
 
 # --- Turns ------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ while not os.path.exists("../{other}.met"):
 def run_all(book, *names):
     """What there was of each page, in order."""
     said = []
-    record.execute_all(names, book.root, lambda *what: said.append(what), cpu=True)
+    build.execute_all(names, book.root, lambda *what: said.append(what), cpu=True)
     return said
 
 
@@ -137,7 +137,7 @@ def test_the_seconds_of_a_page_hold_no_wait_for_another_one(book):
     begin = time.monotonic()
     said = run_all(book, "other", "small")
     wall = time.monotonic() - begin
-    seconds = {name: record.about(made)["seconds"] for name, made in said}
+    seconds = {name: build.about(made)["seconds"] for name, made in said}
     assert seconds["other"] <= wall - 4 + 0.1  # it is rounded
     assert seconds["small"] >= 4
 
@@ -174,7 +174,7 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, 
             book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
         # Whoever runs the tests in the background may have had them ignore an interrupt.
         script = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        script += "import pathlib\nfrom shardlab import record\nfrom shardlab.record import facts\n"
+        script += "import pathlib\nfrom shardlab import record\nfrom shardcourse.build import facts\n"
         script += "facts.cores = lambda: 2\n"
         script += "def nothing(*_): pass\n"
         script += f"root = pathlib.Path({str(book.root)!r})\n"
@@ -195,7 +195,7 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, 
         if how != signal.SIGINT:  # nobody was there to take them along: the next one does
             assert len(list(Path(folder).glob("lesson-*"))) == 2
             book.write("lessons/small.md", page("pass"))
-            record.execute("small", book.root)
+            build.execute("small", book.root)
         assert list(Path(folder).glob("lesson-*")) == []
 
 
@@ -232,9 +232,9 @@ def inside(definition):
 
 def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
     found, read = [], 0
-    for name in record.pages(root):
+    for name in build.pages(root):
         clocks = set(CLOCKS)
-        for number, cell in enumerate(record.code_cells(record.notebook(name, root)), 1):
+        for number, cell in enumerate(build.code_cells(build.notebook(name, root)), 1):
             tree = ast.parse(cell.source)
             for node in tree.body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -252,9 +252,9 @@ def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
 def test_no_page_asserts_a_time(root):
     """What a clock said is claimed with `show.timed`: a busy machine fails no reader's cell."""
     found, times = [], 0
-    for name in record.pages(root):
+    for name in build.pages(root):
         taken = set()  # names of what was a clock's difference
-        for number, cell in enumerate(record.code_cells(record.notebook(name, root)), 1):
+        for number, cell in enumerate(build.code_cells(build.notebook(name, root)), 1):
             for node in ast.walk(ast.parse(cell.source)):
                 if isinstance(node, ast.Assign) and named([node.value]) & (CLOCKS - {"timed"}):
                     own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}

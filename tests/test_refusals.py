@@ -20,9 +20,10 @@ import pytest
 import torch
 from commands import printed_to, ran
 
-from shardlab import options, ranks, show
+from shardtools import options
+from shardlab import ranks, show
 from shardlab.__main__ import COMMANDS
-from shardlab.cluster.command import PARTS
+from shardtools.cluster.command import PARTS
 
 
 class Strange:
@@ -163,7 +164,7 @@ def test_the_list_and_mistyped_commands_import_no_topic() -> None:
         "import sys; from shardlab.__main__ import main\n"
         "assert main([]) == 0 and main(['memori']) == 2\n"
         "assert main(['cluster', 'run', '--at', 'nowhere', 'x.py']) == 2\n"
-        "heavy = {'torch', 'numpy', 'psutil', 'yaml', 'shardlab.memory', 'shardlab.record'}\n"
+        "heavy = {'torch', 'numpy', 'psutil', 'yaml', 'shardlab.memory', 'shardcourse.build'}\n"
         "assert not heavy & {*sys.modules}, heavy & {*sys.modules}\n"
     )
     done = fresh(["-c", program])
@@ -303,9 +304,9 @@ def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
 
 # --- Files and folders that commands write and read --------------------------------------------
 
-PUBLISHED = show.ROOT / "code/shardlab/strategy/published"
+PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
 RUN = ["cluster", "run", "--at", "127.0.0.1:29400"]
-SITE = show.ROOT / "code/shardlab/cluster/sites/cloud-pyxis.yml"
+SITE = show.ROOT / "code/shardtools/cluster/sites/cloud-pyxis.yml"
 FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv")]
 FILES = {
     "svg": [*SMALL, "--svg"],

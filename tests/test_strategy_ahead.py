@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from shardlab import memory
-from shardlab.hub.ahead import with_modules
+from shardtools.hub.ahead import with_modules
 from shardlab.layout import Layout, structure
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
-from shardlab.strategy import files, models
-from shardlab.strategy.core import seconds
-from shardlab.strategy.cost import flops
-from shardlab.strategy.emit import emit
-from shardlab.strategy.footprint import footprint
-from shardlab.strategy.job import Job
-from shardlab.strategy.profile import ENGINES
-from shardlab.strategy.rates import known
+from shardtools.strategy import files, models
+from shardtools.strategy.core import seconds
+from shardtools.strategy.cost import flops
+from shardtools.strategy.emit import emit
+from shardtools.strategy.footprint import footprint
+from shardtools.strategy.job import Job
+from shardtools.strategy.profile import ENGINES
+from shardtools.strategy.rates import known
 
 GIVEN = json.loads((Path(__file__).parent / "configs" / "deepseek-v3.json").read_text())
 PLAIN = models.named("deepseek-v3")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardlab import deepspeed_engine as de
 from shardlab import ranks
-from shardlab.cluster import slurm
+from shardtools.cluster import slurm
 from shardlab.deepspeed_engine import start
 from shardlab.deepspeed_engine.core import COURSE_PLAN
 from shardlab.deepspeed_engine.pipe import layers
@@ -26,7 +26,7 @@ from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Yarn
-from shardlab.strategy.emit import FILES, deepspeed, emit
+from shardtools.strategy.emit import FILES, deepspeed, emit
 
 HERE = Path(__file__).parent
 MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())

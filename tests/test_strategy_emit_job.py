@@ -11,13 +11,13 @@ import pytest
 from commands import ran
 from test_cluster_slurm import ended, losses, state, until
 
-from shardlab.cluster import slurm
+from shardtools.cluster import slurm
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
-from shardlab.strategy.emit import Limits, job
-from shardlab.strategy.emit.job import FILE, SITE, in_seconds
-from shardlab.strategy.emit.target import Target
+from shardtools.strategy.emit import Limits, job
+from shardtools.strategy.emit.job import FILE, SITE, in_seconds
+from shardtools.strategy.emit.target import Target
 
 HERE = Path(__file__).parent
 MEGATRON, TORCHTITAN = (

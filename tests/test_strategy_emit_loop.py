@@ -18,8 +18,8 @@ from shardlab.deepspeed_engine import start
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.show import ROOT
-from shardlab.strategy.emit import Limits, job, loop
-from shardlab.strategy.emit.target import Target
+from shardtools.strategy.emit import Limits, job, loop
+from shardtools.strategy.emit.target import Target
 
 HALF = torch.bfloat16, 3e-4  # what the scripts compute with, and their learning rate
 PAIR = replace(MACHINES["a100"], per_node=2)

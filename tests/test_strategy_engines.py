@@ -16,14 +16,14 @@ import pytest
 from shardlab import memory
 from shardlab.__main__ import main
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
-from shardlab.strategy.core import seconds
-from shardlab.strategy.cost import flops
-from shardlab.strategy.emit import emit
-from shardlab.strategy.footprint import footprint
-from shardlab.strategy.job import Job
-from shardlab.strategy.profile import BY_ENGINE, ENGINES, HOW, how
-from shardlab.strategy.rates import PUBLISHED, Rates, known
+from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
+from shardtools.strategy.core import seconds
+from shardtools.strategy.cost import flops
+from shardtools.strategy.emit import emit
+from shardtools.strategy.footprint import footprint
+from shardtools.strategy.job import Job
+from shardtools.strategy.profile import BY_ENGINE, ENGINES, HOW, how
+from shardtools.strategy.rates import PUBLISHED, Rates, known
 
 TABLE = PUBLISHED / "throughput.csv"
 ROWS = files.read_rows("rows", TABLE)
@@ -160,7 +160,7 @@ def test_models_are_what_the_hub_counts(request) -> None:
         assert models.plain(again) == models.plain(model) and again.active == model.active
     if not request.config.getoption("--whole"):
         return
-    from shardlab import hub
+    from shardtools import hub
 
     for name, folder in CONFIGS.items():
         assert models.plain(hub.read(HERE / folder / f"{name}.json")) == models.plain(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ran
 
-from shardlab.strategy.rates import PUBLISHED, known
+from shardtools.strategy.rates import PUBLISHED, known
 
 SWEEP, CASES = PUBLISHED / "sweep.csv", PUBLISHED / "megatron.json"
 NANOTRON, MEGATRON = PUBLISHED / "rates_nanotron.json", PUBLISHED / "rates_megatron.json"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.strategy.fit import fit, solve
-from shardlab.strategy.rates import Rate, Rates
+from shardtools.strategy.fit import fit, solve
+from shardtools.strategy.rates import Rate, Rates
 
 
 def guess(**values: float) -> Rates:

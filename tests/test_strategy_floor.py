@@ -6,11 +6,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardlab import memory, strategy
+from shardlab import memory
+from shardtools import strategy
 from shardlab.layout import structure
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, PROFILES, Layout, files, known
-from shardlab.strategy.rates import PUBLISHED
+from shardtools.strategy import MACHINES, PROFILES, Layout, files, known
+from shardtools.strategy.rates import PUBLISHED
 
 H100 = MACHINES["h100"]
 LLAMA = PRESETS["llama-3-70b"]

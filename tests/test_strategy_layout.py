@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
 from shardlab.memory import estimate, in_experts
 from shardlab.shapes import PRESETS
-from shardlab.strategy import Layout
+from shardtools.strategy import Layout
 
 
 def test_new_fields_stand_behind_the_old_ones() -> None:

@@ -9,12 +9,12 @@ import torch
 from commands import ran
 from timed import on_time
 
-from shardlab import strategy
+from shardtools import strategy
 from shardlab.machines import MACHINES, named
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS
-from shardlab.strategy import PROFILES, Layout
-from shardlab.strategy.rates import known, read
+from shardtools.strategy import PROFILES, Layout
+from shardtools.strategy.rates import known, read
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from timed import on_time
 
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, PROFILES, Layout, predict
-from shardlab.strategy.plan import layouts, plan
-from shardlab.strategy.predict import room
-from shardlab.strategy.profile import COURSE, today
-from shardlab.strategy.rates import known
-from shardlab.strategy.rates import today as rates_today
-from shardlab.strategy.space import Space
+from shardtools.strategy import MACHINES, PROFILES, Layout, predict
+from shardtools.strategy.plan import layouts, plan
+from shardtools.strategy.predict import room
+from shardtools.strategy.profile import COURSE, today
+from shardtools.strategy.rates import known
+from shardtools.strategy.rates import today as rates_today
+from shardtools.strategy.space import Space
 
 H100 = MACHINES["h100"]
 
@@ -206,7 +206,7 @@ def test_an_engine_s_plan_is_that_of_its_profile(capsys, engine: str, gpu: str, 
     status, out, err = run(capsys, *job, "--emit", engine, "--profile", "course")
     assert status == 2 and not out and err.count("\n") == 1
     assert f"profile='course': allowed with --emit {engine} is '{engine}'" in err
-    rates = Path(__file__).parents[1] / "code/shardlab/strategy/published/rates_nanotron.json"
+    rates = Path(__file__).parents[1] / "code/shardtools/strategy/published/rates_nanotron.json"
     status, out, err = run(capsys, *job, "--emit", engine, "--rates", rates)
     assert status == 2 and not out and err.count("\n") == 1 and "'nanotron'" in err
 

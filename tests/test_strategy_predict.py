@@ -7,14 +7,15 @@ from statistics import median
 
 import pytest
 
-from shardlab import memory, strategy
+from shardlab import memory
+from shardtools import strategy
 from shardlab.shapes import PRESETS, Config
-from shardlab.strategy import MACHINES, PROFILES, Layout, files, learn
-from shardlab.strategy.core import layer
-from shardlab.strategy.footprint import activations, footprint, fullest
-from shardlab.strategy.job import Job
-from shardlab.strategy.predict import first_rank, of_job
-from shardlab.strategy.rates import PUBLISHED, guesses, known, read
+from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn
+from shardtools.strategy.core import layer
+from shardtools.strategy.footprint import activations, footprint, fullest
+from shardtools.strategy.job import Job
+from shardtools.strategy.predict import first_rank, of_job
+from shardtools.strategy.rates import PUBLISHED, guesses, known, read
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
 ROWS = files.read_rows("rows", PUBLISHED / "sweep.csv")

@@ -9,13 +9,13 @@ from commands import ran
 
 from shardlab.layout import Layout, stages, written
 from shardlab.shapes import PRESETS
-from shardlab.strategy import MACHINES, PROFILES, alone, plan, predict
-from shardlab.strategy.cost import flops
-from shardlab.strategy.plan import Plan, Planned
-from shardlab.strategy.predict import room
-from shardlab.strategy.profile import today
-from shardlab.strategy.rates import known
-from shardlab.strategy.rates import today as rates_today
+from shardtools.strategy import MACHINES, PROFILES, alone, plan, predict
+from shardtools.strategy.cost import flops
+from shardtools.strategy.plan import Plan, Planned
+from shardtools.strategy.predict import room
+from shardtools.strategy.profile import today
+from shardtools.strategy.rates import known
+from shardtools.strategy.rates import today as rates_today
 
 H100, BIG = MACHINES["h100"], PRESETS["llama-3-405b"]
 MEGATRON, RATES = today(PROFILES["megatron"]), rates_today(known("megatron"))

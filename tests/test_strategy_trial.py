@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from shardlab.__main__ import main
 from shardlab.layout import AXES, Layout
 from shardlab.machines import MACHINES
-from shardlab.mesh.command import as_predicted
+from shardtools.commands.mesh import as_predicted
 from shardlab.mesh.job import rounding, run
 from shardlab.shapes import PRESETS
-from shardlab.strategy.profile import PROFILES
-from shardlab.strategy.space import Space, bases, series
-from shardlab.strategy.trial import equal, small
+from shardtools.strategy.profile import PROFILES
+from shardtools.strategy.space import Space, bases, series
+from shardtools.strategy.trial import equal, small
 
 
 @settings(max_examples=60, deadline=None)

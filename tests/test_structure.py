@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from test_layout import GATED
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab import memory, strategy
+from shardlab import memory
+from shardtools import strategy
 from shardlab.layout import Layout, structure
 from shardlab.layout.structure import Core, own_config
 from shardlab.machines import MACHINES

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from commands import without_jupyter
 
-from shardlab import record, show
+from shardcourse import build
+from shardlab import show
 
 PAGE = (show.ROOT / "book/setup.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -351,7 +352,7 @@ def test_set_ups_commands_run_as_printed(
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 4, 8])
-@pytest.mark.parametrize("topic", record.lessons(show.ROOT))
+@pytest.mark.parametrize("topic", build.lessons(show.ROOT))
 def test_lessons_run_under_torchrun(
     topic: str, processes: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.train import core, ddp, fsdp, one_gpu, sampler, steps
+from shardlab.train import core, ddp, fsdp, one_gpu, sampler
+from shardtools import steps
 
 SCRIPTS = {m.__name__.rpartition(".")[2]: m for m in (core, ddp, fsdp, one_gpu, sampler)}
 STEP = 'torch.save(model.module.state_dict(), folder / "last.pt")'

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardlab import ranks, text, zero
-from shardlab.cluster import slurm
+from shardtools.cluster import slurm
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.trainers.scaler import LossScaler
 

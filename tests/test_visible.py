@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import visible
 
-from shardlab.record import index, pace
+from shardcourse.build import index, pace
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))

@@ -14,12 +14,12 @@ from test_strategy_emit import MEGATRON, TORCHTITAN
 from test_strategy_emit_job import ENGINES, NEEDS
 
 from shardlab import layout, show
-from shardlab.cluster import slurm
+from shardtools.cluster import slurm
 from shardlab.layout import Layout
 from shardlab.machines import MACHINES
 from shardlab.shapes import PRESETS
-from shardlab.strategy import PROFILES, advice, alone
-from shardlab.strategy.emit import emit
+from shardtools.strategy import PROFILES, advice, alone
+from shardtools.strategy.emit import emit
 from shardlab.train.take_home import Options
 
 PAGE = (show.ROOT / "book/your_job.md").read_text("utf-8")

@@ -12,7 +12,8 @@ from pathlib import Path
 import nbformat
 from forked import forked
 
-from shardlab import record, show
+from shardcourse import build
+from shardlab import show
 
 # What a build imports, half of its time, once for all builds.
 for _name in (
@@ -132,16 +133,16 @@ class Book:
     @property
     def recording(self) -> Path:
         """Where the lesson's recording stands."""
-        return self.root / record.RECORDED / "small.ipynb"
+        return self.root / build.RECORDED / "small.ipynb"
 
     def record(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
         """Record the lesson; then claim `device` and replace what its last cell printed."""
-        lesson = record.execute("small", self.root)
+        lesson = build.execute("small", self.root)
         about = lesson.metadata["shardlab"]
         if device:
             about["device"] = {"kind": "cuda", "name": device, "count": 2, "driver": "999.1"}
             about["ranks"] = [{"ranks": 4, "backend": "gloo", "device": "cuda", "runs": 3}]
         if output:
             lesson.cells[-1].outputs[0].text = output
-        record.save(lesson, self.recording)
+        build.save(lesson, self.recording)
         return lesson

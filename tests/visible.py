@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardlab.record.pace import outside, sections
+from shardcourse.build.pace import outside, sections
 from shardlab.show.changes import changed
 
 ROOT = Path(__file__).resolve().parents[1]

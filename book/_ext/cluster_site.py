@@ -2,7 +2,7 @@
 
 Batch files on pages, and those that pages offer to save, are then made for it, and so are commands
 that are typed there: with its account, its partition, its container. Without a name nothing
-changes. `shardlab.cluster.site` knows what is made of a site.
+changes. `shardtools.cluster.site` knows what is made of a site.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sphinx.config import Config
 from sphinx.errors import ConfigError
 
 from shardlab import show
-from shardlab.cluster import site
+from shardtools.cluster import site
 
 _SAVED = re.compile(r'href="data:text/plain;base64,([^"]+)" download="([^"]+\.sbatch)"')
 _SHELL = "bash", "sh", "shell", "console"

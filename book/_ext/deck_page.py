@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bs4 import BeautifulSoup, Tag
 from markup import ARTICLE, CELL, FONT, ROW, plain
 
-from shardlab.record import pace
+from shardcourse.build import pace
 
 LEAST = 20  # pixels of text; in a picture LEAST_DRAWN
 LEAST_DRAWN = 15

@@ -14,7 +14,7 @@ from typing import Any
 import markup
 from sphinx.application import Sphinx
 
-from shardlab.record import index
+from shardcourse.build import index
 
 LICENSE = "https://creativecommons.org/licenses/by/4.0/"  # of text and figures: LICENSE-TEXT
 _ABLE = re.compile(r"^After this lesson you can\n\n((?:- .+\n(?: +.+\n)*)+)", re.MULTILINE)

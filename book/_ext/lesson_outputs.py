@@ -2,7 +2,7 @@
 
 Before Sphinx reads any page, for each lesson, the first of these that there is:
 
-1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardlab.record`), unless the
+1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardcourse.build`), unless the
    environment says RECORDED=0;
 2. what an earlier build executed, _build/executed/<topic>.ipynb, when its key fits and Python,
    torch and DeepSpeed are the same versions;
@@ -36,8 +36,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
-from shardlab import record
-from shardlab.record import facts, key
+from shardcourse import build
+from shardcourse.build import facts, key
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ def choose(
     now: dict[str, Any] = {}
     failures = []
     app.lesson_books = {}
-    names = set(record.pages(root))
+    names = set(build.pages(root))
     found: dict[str, Found] = {}
-    reader = record.Reader(root)  # executing a page changes no file
+    reader = build.Reader(root)  # executing a page changes no file
     for docname in sorted(env.found_docs):
         name = docname.removeprefix(LESSONS)
         if name not in names:
             continue
-        if not record.has_cells(Path(env.doc2path(docname))):
+        if not build.has_cells(Path(env.doc2path(docname))):
             words = "has no notebook header: its first lines must say format_name: myst"
             failures.append(f"{docname}.md {words}")
             continue
@@ -102,7 +102,7 @@ def choose(
             "how": page.how,
             "reasons": page.reasons,
             "stale": page.stale,
-            "about": record.about(page.book),
+            "about": build.about(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
         }
         env.mystnb_config.custom_formats[f"/{docname}.md"] = (read, {"book": page.path}, False)
@@ -114,12 +114,12 @@ def choose(
     return outdated
 
 
-def _find(name: str, app: Sphinx, reader: record.Reader) -> Found:
+def _find(name: str, app: Sphinx, reader: build.Reader) -> Found:
     """A page's outputs: a recording, or what an earlier build executed, or none that holds."""
     root = Path(app.srcdir)
-    path = root / record.RECORDED / f"{name}.ipynb"
-    recording = record.load(path)
-    if not (root / record.RECORDED).is_dir():
+    path = root / build.RECORDED / f"{name}.ipynb"
+    recording = build.load(path)
+    if not (root / build.RECORDED).is_dir():
         reasons = []
     elif "/" in name:
         reasons = [NEVER]
@@ -128,12 +128,12 @@ def _find(name: str, app: Sphinx, reader: record.Reader) -> Found:
     elif recording is None:
         reasons = [UNREADABLE] if path.exists() else [NONE]
     else:
-        reasons = record.changed(recording, name, root, reader)
+        reasons = build.changed(recording, name, root, reader)
         if not reasons:
             return Found(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
-    book = record.load(kept)
-    holds = book is not None and not record.changed(book, name, root, reader)
+    book = build.load(kept)
+    holds = book is not None and not build.changed(book, name, root, reader)
     return Found(kept, book if holds and _same_versions(book) else None, "executed", reasons)
 
 
@@ -142,19 +142,19 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
     failures: dict[str, str] = {}
     ended = count(1)
 
-    def done(name: str, book: nbformat.NotebookNode | record.LessonError) -> None:
+    def done(name: str, book: nbformat.NotebookNode | build.LessonError) -> None:
         begin = f"executed {next(ended)} of {len(todo)}: {name}"
-        if not isinstance(book, record.LessonError):
+        if not isinstance(book, build.LessonError):
             try:
-                record.save(book, found[name].path)
+                build.save(book, found[name].path)
             except OSError as error:  # a full disk
-                book = record.LessonError(f"{name}.md: its outputs could not be kept: {error}")
-        if isinstance(book, record.LessonError):
+                book = build.LessonError(f"{name}.md: its outputs could not be kept: {error}")
+        if isinstance(book, build.LessonError):
             failures[name] = str(book)
             logger.info("%s, failed", begin)
             return
         found[name].book = book
-        made = record.about(book)
+        made = build.about(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
         why = f"; {shortened(found[name].reasons)}" if found[name].stale else ""
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
@@ -165,7 +165,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
         with _interruptible():
-            record.execute_all(todo, root, done, cpu=True)
+            build.execute_all(todo, root, done, cpu=True)
     return [failures[name] for name in todo if name in failures]
 
 
@@ -193,14 +193,14 @@ def shortened(reasons: list[str], most: int = 3) -> str:
 
 
 def _same_versions(book: nbformat.NotebookNode) -> bool:
-    made, now = record.about(book)["versions"], facts.versions()
+    made, now = build.about(book)["versions"], facts.versions()
     return {**made, "shardlab": ""} == {**now, "shardlab": ""}  # its files are in the key
 
 
 def read(text: str, book: Path) -> nbformat.NotebookNode:
     """The page with this text, and with the outputs of the executed notebook in the file `book`."""
-    page = with_outputs(record.read(text), record.load(book))
-    for cell in record.code_cells(page):
+    page = with_outputs(build.read(text), build.load(book))
+    for cell in build.code_cells(page):
         _name_fold(cell)
     page.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     return page
@@ -217,7 +217,7 @@ def _name_fold(cell: nbformat.NotebookNode) -> None:
 
 def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """The notebook `page` with the outputs of the executed one, which has its code cells."""
-    for cell, done in zip(record.code_cells(page), record.code_cells(made), strict=True):
+    for cell, done in zip(build.code_cells(page), build.code_cells(made), strict=True):
         cell.outputs = done.outputs
         cell.execution_count = done.execution_count
     return page

@@ -19,10 +19,10 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
-from shardlab import record
-from shardlab.record import index, pace, pairs, paths
-from shardlab.record.exercises import exercises
-from shardlab.record.reading import reading
+from shardcourse import build
+from shardcourse.build import index, pace, pairs, paths
+from shardcourse.build.exercises import exercises
+from shardcourse.build.reading import reading
 
 DOWNLOADS = "downloads"
 SLIDES = "slides"
@@ -327,7 +327,7 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
                 reading(
                     topic,
                     root,
-                    with_outputs(record.notebook(topic, root), app.lesson_books[docname]),
+                    with_outputs(build.notebook(topic, root), app.lesson_books[docname]),
                     needs=index.assumed(topic, root),
                 )
             ),

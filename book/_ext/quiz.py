@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from steps import ELSEWHERE
 
-from shardlab.record.quizzes import QUIZZES, read
+from shardcourse.build.quizzes import QUIZZES, read
 
 
 class Box(nodes.General, nodes.Element):

@@ -22,8 +22,9 @@ from markup import plain
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-from shardlab import check, show
-from shardlab.record import index, pace, paths
+from shardcourse import exercises
+from shardlab import show
+from shardcourse.build import index, pace, paths
 
 REVEAL = "_static/reveal"
 _FILES = ("dist/reset.css", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js", "LICENSE")
@@ -61,7 +62,7 @@ def reveal(site: Path) -> None:
 
 def said(exercise: str) -> list[str]:
     """What the check of an exercise says of the mistakes that it knows."""
-    return check.mistakes(exercise) if exercise in check.names() else []
+    return exercises.mistakes(exercise) if exercise in exercises.names() else []
 
 
 def mark(slides: list[deck.Slide], steps: Iterable[tuple[str, paths.Piece]]) -> None:

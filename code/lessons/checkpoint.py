@@ -60,7 +60,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardlab import count, ranks, show, text
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.checkpoint import (
     MANIFEST,
     CheckpointError,

@@ -49,11 +49,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import elastic, ranks, show, text
-from shardlab.check import check
-from shardlab.cluster import captured, doctor
-from shardlab.cluster.doctor import checks, pairs
-from shardlab.cluster.slurm import sessions
-from shardlab.cluster.watch import flight, hang, report, sample, straggler, timeline
+from shardcourse.exercises import check
+from shardtools.cluster import captured, doctor
+from shardtools.cluster.doctor import checks, pairs
+from shardtools.cluster.slurm import sessions
+from shardtools.cluster.watch import flight, hang, report, sample, straggler, timeline
 from shardlab.model import GPT, PRESETS, loss
 
 show.style()
@@ -899,7 +899,7 @@ sessions.job("trainjob.yaml")
 #
 # ## Exercises
 #
-# Three of them are jobs that hang: they were run, looked at and ended by [a script](../code/shardlab/cluster/captured/capture.py). Each log has what was printed, where every rank was, and the last calls of each. The scripts lie beside it; try without them first.
+# Three of them are jobs that hang: they were run, looked at and ended by [a script](../code/shardtools/cluster/captured/capture.py). Each log has what was printed, where every rank was, and the last calls of each. The scripts lie beside it; try without them first.
 #
 # ```{exercise-start} Who is who (easy)
 # :label: ex-cluster-ranks

@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import collectives, count, link, ranks, show
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.collectives import CostModel
 from shardlab.model import PRESETS, parameter_count
 

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import context_parallel as cp
 from shardlab import count, link, memory, ranks, show, text
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 

@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from shardlab import count, link, ranks, show, text
 from shardlab.buckets import deal
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.collectives import CostModel
 from shardlab.data_parallel import (
     MIB,

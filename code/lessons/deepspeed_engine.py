@@ -45,7 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab import count, memory, ranks, show, text
 from shardlab import deepspeed_engine as de
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.data_parallel import drift
 from shardlab.deepspeed_engine import breakdown, lab
 from shardlab.layout import Layout

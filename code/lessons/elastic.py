@@ -42,8 +42,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardlab import elastic, ranks, show
-from shardlab.check import check
-from shardlab.cluster.slurm import sessions
+from shardcourse.exercises import check
+from shardtools.cluster.slurm import sessions
 from shardlab.elastic import born, core, host
 from shardlab.elastic.job import Job, free_port
 

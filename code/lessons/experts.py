@@ -42,7 +42,7 @@ from torch import nn
 from shardlab import buckets, collectives, count, experts, ranks, router, show, text
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.machines import MACHINES
 from shardlab.model import GPT, Config, Experts, FeedForward, loss, parameter_count
 from shardlab.shapes import PRESETS

@@ -44,7 +44,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from shardlab import collectives, count, gemm, link, ranks, show
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.count import speed
 from shardlab.show import measured as pictures
 

@@ -49,10 +49,11 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, hub, memory, show, text
-from shardlab.check import check
+from shardlab import count, memory, show, text
+from shardtools import hub
+from shardcourse.exercises import check
 from shardlab.layout import Layout
-from shardlab.memory.command import add_command
+from shardtools.commands.memory import add_command
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.show import measured as pictures
 

@@ -70,11 +70,11 @@ from torch.nn.functional import gelu
 from shardlab import count, mesh, ranks, show, zero
 from shardlab import tensor_parallel as tp
 from shardlab.buckets import add_up
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout, orders
 from shardlab.mesh import Parallel, PlacedDropout, picture
-from shardlab.mesh.command import add_command
+from shardtools.commands.mesh import add_command
 from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config

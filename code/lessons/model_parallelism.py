@@ -43,10 +43,11 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardlab import count, memory, ranks, show, strategy, text, zero
+from shardlab import count, memory, ranks, show, text, zero
+from shardtools import strategy
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.data_parallel import DataParallel
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss

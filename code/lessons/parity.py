@@ -47,16 +47,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardlab import data_parallel, deepspeed_engine, experts, parity, ranks
+from shardlab import data_parallel, deepspeed_engine, experts, ranks
+from shardtools import parity
 from shardlab import sequence_parallel, show, tensor_parallel, text, zero
-from shardlab.check import check
-from shardlab.check.parity import batches, four_reports, start
+from shardcourse.exercises import check
+from shardcourse.exercises.parity import batches, four_reports, start
 from shardlab.model import GPT, Config, loss
-from shardlab.parity import across, core, noise, recording, rounding
-from shardlab.parity.programs import judged, matched, recorded
-from shardlab.parity.record import Record
-from shardlab.parity.recording import Key
-from shardlab.parity.report import called
+from shardtools.parity import across, core, noise, recording, rounding
+from shardtools.parity.programs import judged, matched, recorded
+from shardtools.parity.record import Record
+from shardtools.parity.recording import Key
+from shardtools.parity.report import called
 from shardlab.sequence_parallel import ALONG_SEQUENCE
 from shardlab.tensor_parallel import copy_to, reduce_from
 
@@ -243,7 +244,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
-# A check that right programs fool three times will be switched off, or loosened until it is quiet. `shardlab.parity` has a rule for each.
+# A check that right programs fool three times will be switched off, or loosened until it is quiet. `shardtools.parity` has a rule for each.
 #
 # ## Rule 1: rounding is measured
 #
@@ -955,7 +956,7 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 #
 # ## Inside: from a tensor to a verdict
 #
-# The three rules are [one file](../code/shardlab/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits no place.
+# The three rules are [one file](../code/shardtools/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits no place.
 
 # %%
 show.source(core.Matcher.see, core.Matcher.place)
@@ -997,7 +998,7 @@ show.source(core.Judge.judge, core.Judge._one)
 show.source(across.summed, across._gradients_add_up)
 
 # %% [markdown]
-# What is left is wrong, and [a table of causes](../code/shardlab/parity/causes.py) finds the sentence for it.
+# What is left is wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the sentence for it.
 
 # %%
 show.source(core.Judge._wrong)
@@ -1006,7 +1007,7 @@ show.source(core.Judge._wrong)
 # %% [markdown]
 # ### Which numbers are chosen, and where they end
 #
-# Noise is measured. How many times the noise is allowed is chosen, once and for all programs. These choices are constants of [two files](../code/shardlab/parity/noise.py):
+# Noise is measured. How many times the noise is allowed is chosen, once and for all programs. These choices are constants of [two files](../code/shardtools/parity/noise.py):
 #
 # | constant | value | why this value | where it ends |
 # |---|---|---|---|

@@ -51,7 +51,7 @@ from torch.distributed import pipelining
 from shardlab import count, link, memory, pipeline, ranks, show, text
 from shardlab import deepspeed_engine as de
 from shardlab.buckets import average_gradients
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 from shardlab.pipeline import core, deferred

@@ -42,7 +42,7 @@ from torch.distributed.tensor import parallel as torchs
 from shardlab import count, memory, ranks, show, text
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss
 

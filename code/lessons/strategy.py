@@ -40,20 +40,21 @@ from math import ceil, log
 import torch
 import torch.distributed as dist
 
-from shardlab import count, memory, mesh, ranks, show, strategy
-from shardlab.check import check
+from shardlab import count, memory, mesh, ranks, show
+from shardtools import strategy
+from shardcourse.exercises import check
 from shardlab.count import speed
 from shardlab.mesh.job import batch_of, model_of
 from shardlab.mesh.states import counted, held
 from shardlab.model import GPT, loss
 from shardlab.shapes import PRESETS, Config
 from shardlab.show import measured
-from shardlab.strategy import MACHINES, Layout, core, files, learn
-from shardlab.strategy.command import add_command
-from shardlab.strategy.fit import fit
-from shardlab.strategy.measure import measure
-from shardlab.strategy.predict import first_rank, of_job
-from shardlab.strategy.rates import PUBLISHED, Rate, Rates, known
+from shardtools.strategy import MACHINES, Layout, core, files, learn
+from shardtools.strategy.command import add_command
+from shardtools.strategy.fit import fit
+from shardtools.strategy.measure import measure
+from shardtools.strategy.predict import first_rank, of_job
+from shardtools.strategy.rates import PUBLISHED, Rate, Rates, known
 
 show.style()
 GB = 1e9
@@ -693,7 +694,7 @@ show.source(core.layer, core._attention, core._launches, core._cpu, core._tensor
 # %% [markdown]
 # `rates` are the constants, most of them as fractions of the data sheet: so what was fitted on one GPU predicts another.
 # `SOFT` makes the maximum of GPU and CPU time a smooth one, since near the point where both are equal each delays the other.
-# [`products`](../code/shardlab/strategy/products.py) has the time of each product.
+# [`products`](../code/shardtools/strategy/products.py) has the time of each product.
 #
 # From layers to a step:
 
@@ -701,7 +702,7 @@ show.source(core.layer, core._attention, core._launches, core._cpu, core._tensor
 show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
 
 # %% [markdown]
-# [`copies`](../code/shardlab/strategy/copies.py) says how long copies wait for gradients and weights.
+# [`copies`](../code/shardtools/strategy/copies.py) says how long copies wait for gradients and weights.
 # ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
 # ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `--emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
 #

@@ -55,7 +55,7 @@ from torch.profiler import profile
 
 from shardlab import collectives, count, link, memory, ranks, show, text
 from shardlab import tensor_parallel as tp
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Attention, Config, loss, rotate
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom

@@ -42,7 +42,7 @@ from torch import nn
 from shardlab import context_parallel, data_parallel, ranks, sequence_parallel, show
 from shardlab import tensor_parallel
 from shardlab import tensor_types as tt
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.model import GPT, Config, loss
 from shardlab.sequence_parallel import ALONG_SEQUENCE
 from shardlab.sequence_parallel.core import _Enter, _Leave

@@ -52,8 +52,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from shardlab import ranks, show, text
-from shardlab.check import check
-from shardlab.check.train import four_scripts
+from shardcourse.exercises import check
+from shardcourse.exercises.train import four_scripts
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.show.changes import changes
 from shardlab.train import core, ddp, fsdp, one_gpu, sampler, take_home

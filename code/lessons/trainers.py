@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab import deepspeed_engine as de
 from shardlab import ranks, show, text
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.model import GPT, PRESETS, loss
 from shardlab.trainers.scaler import LossScaler
 

@@ -46,7 +46,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import count, link, memory, ranks, show, text, zero
-from shardlab.check import check
+from shardcourse.exercises import check
 from shardlab.data_parallel import DataParallel, drift
 from shardlab.layout import Layout
 from shardlab.model import GPT, PRESETS, Config, loss

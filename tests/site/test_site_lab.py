@@ -16,7 +16,7 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
-from shardlab.record.reading import reading
+from shardcourse.build.reading import reading
 
 SLOW = 60  # seconds: a kernel has to start, and torch to be imported
 OUTPUTS = """() => Array.from(jupyterapp.shell.currentWidget.content.model.cells)

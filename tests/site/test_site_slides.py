@@ -14,13 +14,14 @@ from pypdf import PdfReader
 from test_site_pages import violations
 from visiting import Visit
 
-from shardlab import record, show
+from shardcourse import build
+from shardlab import show
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck
 import deck_page
 
-TOPICS = record.lessons(show.ROOT)
+TOPICS = build.lessons(show.ROOT)
 DAILY = ("cluster", "pipeline", "zero")  # long code, steps, formulas
 READY = "ready.then(() => true)"
 # On each slide, after its last step (of pictures in steps after each): what reaches over its edge,

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from shardlab import show
-from shardlab.record import index
+from shardcourse.build import index
 
 COURSE = index.read(show.ROOT)
 

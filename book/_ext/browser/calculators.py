@@ -8,10 +8,10 @@ import json
 import sys
 
 MODULES = {
-    "memory": "shardlab.memory.command",
-    "schedule": "shardlab.pipeline.command",
-    "mesh": "shardlab.mesh.command",
-    "strategy": "shardlab.strategy.command",
+    "memory": "shardtools.commands.memory",
+    "schedule": "shardtools.commands.schedule",
+    "mesh": "shardtools.commands.mesh",
+    "strategy": "shardtools.strategy.command",
 }
 
 

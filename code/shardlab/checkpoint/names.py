@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from shardlab.arguments import check_kind, check_one_of
 from shardlab.layout.boxes import Box, whole
 from shardlab.layout.entries import Entry, ledger
-from shardlab.options import read_json
+from shardtools.options import read_json
 from shardlab.shapes import Config
 
 from . import ropes

@@ -32,7 +32,7 @@ from shardlab import ranks
 from shardlab.arguments import check_one_of
 from shardlab.count import clock, held
 from shardlab.layout import Layout
-from shardlab.options import Parser, any_encoding
+from shardtools.options import Parser, any_encoding
 
 from .breakdown import (
     NUMBERS,

@@ -14,7 +14,7 @@ import os
 import sys
 from functools import partial
 
-from shardlab import options
+from shardtools import options
 
 from .job import Job
 

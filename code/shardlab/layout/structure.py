@@ -1,7 +1,7 @@
 """What a model is made of, as far as a planner or a count has to know: kinds of layers, and ends.
 
 `Structure` is made from the course's own `Config` (`of_config`), or of any model of `transformers`
-from its config.json (`shardlab.hub`). Who counts, predicts or plans reads it, and no model's own
+from its config.json (`shardtools.hub`). Who counts, predicts or plans reads it, and no model's own
 fields.
 
 Letters: h hidden, V vocabulary, a query heads, K key-value heads, D size of a head, F width of a

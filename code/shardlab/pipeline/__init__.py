@@ -13,7 +13,7 @@ The rest stands around these two:
 - picture, command: timelines drawn (`draw`), or in a terminal (`text`).
 """
 
-from .command import text
+from shardtools.commands.schedule import text
 from .schedules import (
     NAMES,
     Action,

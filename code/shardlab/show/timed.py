@@ -5,7 +5,7 @@
 Equality is asserted, and holds on every machine. A claim about time needs free cores: where it does
 not hold, one line says what was expected and how busy the machine is, and the lesson goes on. A
 build does not: it runs the cell again, three times at most, and in the end takes the line only from
-a machine that other work keeps busy (`shardlab.record.kernel`).
+a machine that other work keeps busy (`shardcourse.build.kernel`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 from shardlab import ranks
 from shardlab.__main__ import main
-from shardlab.cluster.doctor import examine, pairs
+from shardtools.cluster.doctor import examine, pairs
 
 from .common import on, on_caller, world
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardlab import pipeline, ranks
-from shardlab.check import pipeline as checks
+from shardcourse.exercises import pipeline as checks
 
 from .common import GPT2, alike, batch, model, on, solution, twice, world
 

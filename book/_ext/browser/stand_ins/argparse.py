@@ -4,4 +4,4 @@ RawDescriptionHelpFormatter = None
 
 
 class ArgumentParser:
-    """What `shardlab.options.Parser` is made from; no page has one."""
+    """What `shardtools.options.Parser` is made from; no page has one."""

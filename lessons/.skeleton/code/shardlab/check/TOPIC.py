@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardlab.check.forms import Part, Trial, on_ranks
+from shardcourse.exercises.forms import Part, Trial, on_ranks
 
 
 @on_ranks("my_TOPIC", (2, 4), says="Equal to the mean of one process, on 2 and on 4 ranks.")

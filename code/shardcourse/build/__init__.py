@@ -1,0 +1,111 @@
+"""Execute lessons, and keep their outputs.
+
+    python -m shardlab record                      # all lessons, on the machine at hand
+    python -m shardlab record collectives
+    python -m shardlab record --archive out.zip    # and all recordings in one file, to carry
+    python -m shardlab record --unpack out.zip     # what such a file holds, put in place
+
+A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
+were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
+recording as long as its key fits; otherwise it executes the lesson with the same `execute`, as it
+does with the pages in book/ that have cells (`pages`): these are cheap, and are not recorded.
+Neither needs Sphinx: nbclient, ipykernel and jupytext, and what the lessons import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtools.options import add, command, place, written
+
+from . import carry
+from .carry import RECORDED, archive, unpack
+from .kernel import LessonError, about, changed, execute, execute_all
+from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
+
+if TYPE_CHECKING:
+    import nbformat
+
+# Beside what is used or defined here:
+__all__ = ["Reader", "changed", "code_cells", "execute_all", "has_cells", "notebook", "pages"]
+__all__ += ["reach", "read"]
+
+
+def course(start: Path | None = None) -> Path:
+    """The course's folder: the nearest one above `start` (or above here) that holds lessons/.
+
+    Raises ValueError when there is none.
+    """
+    here = (start or Path.cwd()).resolve()
+    for folder in (here, *here.parents, *Path(__file__).resolve().parents):
+        if (folder / "_toc.yml").is_file() and (folder / "lessons").is_dir():
+            return folder
+    raise ValueError(f"{here} is in no course: no folder above it holds _toc.yml and lessons/")
+
+
+def selected(names: list[str], root: Path) -> list[str]:
+    """The topics that `names` names, all of them for []. Raises ValueError for an unknown one."""
+    known = lessons(root)
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ValueError(f"no such lesson: {', '.join(wrong)}; allowed are {', '.join(known)}")
+    return list(dict.fromkeys(names)) or known
+
+
+def load(path: Path) -> nbformat.NotebookNode | None:
+    """The recording in the file `path`; None when there is none that can be read."""
+    import nbformat
+
+    try:
+        book = nbformat.read(path, as_version=4)
+        return book if about(book) else None
+    except Exception:  # whatever a file that is no notebook makes the parser raise
+        return None
+
+
+def save(book: nbformat.NotebookNode, path: Path) -> None:
+    """Write a recording so that a reader finds the old file or the new one, never a part."""
+    import nbformat
+
+    carry.replace(path, (nbformat.writes(book) + "\n").encode())
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `record` to the command line."""
+    parser = command(commands, "record", __doc__)
+    parser.add_argument("lesson", nargs="*", help="topics; all lessons when none is named")
+    add(parser, "archive", "then write all into a zip", "FILE")
+    add(parser, "unpack", "only unpack such a zip", "FILE")
+    parser.set_defaults(command=_main)
+
+
+def _main(options: argparse.Namespace) -> int:
+    root = course()
+    if options.unpack is not None:
+        if options.lesson or options.archive is not None:
+            raise ValueError("--unpack goes with no lesson and not with --archive")
+        for path in unpack(place("unpack", options.unpack), root):
+            print(f"unpacked {path}")
+        return 0
+    topics = selected(options.lesson, root)
+    if options.archive is not None:  # before hours of work, not after
+        written("archive", options.archive, room=True)
+    failed = 0
+    for topic in topics:  # one after another: lessons never share a GPU
+        try:
+            book = execute(topic, root)
+        except LessonError as error:
+            print(error, file=sys.stderr)
+            failed += 1
+            continue
+        save(book, root / RECORDED / f"{topic}.ipynb")
+        stated = about(book)
+        device = stated["device"]
+        print(f"recorded {topic}: {stated['seconds']} s on {device['count']} × {device['name']}")
+    if options.archive is not None:
+        names = archive(place("archive", options.archive), root)
+        print(f"wrote {len(names)} recordings into {options.archive}")
+    return 1 if failed else 0

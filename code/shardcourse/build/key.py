@@ -1,0 +1,257 @@
+"""What a page's outputs depend on: its code cells, and every course file that they reach.
+
+    >>> reach("collectives", root)
+    Key(cells='3f…', files={'code/shardlab/__init__.py': '9a…', …})
+
+A recording carries the key of the page that it was made from. Equal keys: nothing that a cell
+runs has changed since. Prose does not count; neither do tags, but for `raises-exception`.
+
+What a page reaches is what its sources name, here, and what its processes were seen to open when
+it was executed (`opened`), which the recording lists.
+
+A lesson goes by its topic alone, "collectives"; a page of the book that has cells to execute goes
+by its path, "book/questions_map".
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import nbformat
+
+_MODULE = re.compile(r"shardlab(\.\w+)+")
+_FILE = re.compile(r"[^\n\0]{1,199}")  # what a string looks like that may name a file
+
+
+@dataclass(frozen=True)
+class Key:
+    """The code cells of a page (one hash each, in order) and the files that they reach."""
+
+    cells: tuple[str, ...]
+    files: dict[str, str]  # path below the root -> hash of its bytes
+
+    @property
+    def text(self) -> str:
+        """The key as one hash."""
+        return _hash(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
+
+    def changed(self, cells: list[str], files: dict[str, str]) -> list[str]:
+        """What differs between the recorded `cells` and `files` and this key: a clause for each."""
+        clauses = []
+        if len(cells) != len(self.cells):
+            clauses.append(f"{len(self.cells)} code cells instead of {len(cells)}")
+        else:
+            pairs = zip(cells, self.cells, strict=True)
+            clauses += [f"code cell {n} changed" for n, (a, b) in enumerate(pairs, 1) if a != b]
+        for path in sorted(files.keys() | self.files.keys()):
+            if path not in self.files:
+                clauses.append(f"{path} is used no more")
+            elif path not in files:
+                clauses.append(f"{path} is used now")
+            elif files[path] != self.files[path]:
+                clauses.append(f"{path} changed")
+        return clauses
+
+
+def lessons(root: Path) -> list[str]:
+    """The topics that have a lesson, sorted."""
+    return sorted(path.stem for path in (root / "lessons").glob("*.md"))
+
+
+def pages(root: Path) -> list[str]:
+    """The names of all pages with cells to execute: the lessons, and what book/ has of them."""
+    book = sorted((root / "book").glob("*.md"))
+    return [*lessons(root), *(f"book/{path.stem}" for path in book if has_cells(path))]
+
+
+def has_cells(path: Path) -> bool:
+    """Whether the page in the file `path` has a notebook's header."""
+    header, end, _ = path.read_text("utf-8").partition("\n---\n")
+    return header.startswith("---\n") and bool(end) and "format_name: myst" in header
+
+
+def source(name: str, root: Path) -> Path:
+    """The file that the page `name` is written in."""
+    return root / (f"{name}.md" if "/" in name else f"lessons/{name}.md")
+
+
+def notebook(name: str, root: Path) -> nbformat.NotebookNode:
+    """The page as a notebook without outputs."""
+    return read(source(name, root).read_text("utf-8"))
+
+
+def read(text: str) -> nbformat.NotebookNode:
+    """A page's text as a notebook without outputs; its metadata say where each cell stands."""
+    from jupytext.myst import myst_to_notebook
+
+    return myst_to_notebook(text, add_source_map=True)
+
+
+def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """The code cells of a notebook, in order."""
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def cell_hash(cell: nbformat.NotebookNode) -> str:
+    """A cell's part of the key: its source, and whether it is meant to raise."""
+    raises = "raises-exception" in cell.metadata.get("tags", [])
+    return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
+
+
+class Reader:
+    """Finds what sources name, and reads each file once, while no file changes."""
+
+    def __init__(self, root: Path):
+        self.root = root.resolve()
+        self._named: dict[Path, tuple[list[Path], list[str]]] = {}
+        self._modules: dict[tuple[Path, str], list[Path]] = {}
+        self._paths: dict[tuple[Path, str], Path | None] = {}
+
+    def reached(self, path: Path, home: Path) -> list[Path]:
+        """The course files that a file names itself, when what it runs in is the folder `home`."""
+        if path.suffix != ".py":
+            return []
+        if path not in self._named:
+            self._named[path] = self._names(path.read_text("utf-8", "replace"), path.parent)
+        return self._resolved(*self._named[path], home)
+
+    def reached_from(self, source: str, home: Path) -> list[Path]:
+        """The course files that the code `source`, run in the folder `home`, names itself."""
+        return self._resolved(*self._names(source, home), home)
+
+    def _resolved(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
+        found = [self._path(text, base) for text in strings for base in (self.root, home)]
+        return modules + [path for path in found if path]
+
+    def _path(self, text: str, base: Path) -> Path | None:
+        """The file of the course that the string `text` names, seen from the folder `base`."""
+        if (base, text) not in self._paths:
+            there = os.path.isfile(os.path.join(base, text))  # most are not: and resolving is slow
+            path = (base / text).resolve() if there else None
+            self._paths[base, text] = path if path and path.is_relative_to(self.root) else None
+        return self._paths[base, text]
+
+    def _names(self, text: str, folder: Path) -> tuple[list[Path], list[str]]:
+        """The files of modules that a source in `folder` names, and strings that may name one."""
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return [], []  # running it will tell
+        modules: dict[Path, None] = {}
+        strings: dict[str, None] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    modules.update(dict.fromkeys(self._module(alias.name, folder)))
+            elif isinstance(node, ast.ImportFrom):
+                for name in ["", *(alias.name for alias in node.names)]:
+                    dotted = ".".join(filter(None, [node.module, name]))
+                    if not node.level:
+                        modules.update(dict.fromkeys(self._module(dotted, folder)))
+                    elif (
+                        above := self._below([folder, *folder.parents][node.level - 1])
+                    ) is not None:
+                        package = [*above, *filter(None, dotted.split("."))]
+                        modules.update(dict.fromkeys(self._parts(package)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if _MODULE.fullmatch(node.value):
+                    modules.update(dict.fromkeys(self._module(node.value, folder)))
+                if _FILE.fullmatch(node.value):
+                    strings[node.value] = None
+        return list(modules), list(strings)
+
+    def _module(self, dotted: str, folder: Path) -> list[Path]:
+        """The files that importing `dotted` runs, where they are the course's own."""
+        if (folder, dotted) not in self._modules:
+            parts = dotted.split(".")
+            own = self._below(folder) or []  # a script's own folder is on its path
+            ways = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
+            self._modules[folder, dotted] = [path for way in ways for path in self._parts(way)]
+        return self._modules[folder, dotted]
+
+    def _below(self, folder: Path) -> list[str] | None:
+        """The names of the folders from the root to `folder`; None if it lies elsewhere."""
+        return [*folder.relative_to(self.root).parts] if folder.is_relative_to(self.root) else None
+
+    def _parts(self, parts: Iterable[str]) -> Iterator[Path]:
+        stem = str(self.root)
+        for part in parts:
+            stem = os.path.join(stem, part)
+            for path in (os.path.join(stem, "__init__.py"), f"{stem}.py"):
+                if os.path.isfile(path):
+                    yield Path(path)
+
+
+def reach(
+    name: str,
+    root: Path,
+    book: nbformat.NotebookNode | None = None,
+    reader: Reader | None = None,
+    opened: Iterable[str] = (),
+) -> Key:
+    """The key of the page `name` of the course in the folder `root`, as it stands now.
+
+    book: the page when it was read already, by whichever reader.
+    reader: one that several calls share while no file changes.
+    opened: paths below the root that its execution opened, as the recording tells.
+    """
+    reader = reader or Reader(root)
+    cells = code_cells(book or notebook(name, reader.root))
+    home = source(name, reader.root).parent  # where the cells run: their paths start there
+    first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
+    seen = [path for path in map(reader.root.joinpath, opened) if path.is_file()]
+    exercises = reader.root / "code/shardcourse/exercises" / f"{name}.py"
+    files = _files(first, reader, home, exercises, seen)
+    return Key(tuple(cell_hash(cell) for cell in cells), files)
+
+
+def reach_of_program(path: Path, root: Path) -> Key:
+    """The key of the Python program in the file `path`, run in the folder `root`: files alone."""
+    reader = Reader(root)
+    return Key((), _files([reader.root / path], reader, reader.root))
+
+
+def _files(
+    first: list[Path],
+    reader: Reader,
+    home: Path,
+    exercises: Path | None = None,
+    seen: Iterable[Path] = (),
+) -> dict[str, str]:
+    """The files that those in `first` reach, and `seen`, with the hashes of their bytes.
+
+    What was seen to be opened was read, and not run: what it names is not followed.
+    """
+    found: dict[Path, None] = {}
+    todo = list(first)
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found[path] = None
+        todo += reader.reached(path, home)
+        # check() finds a lesson's exercises by the topic's name: no import names them.
+        if exercises and path.parent == exercises.parent and exercises.is_file():
+            todo.append(exercises)
+    found.update(dict.fromkeys(seen))
+    hashes = {p: _file_hash(p, p.stat().st_mtime_ns) for p in found}
+    return dict(sorted((p.relative_to(reader.root).as_posix(), h) for p, h in hashes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _file_hash(path: Path, mtime: int) -> str:
+    return _hash(path.read_bytes().replace(b"\r\n", b"\n"))
+
+
+def _hash(data: bytes, digits: int = 16) -> str:
+    return hashlib.sha256(data).hexdigest()[:digits]

@@ -1,0 +1,115 @@
+"""Lessons as notebooks to work in: the folder lab/, which git ignores.
+
+    python -m shardlab lab    # writes what is new or changed there; `make lab` opens it, too
+
+A page that has changed is written anew. What a reader has written, run or saved is never written
+over: then that notebook goes to lab/kept/, and a line says so. contents.ipynb lists all in the
+order in which they are to be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardtools import options
+
+from . import course, index
+from .key import has_cells, source
+from .reading import numbered, reading
+
+if TYPE_CHECKING:
+    import nbformat
+
+LAB = Path("lab")
+CONTENTS = "contents.ipynb"
+
+
+def write(root: Path) -> list[str]:
+    """Bring the folder lab/ of the course in `root` up to date, and say what was done."""
+    import nbformat
+
+    folder = root / LAB
+    folder.mkdir(exist_ok=True)
+    contents, names = "# One Model, Many GPUs\n" + _INTRO, []
+    for part in index.read(root).parts:
+        here = [topic.topic for topic in part.topics if not topic.planned]
+        here += [page for page in part.pages if has_cells(source(page, root))]
+        if here:
+            entries = [f"- {_link(name, root)}\n" for name in here]
+            contents += "".join([f"\n## {part.part}\n\n", *entries])
+            names += here
+    new = nbformat.v4.new_markdown_cell
+    done = _put(numbered([new(contents)]), folder / CONTENTS, root)
+    for name, after in zip(names, [*names[1:], None], strict=True):
+        book = reading(name, root, beside=True, needs=index.assumed(name, root))
+        next_one = f"Next: {_link(after, root)} · " if after else ""
+        book.cells.append(new(f"{next_one}[All lessons]({CONTENTS})", id="next"))
+        done += _put(book, folder / f"{Path(name).name}.ipynb", root)
+    return done
+
+
+_INTRO = """
+These notebooks are yours to run and to change; the lessons' sources stay as they are.
+`make lab` writes a notebook anew when its lesson has changed, and keeps yours in `kept` then.
+"""
+
+
+def _link(name: str, root: Path) -> str:
+    """A link to a page's notebook."""
+    lines = source(name, root).read_text("utf-8").splitlines()
+    title = next(line[2:] for line in lines if line.startswith("# "))
+    return f"[{title}]({Path(name).name}.ipynb)"
+
+
+def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
+    """Write `book` to `path` unless it came from the same page; keep what a reader made of it."""
+    import nbformat
+
+    made = _mark(book)
+    done = []
+    if path.exists():
+        try:
+            there = nbformat.read(path, as_version=4)
+            before = there.metadata.pop("shardlab", {}).get("made")
+        except Exception:  # whatever a file that is no notebook makes the parser raise
+            there = before = None
+        if before == made:
+            return []
+        if before is None or _mark(there) != before:
+            kept = _free(path.parent / "kept" / f"{path.stem}-{date.today()}.ipynb")
+            kept.parent.mkdir(exist_ok=True)
+            path.rename(kept)
+            names = path.relative_to(root), kept.relative_to(root)
+            done = ["{}: its lesson has changed; yours, with what you did, is {}".format(*names)]
+    book.metadata["shardlab"] = {"made": made}
+    path.write_text(nbformat.writes(book) + "\n", "utf-8")
+    return done or [f"wrote {path.relative_to(root)}"]
+
+
+def _mark(book: nbformat.NotebookNode) -> str:
+    """What tells whether a notebook is still as it was made."""
+    import nbformat
+
+    return hashlib.sha256(nbformat.writes(book).encode()).hexdigest()[:16]
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first of its like that is not there yet: <name>-2.ipynb."""
+    others = (path.with_stem(f"{path.stem}-{n}") for n in range(2, 10**6))
+    return next(p for p in (path, *others) if not p.exists()) if path.exists() else path
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `lab` to the command line."""
+    parser = options.command(commands, "lab", __doc__)
+    parser.set_defaults(command=_main)
+
+
+def _main(_: argparse.Namespace) -> int:
+    for line in write(course()):
+        print(line)
+    return 0

@@ -1,0 +1,101 @@
+"""Write what is made from other files: scripts from lessons, code/train.py from the package's own
+copy, which lessons import, and the rest from book/topics.yml.
+
+    python -m shardlab pairs            # write what is out of step
+    python -m shardlab pairs --check    # only say what is; exit status 1 when something is
+
+A lesson's script is code/lessons/<topic>.py, and its notebook, lessons/<topic>.md, is the source:
+one way, always. jupytext's own two-way synchronisation believes the younger file, and in a fresh
+clone that can be the wrong one. What else is made, `shardcourse.build.index` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from shardtools import options
+
+from . import course, index, lessons
+from .paths import PATHS
+from .reading import extras
+
+SCRIPTS = Path("code/lessons")
+TAKE_HOME, TAKEN = Path("code/shardlab/train/take_home.py"), Path("code/train.py")
+_NEEDS = """\
+*As a script: `python {topic}.py` runs it, without Jupyter or a GPU, where the course's package is \
+installed: `{before}pip install "/path/to/the/course{extras}"`.*"""
+
+
+def script(topic: str, root: Path, alone: bool = False) -> str:
+    """The lesson as a plain script: prose as comments, cells as they are.
+
+    alone: whether it says what it needs, since it is read outside of the course's folder.
+    """
+    import jupytext
+    from jupytext.config import load_jupytext_config
+
+    source = root / "lessons" / f"{topic}.md"
+    config = load_jupytext_config(str(source))
+    book = jupytext.reads(source.read_text("utf-8"), fmt="md:myst", config=config)
+    if alone:
+        wanted = extras("\n".join(cell.source for cell in book.cells if cell.cell_type == "code"))
+        before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
+        title, _, prose = book.cells[0].source.partition("\n\n")
+        needs = _NEEDS.format(topic=topic, before=before, extras=wanted)
+        assumed = re.sub(r"\]\([^)]*\)|\[", "", index.assumed(topic, root))
+        needs += f"\n\n{assumed}" * bool(assumed)
+        book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
+    return jupytext.writes(book, fmt="py:percent", config=config)
+
+
+def out_of_step(root: Path) -> dict[Path, str | None]:
+    """The files that differ from their source, with what they should hold (None: no source)."""
+    wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS).glob("*.py"))
+    wanted |= {root / SCRIPTS / f"{topic}.py": script(topic, root) for topic in lessons(root)}
+    wanted |= index.made(root)
+    if (root / TAKE_HOME).is_file():
+        wanted[root / TAKEN] = (root / TAKE_HOME).read_text("utf-8")
+    return {
+        path: text
+        for path, text in wanted.items()
+        if text is None or not path.is_file() or path.read_text("utf-8") != text
+    }
+
+
+def write(root: Path) -> list[str]:
+    """Write what is out of step, remove scripts without a lesson, and say what was done."""
+    done = []
+    for path, text in out_of_step(root).items():
+        if text is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        done.append(f"{'removed' if text is None else 'wrote'} {path.relative_to(root)}")
+    return done
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `pairs` to the command line."""
+    parser = options.command(commands, "pairs", __doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    root = course()
+    if not chosen.check:
+        for line in write(root):
+            print(line)
+        return 0
+    late = out_of_step(root)
+    for path, text in late.items():
+        name = path.relative_to(root)
+        source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
+        source = f"{PATHS} and its parts" if path.stem.startswith("path") else source
+        source = TAKE_HOME if name == TAKEN else source
+        why = "has no lesson" if text is None else f"differs from {source}"
+        print(f"{name} {why}: run `make pairs`")
+    return 1 if late else 0

@@ -1,0 +1,289 @@
+"""The exercises of lesson `checkpoint`."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import REAL, called, cases, close, number
+from shardlab.checkpoint import best_interval
+
+_PARAMETERS = 8.03e9
+number("checkpoint_bytes", 12 * _PARAMETERS, "bytes", rel=0.005,
+       says="Right: 4 bytes each for the weight and for AdamW's two averages, 96 GB together.",
+       wrong={
+    4 * _PARAMETERS: "Those are the weights alone: a run that goes on needs its optimizer.",
+    8 * _PARAMETERS: "That is one of AdamW's two averages beside the weights, or both without "
+    "the weights.",
+    16 * _PARAMETERS: "Gradients are computed anew in the next step: nobody saves them.",
+    8 * 12 * _PARAMETERS: "Each of the 8 ranks writes its own eighth, not everything.",
+    12 * _PARAMETERS / 8: "That is what one rank writes; the question is for all of them.",
+})  # fmt: skip
+number("checkpoint_interval", 5692.1, "s", rel=0.005,
+       says="Right: every 95 minutes, although a failure comes only once in two days.", wrong={
+    4024.9: "A factor is missing under the root: on average half an interval is lost.",
+    94.87: "In seconds, please, with the 50 hours in seconds as well.",
+    2 * 90 * 180_000: "That is what stands under the root.",
+    180_000: "That is the time between failures: then most work would be lost.",
+})  # fmt: skip
+
+_OLD, _NEW = b"the weights of step 500\n" * 500, b"the weights of step 600\n" * 600
+
+
+def _killed(answer: Callable[..., Any], path: Path, line: int) -> tuple[bool, str]:
+    """Run the answer in a process of its own that is killed before its `line`-th line of Python.
+
+    Returns whether it came to its end, and the error that it raised.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")
+            left = [line]
+
+            def trace(_frame: Any, event: str, _argument: Any) -> Any:
+                if event == "line":
+                    if left[0] == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left[0] -= 1
+                return trace
+
+            gc.disable()  # its callbacks are Python: their lines would be counted, too
+            sys.settrace(trace)
+            answer(path, _NEW)
+            sys.settrace(None)
+            status = 0
+        except BaseException as error:
+            sys.settrace(None)
+            os.write(writing, f"{type(error).__name__}: {error}".encode()[:300])
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        error = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    return status == 0, error
+
+
+@exercise("my_write")
+def _(answer: Callable[..., Any]) -> str:
+    kills = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "current.pt"
+        path.write_bytes(_OLD)
+        done, error = _killed(answer, path, -1)  # never
+        if error:
+            raise Wrong(f"Your function raised {error}")
+        if not path.exists() or path.read_bytes() != _NEW:
+            raise Wrong("Left in peace, your function does not leave the new content in the file.")
+        for line in range(2000):
+            path.write_bytes(_OLD)
+            done, error = _killed(answer, path, line)
+            if error:
+                raise Wrong(
+                    f"After a save that was killed, the next one raised {error}: something that "
+                    "the killed one left is in its way."
+                )
+            if done:
+                break
+            kills += 1
+            left = path.read_bytes() if path.exists() else None
+            if left is None:
+                raise Wrong(
+                    f"Killed before its line number {line}, it leaves no file at all: the old one "
+                    "must stay until the new one takes its place in the same moment."
+                )
+            if left not in (_OLD, _NEW):
+                raise Wrong(
+                    f"Killed before its line number {line}, it leaves a file of {len(left):,} "
+                    "bytes, neither the old content nor the new: write it somewhere else first."
+                )
+    if "fsync" not in _names(answer):
+        raise Wrong(
+            "No kill can hurt it. But a machine that loses power can: the rename may reach the "
+            "disk before the content does. What makes the kernel write a file to the disk?"
+        )
+    return f"Right: killed at {kills} moments, and there was always a whole file."
+
+
+def _names(answer: Callable[..., Any]) -> set[str]:
+    """The names that a function uses, in itself and in functions of the reader that it calls."""
+    found: set[str] = set()
+    waiting = [answer]
+    while waiting:
+        function = waiting.pop()
+        codes = [function.__code__] if hasattr(function, "__code__") else []
+        new: set[str] = set()
+        while codes:
+            code = codes.pop()
+            new |= set(code.co_names)
+            codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        new -= found
+        found |= new
+        if new:
+            waiting += [v for n, v in function.__globals__.items() if n in new and callable(v)]
+    return found
+
+
+@exercise("my_windows")
+def _(answer: Callable[..., Any]) -> str:
+    samples, batch = 0, 8
+    for size, steps in ((4, 3), (2, 2), (1, 1), (8, 2)):
+        for _ in range(steps):
+            parts = []
+            for rank in range(size):
+                part = answer(samples, batch, rank, size)
+                if part is None:
+                    raise Wrong("There is no answer yet: return the numbers of windows.")
+                parts.append([int(window) for window in part])
+            where = f"After {samples} windows, on {size} rank{'s' if size > 1 else ''}"
+            if any(len(part) != batch // size for part in parts):
+                raise Wrong(
+                    f"{where}, rank 0 gets {len(parts[0])} windows instead of {batch // size}: "
+                    "the batch is that of all ranks together."
+                )
+            got = sorted(window for part in parts for window in part)
+            want = list(range(samples, samples + batch))
+            if got != want:
+                hint = ""
+                if samples and got == list(range(batch)):
+                    hint = " It begins at the beginning of the data again."
+                elif len(set(got)) < len(got):
+                    hint = " Some windows go to two ranks."
+                raise Wrong(
+                    f"{where}, the ranks get the windows {got}, and the next ones are {want}.{hint}"
+                )
+            samples += batch
+    return "Right: 4, 2, 1 and 8 ranks go through the data one after the other, each window once."
+
+
+# Rows and columns of a matrix; over how many ranks each was cut when it was saved, and is now.
+_CUTS = (
+    ((8, 6), (4, 1), (2, 1)),
+    ((8, 6), (2, 2), (4, 1)),
+    ((7, 5), (1, 3), (3, 2)),
+    ((9, 8), (2, 4), (3, 1)),
+)
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size: rows, columns
+
+
+def _boxes(shape: tuple[int, int], cut: tuple[int, int]) -> list[_Box]:
+    """The boxes of all ranks when `shape` is cut as torch cuts it; some may be empty."""
+
+    def parts(length: int, pieces: int) -> list[tuple[int, int]]:
+        each = -(-length // pieces)
+        ends = [min(i * each, length) for i in range(pieces + 1)]
+        return [(first, last - first) for first, last in pairwise(ends)]
+
+    both = product(parts(shape[0], cut[0]), parts(shape[1], cut[1]))
+    return [((row, column), (rows, columns)) for (row, rows), (column, columns) in both]
+
+
+def _inside(full: torch.Tensor, box: _Box) -> torch.Tensor:
+    (row, column), (rows, columns) = box
+    return full[row : row + rows, column : column + columns]
+
+
+@exercise("my_pieces")
+def _(answer: Callable[..., Any]) -> str:
+    for shape, old, new in _CUTS:
+        full = torch.arange(shape[0] * shape[1]).view(shape)
+        files = {f"{i}.pt": box for i, box in enumerate(_boxes(shape, old))}
+        saved = [(file, *box) for file, box in files.items()]
+        for box in _boxes(shape, new):
+            where = (
+                f"A matrix of {shape}, cut {old[0]} x {old[1]} when it was saved: for the box at "
+                f"{box[0]} of size {box[1]}"
+            )
+            plan = called(answer, saved, *box)
+            if plan is None:
+                raise Wrong("There is no answer yet: return a list of (file, theirs, mine).")
+            wanted = _inside(full, box)
+            found = torch.full_like(wanted, -1)
+            for file, theirs, mine in plan:
+                source = _inside(full, files[file])
+                if not set(source.flatten().tolist()) & set(wanted.flatten().tolist()):
+                    raise Wrong(f"{where}, nothing in {file} is of use: leave it out.")
+                if not source[theirs].numel():
+                    raise Wrong(
+                        f"{where}, theirs={_slices(theirs)} is nothing of {file}, whose box begins "
+                        f"at {files[file][0]}: is it counted from that box's own corner?"
+                    )
+                try:
+                    found[mine] = source[theirs]
+                except (RuntimeError, IndexError):
+                    raise Wrong(
+                        f"{where}, {file}: theirs={_slices(theirs)} and mine={_slices(mine)} have "
+                        "not the same size: each is counted from the corner of its own box."
+                    ) from None
+            if torch.equal(found, wanted):
+                continue
+            if missing := int((found == -1).sum()):
+                raise Wrong(
+                    f"{where}, {missing} of {wanted.numel()} numbers are not read. Do you count "
+                    "from the box's own corner, and look at rows and columns?"
+                )
+            raise Wrong(
+                f"{where}, all is filled, but with other numbers than those of the whole matrix: "
+                "is `theirs` counted from the corner of the saved box, and `mine` from yours?"
+            )
+    return "Right: cut by rows, by columns and by both, also where they do not divide."
+
+
+def _slices(pair: Any) -> str:
+    return ", ".join(f"{one.start}:{one.stop}" for one in pair)
+
+
+def _interval(
+    size: float, ranks: int, copy: float, write: float, mtbf: float, how: str = ""
+) -> float:
+    """The answer, or that of a mistake that has a sentence."""
+    held_up, written = size / ranks / copy, size / write
+    if how == "written":
+        return written
+    held_up = {"whole": size / copy, "both": held_up + written, "write": written}.get(how, held_up)
+    best = best_interval(held_up, mtbf / ranks if how == "each" else mtbf)
+    best = best / math.sqrt(2) if how == "root" else best
+    return best if how == "young" else max(best, written)
+
+
+_GOES_ON = "Training goes on while storage is written to: only the copy holds it up."
+cases(
+    "my_save_interval",
+    # Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between
+    # two failures of the job: storage that keeps up with the best interval, and that does not.
+    ((96e9, 64, 20e9, 25e9, 154_800.0), (12e12, 1024, 20e9, 10e9, 14_400.0)),
+    _interval,
+    kind=REAL,
+    equal=close(1e-3),
+    says="Right: from Young's rule where storage keeps up, and from storage where it does not.",
+    mistakes={
+        "The save before is not written by then: there is a shortest interval, too.": {
+            "how": "young"
+        },
+        "Saving as fast as storage can holds training up more often than it pays.": {
+            "how": "written"
+        },
+        "Each rank copies its own share, all at once.": {"how": "whole"},
+        _GOES_ON: {"how": "write"},
+        f"{_GOES_ON[:-1]}, and not both.": {"how": "both"},
+        "`mtbf` is that of the whole job already.": {"how": "each"},
+        "A factor is missing under the root: on average half an interval is lost.": {"how": "root"},
+    },
+    why=lambda job, got, want: f"It is too {'large' if got > want else 'small'}.",
+)

@@ -1,0 +1,180 @@
+"""The exercises of lesson `cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import WHOLE, blanks, called, cases
+
+
+@exercise("cluster_ranks")
+def _(answer: Any) -> str:
+    right = (7, 1, 2)
+    hints = {
+        (8, 2, 3): "All three count from 0.",
+        (9, 1, 2): "The second node has two ranks, not four.",
+        (7, 7, 2): "LOCAL_RANK counts on the rank's own node.",
+        (7, 1, 7): "GROUP_RANK is the node's number.",
+    }
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise Wrong("Three numbers, please: (RANK, LOCAL_RANK, GROUP_RANK).")
+    if answer != right:
+        raise Wrong(hints.get(answer, f"{answer} it is not: how many ranks come before it?"))
+    return "Right: rank 7 is the second one of node 2, so its GPU is number 1 there."
+
+
+@exercise("cluster_batch")
+def _(answer: Any) -> str:
+    right = {3, 8, 9, 11}
+    if not isinstance(answer, (set, list, tuple)) or not all(
+        isinstance(line, int) and 1 <= line <= 12 for line in answer
+    ):
+        raise Wrong("A set of four numbers of lines, please, as {1, 2, 3, 4}.")
+    hints = {
+        3: "How many launchers does a node need, when each starts eight ranks?",
+        8: "Where does sbatch stop to read its options?",
+        9: "Who else gets SIGUSR1, and what does it do with it?",
+        11: "Which machine is meant by that address, on node 3?",
+    }
+    for line in sorted(set(answer) - right):
+        raise Wrong(f"Line {line} is right as it stands.")
+    for line in sorted(right - set(answer)):
+        raise Wrong(f"{4 - len(right - set(answer))} of four. {hints[line]}")
+    return "Right: launchers, a late option, an unprotected torchrun, and a node that meets itself."
+
+
+def _slurm(job: int, task: int) -> dict[str, str]:
+    """What srun tells the task of a job of two nodes with two tasks each."""
+    return {
+        "SLURM_PROCID": str(task),
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": str(task % 2),
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NODEID": str(task // 2),
+    }
+
+
+@exercise("my_ranks")
+def _(answer: Callable[..., Any]) -> str:
+    for job in (71234, 71235):
+        for task in range(4):
+            for gpus in (0, 1, 2):
+                got = called(answer, _slurm(job, task), ["node7", "node9"], gpus)
+                if not isinstance(got, dict):
+                    raise Wrong(f"A dictionary, please; it returned {got!r}.")
+                want = {
+                    "RANK": task,
+                    "WORLD_SIZE": 4,
+                    "LOCAL_RANK": task % 2,
+                    "MASTER_ADDR": "node7",
+                    "device": None if gpus == 0 else task % 2 % gpus,
+                }
+                for name, value in want.items():
+                    if got.get(name) != value:
+                        hint = ""
+                        if name == "device" and gpus == 1:
+                            hint = " A task that sees one GPU calls it 0, whatever its LOCAL_RANK."
+                        elif isinstance(got.get(name), str) and name != "MASTER_ADDR":
+                            hint = " Slurm's variables are text; numbers are wanted."
+                        raise Wrong(
+                            f"Task {task} of 4 that sees {gpus} GPUs: {name} is {value!r}, and "
+                            f"not {got.get(name)!r}.{hint}"
+                        )
+
+    def port(job: int, task: int) -> Any:
+        return called(answer, _slurm(job, task), ["node7", "node9"], 2).get("MASTER_PORT")
+
+    for job in (1, 4711, 9_999_999):
+        if not isinstance(port(job, 0), int) or not 1024 <= port(job, 0) < 32768:
+            raise Wrong(f"MASTER_PORT of job {job} is {port(job, 0)!r}: allowed are 1024 to 32767.")
+        if len({port(job, task) for task in range(4)}) > 1:
+            raise Wrong(f"The tasks of job {job} get different ports: they would never meet.")
+    if port(4711, 0) == port(4712, 0):
+        raise Wrong("Jobs 4711 and 4712 get the same port. On one node, they would meet.")
+    return "Right: six values, and every task of a job finds the same address."
+
+
+_RIGHT = "Right, in all parts: the records of the job say the same."
+_LAST = "Read the last call of each rank."
+_WAIT = "Ranks 0 and 1 wait: they are where all should be."
+blanks(
+    "hang_uneven",
+    {"rank": 2, "collective": "all_reduce", "line": 17},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("rank", 0): _WAIT,
+        ("rank", 1): _WAIT,
+        ("collective", "barrier"): "That is where the missing rank waits, and not the others.",
+        ("line", 25): "That line calls a function; the collective is called in the function.",
+        ("line", 28): "That is where the missing rank stands.",
+    },
+)
+blanks(
+    "hang_order",
+    {"rank 0": "norm", "rank 1": "loss"},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("rank 0", "loss"): "Rank 0 has finished all of its calls in that group.",
+        ("rank 1", "norm"): "Rank 1 has not called anything in that group yet.",
+    },
+)
+blanks(
+    "hang_tensor",
+    {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27},
+    says=_RIGHT,
+    otherwise=_LAST,
+    wrong={
+        ("runs", "tensor"): "That is what it says. Which calls would add up activations?",
+        ("runs", "ddp"): "DDP all-reduces gradients, and gathers nothing.",
+        ("runs", "zero1"): "ZeRO-1 gathers once a step, after the optimizer. When is it here?",
+        ("rank", 0): "Rank 0 has a sequence more, and waits.",
+        ("collective", "barrier"): "There waits the rank that has run out of data.",
+        ("collective", "reduce_scatter"): "All of these are done.",
+        ("line", 33): "There stands the rank that has run out of data.",
+        ("line", 28): "Line 28 is backward, and finished. Which line is the last call of?",
+    },
+)
+
+
+def _links(size: int, slow: Callable[[int, int], bool]) -> tuple[list[tuple[int, int, float]]]:
+    return ([(a, b, 1e9 if slow(a, b) else 10e9) for a, b in combinations(range(size), 2)],)
+
+
+cases(
+    "cluster_culprit",
+    (
+        (_links(6, lambda a, b: 4 in (a, b)), 4, "All links of rank 4 are slow."),
+        (_links(6, lambda a, b: a == 0), 0, "All links of rank 0 are slow: 0 is a rank, too."),
+        (_links(6, lambda a, b: (a, b) == (1, 2)), None, "One link alone is slow, a cable."),
+        (_links(6, lambda a, b: False), None, "No link is slow."),
+        (_links(8, lambda a, b: (a, b) in ((3, 4), (3, 5))), None, "Two of 3's links are slow."),
+    ),
+    kind=WHOLE,
+    says="Right: a card shows in all links of its rank, a cable in one link of two.",
+    told=lambda links: f"{len(links)} links, slow {[(a, b) for a, b, rate in links if rate < 2e9]}",
+)
+
+
+@exercise("cluster_rounds")
+def _(answer: Any) -> str:
+    for size in (2, 4, 6, 10, 16):
+        found = called(answer, size)
+        if not isinstance(found, list):
+            raise Wrong(f"A list of rounds is wanted, each a list of pairs; yours is {found!r}.")
+        found = [[tuple(sorted(pair)) for pair in turn] for turn in found]
+        if len(found) != size - 1:
+            raise Wrong(f"{size} ranks need {size - 1} rounds; yours has {len(found)}.")
+        for number, turn in enumerate(found, 1):
+            if sorted(rank for pair in turn for rank in pair) != list(range(size)):
+                raise Wrong(
+                    f"{size} ranks, round {number}: each rank has to be in it once; it is {turn}."
+                )
+        met = {pair for turn in found for pair in turn}
+        if len(met) != size * (size - 1) // 2:
+            raise Wrong(f"{size} ranks: {len(met)} pairs meet, of {size * (size - 1) // 2}.")
+    return "Right: N - 1 rounds, nobody idle, and everybody has met everybody."

@@ -1,0 +1,164 @@
+"""The exercises of lesson `collectives`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import ranks
+from shardcourse.exercises.forms import REAL, Part, Seen, Trial, calls_at_most, cases, close, nobody_waits, number, on_ranks
+from shardlab.collectives import CostModel
+
+# Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends all but its own
+# piece (28), then all but rank 1's (28).
+number("ring_bytes", 56, "bytes",
+       says="Rank 0 sends pieces 3, 2 and 1 in the first half, and 0, 3 and 2 in the second.",
+       wrong={
+    60: "60 is 2(N - 1)/N of 40 bytes, the average over the ranks: ten elements do not "
+    "divide by four, so the pieces differ. Which two pieces does rank 0 not send?",
+    28: "28 bytes is the reduce-scatter alone; the all-gather follows.",
+    14: "14 is the number of elements. A float32 has 4 bytes.",
+    120: "120 bytes is what rank 0 sends in the naive way, the whole tensor three times.",
+    80: "80 bytes is the tensor twice: in each half there is a piece that rank 0 keeps.",
+})  # fmt: skip
+
+
+def _values(size: int, elements: int) -> list[Tensor]:
+    """One tensor per rank, known to both sides: all below zero, so that a zero stands out."""
+    generator = torch.Generator().manual_seed(size * 100 + elements)
+    return [-1 - torch.rand(elements, generator=generator) for _ in range(size)]
+
+
+def _in_place(answer: Callable[..., Any], size: int, elements: int, *root: int) -> Tensor:
+    """What answer(tensor, *root, group) leaves in its tensor."""
+    tensor = _values(size, elements)[dist.get_rank()].to(ranks.device())
+    answer(tensor, *root, dist.group.WORLD)
+    return tensor
+
+
+_KEPT = (
+    "No rank's tensor changed: each still holds what it began with. The result belongs into "
+    "`tensor` itself, for example with tensor.copy_(result)."
+)
+_OURS = calls_at_most(
+    0, "build it from ranks.isend and ranks.irecv, or from this lesson's functions."
+)
+
+
+@on_ranks(
+    "all_reduce_max",
+    ((2, 3), (3, 7), (4, 5)),
+    work=_in_place,
+    rules=[_OURS],
+    says="The same maximum on all of 2, 3 and 4 ranks.",
+)
+def _(size: int, elements: int) -> Trial:
+    values = _values(size, elements)
+    top = torch.stack(values).amax(0)
+    mistakes = {
+        _KEPT: values,
+        "That is the sum, not the maximum.": torch.stack(values).sum(0),
+        "All values are below zero and you got zeros: some tensor began as zeros and took part. "
+        "Start from a rank's own values.": torch.zeros(elements),
+        "Rank 0 has the largest values and the others have not: one half of an all-reduce is "
+        "missing.": [top, *values[1:]],
+    }
+    return Trial([Part(f"the maximum over {size} ranks", top, mistakes)], size=size)
+
+
+def _shifted(answer: Callable[..., Any], size: int) -> tuple[Any, Tensor]:
+    tensor = _values(size, 5)[dist.get_rank()].to(ranks.device())
+    return answer(tensor, dist.group.WORLD), tensor
+
+
+@on_ranks(
+    "shift",
+    (2, 3, 4),
+    work=_shifted,
+    rules=[nobody_waits],
+    says="Every rank has its left neighbour's tensor, with 2, 3 and 4 ranks, and nobody is stuck.",
+)
+def _(size: int) -> Trial:
+    values = _values(size, 5)
+    before = [values[rank - 1] for rank in range(size)]
+    mistakes = {
+        "It came from the rank after: the ring turns the wrong way.": [*values[1:], values[0]],
+        "It is the rank's own tensor.": values,
+    }
+    over = {
+        "What arrived is right, but it was received into `tensor` itself: while that is being sent "
+        "nothing may be received into it. Use a second tensor.": before
+    }
+    what = f"what came from the rank before, with {size} ranks,"
+    return Trial([Part(what, before, mistakes), Part("`tensor` itself", values, over)], size=size)
+
+
+def _in_pieces(seen: list[Seen]) -> str:
+    size, elements = len(seen), {4: 103, 2: 8, 3: 50}[len(seen)]
+    longest = -(-elements // size) * 4  # bytes of the longest piece
+    # The scatter and the all-gather: each at most the tensor but for the shortest piece.
+    allowed = 2 * 4 * (elements - elements // size)
+    for rank, sent in enumerate(one.sent for one in seen):
+        text = f"The values are right. But with {size} ranks, rank {rank} sends "
+        if sent.messages and sent.bytes > sent.messages * longest:
+            return (
+                f"{text}{sent.bytes / sent.messages:.0f} bytes per message, of {4 * elements} in "
+                "all: nobody can pass a part on before all has arrived. Send pieces."
+            )
+        if sent.bytes > allowed:
+            return (
+                f"{text}{sent.bytes} bytes, and {allowed} are enough: the root need not send "
+                "every piece to everyone."
+            )
+    return ""
+
+
+@on_ranks(
+    "broadcast_large",
+    ((4, 103, 2), (2, 8, 0), (3, 50, 1)),
+    work=_in_place,
+    rules=[_OURS, _in_pieces],
+    says="Right, and no rank sends more than 2(N - 1)/N of the tensor.",
+)
+def _(size: int, elements: int, root: int) -> Trial:
+    values = _values(size, elements)
+    mistakes = {_KEPT: values, "That is rank 0's tensor: `root` was not looked at.": values[0]}
+    what = f"the tensor of root {root}, with {size} ranks,"
+    return Trial([Part(what, values[root], mistakes)], size=size)
+
+
+def _bucket(size: float, latency: float, bandwidth: float, fraction: float) -> float:
+    return size * latency * bandwidth * (1 - fraction) / fraction
+
+
+cases(
+    "my_bucket_bytes",
+    ((8, 1e-5, 25e9, 0.1), (64, 5e-6, 50e9, 0.2)),
+    _bucket,
+    kind=REAL,
+    equal=close(1e-3),
+    says="Right: N α B (1 - fraction)/fraction, so twice the ranks want buckets of twice the size.",
+    mistakes={
+        "That is right for one message, and the ring's messages are only an N-th of the bucket: "
+        "with N ranks it has to be N times as large.": lambda n, a, b, s: _bucket(1, a, b, s),
+        "That compares latency with the time of the bytes. The share is of all the time, latency "
+        "included.": lambda n, a, b, s: n * a * b / s,
+        "The ring's messages are an N-th of the bucket, and the share is of all the time, latency "
+        "included.": lambda n, a, b, s: a * b / s,
+        "Twice too much: both halves of the ring have latencies, and both have bytes.": (
+            lambda n, a, b, s: 2 * _bucket(n, a, b, s)
+        ),
+        "That counts the latencies of all 2 (N - 1) messages, and the bytes of one sending of the "
+        "whole bucket. Count 2 (N - 1)/N.": lambda n, a, b, s: _bucket(2 * (n - 1), a, b, s),
+        "That is the number of float32 numbers; bytes are asked.": (
+            lambda n, a, b, s: _bucket(n, a, b, s) / 4
+        ),
+        "That is where the ring begins to beat the tree; there latency is still most of its "
+        "time.": lambda n, a, b, s: CostModel(a, b).crossover(n),
+    },
+    why=lambda args, got, want: f"It is too {'large' if got > want else 'small'}.",
+)

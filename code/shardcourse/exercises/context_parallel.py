@@ -1,0 +1,259 @@
+"""The exercises of lesson `context_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardcourse.exercises import Wrong
+from shardcourse.exercises.forms import Kind, Part, Seen, Trial, calls_at_most, cases, nobody_waits, on_ranks
+
+
+def _zigzag(seq: int, rank: int, size: int) -> list[int]:
+    pieces = torch.arange(seq).chunk(2 * size)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank])).tolist()
+
+
+def _positions(got: Any) -> list[int]:
+    return [int(position) for position in got]
+
+
+def _why(args: tuple[int, int, int], got: Any, want: list[int]) -> str:
+    (seq, rank, size), given = args, _positions(got)
+    if sorted(given) == want:
+        return "The tokens are right, their order is not: the early piece comes first."
+    if given == want[: seq // (2 * size)]:
+        return "The second piece is missing: the same one, counted from the end."
+    if len(given) != seq // size:
+        return f"Each rank has {seq // size} of the {seq} positions."
+    return f"Of {2 * size} pieces rank {rank} has numbers {rank} and {2 * size - 1 - rank}."
+
+
+_LIST: Kind = ("a list of positions", lambda x: hasattr(x, "__iter__"))
+cases(
+    "my_zigzag",
+    [
+        (seq, rank, size)
+        for seq, size in ((8, 2), (16, 4), (12, 2), (6, 1), (48, 8))
+        for rank in range(size)
+    ],
+    _zigzag,
+    kind=_LIST,
+    equal=lambda got, want: _positions(got) == _positions(want),
+    says="Right for 1, 2, 4 and 8 ranks: each has an early piece and a late one.",
+    mistakes={
+        "That is the contiguous cut: the last rank does most of the work.": (
+            lambda seq, rank, size: range(rank * seq // size, (rank + 1) * seq // size)
+        ),
+        "That is the striped cut: balanced as well, but in more pieces.": (
+            lambda seq, rank, size: range(rank, seq, size)
+        ),
+    },
+    why=_why,
+)
+
+
+@on_ranks(
+    "my_pass",
+    (2, 3, 4),
+    rules=[
+        calls_at_most(0, "use dist.send and dist.recv, or dist.batch_isend_irecv."),
+        nobody_waits,
+    ],
+    says="Right on 2, 3 and 4 ranks; replayed by nccl's rules, nobody waits for ever.",
+)
+def _(size: int) -> Trial:
+    every = [torch.arange(3.0) + 10 * rank for rank in range(size)]
+    before = [every[rank - 1] for rank in range(size)]
+    mistakes = {
+        "Each rank has returned its own tensor.": every,
+        "It went round the other way: rank r sends to rank r + 1.": [*every[1:], every[0]],
+    }
+    return Trial([Part("the tensor", before, mistakes)], [(one,) for one in every])
+
+
+def _heads(rank: int, tokens: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's queries, keys and values: [2, 2, tokens, 4]."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    q, k, v = torch.randn(3, 2, 2, tokens, 4, generator=generator, dtype=torch.float64)
+    return q, 2 * k, v
+
+
+def _attend(q_BAsD: Tensor, k_BASD: Tensor, v_BASD: Tensor, hidden: Tensor | None = None) -> Tensor:
+    scores = q_BAsD @ k_BASD.transpose(-1, -2) / q_BAsD.shape[-1] ** 0.5  # [B, A, s, S]
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v_BASD
+
+
+def _cache(rank: int, large: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """One query, the same on all ranks, and this rank's keys and values of 64 tokens."""
+    q = _heads(0)[0][:, :, :1]
+    _, k, v = _heads(rank, 64)
+    if large:  # scores of 1000 and more, another number on each rank
+        k = k + (2000 + 100 * rank) * q / q.square().sum(-1, keepdim=True)
+    return q, k, v
+
+
+_KEYS = 2 * 2 * 64 * 4 * 8  # bytes of a rank's keys, float64
+
+
+def _finite(words: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(answer: Callable[..., Any], *setting: Any) -> Any:
+        out = answer(*work(dist.get_rank(), *setting[1:]), dist.group.WORLD)
+        if isinstance(out, Tensor) and not out.isfinite().all():
+            raise Wrong(words)
+        return out
+
+    return checked
+
+
+def _handed(seen: list[Seen]) -> int:
+    return max(sum(one.sent.payload.values()) + one.sent.bytes for one in seen)
+
+
+def _no_keys(seen: list[Seen]) -> str:
+    if _handed(seen) < _KEYS:
+        return ""
+    return (
+        "The output is right, but a rank hands over as many bytes as its keys have. Send what came "
+        "of them: an output and a logarithm for each head."
+    )
+
+
+@on_ranks(
+    "my_decode",
+    ((2, False), (4, False), (4, True)),
+    work=_finite(
+        "With scores of 1000 the result is not finite: exp(1000) is too large for any number. "
+        "First find the largest logarithm of all ranks, and take exponentials of differences only.",
+        _cache,
+    ),
+    rules=[_no_keys],
+    says=lambda seen: (
+        f"Right on 2 and 4 ranks: {_handed(seen)} bytes in place of {2 * _KEYS:,} of keys."
+    ),
+)
+def _(size: int, large: bool) -> Trial:
+    q, k, v = zip(*(_cache(rank, large) for rank in range(size)), strict=True)
+    own = [_attend(q[0], k[r], v[r]) for r in range(size)]
+    mistakes = {
+        "Each rank has attended to its own keys alone.": own,
+        "It is the mean of the ranks' outputs: a rank counts by the sum of its exponentials.": (
+            sum(own) / size
+        ),
+        "It is the sum of the ranks' outputs: their weights have to add up to 1.": sum(own),
+    }
+    right = _attend(q[0], torch.cat(k, 2), torch.cat(v, 2))
+    # float64; logarithms around 1000 have 12 digits behind the point
+    return Trial([Part("the output", right, mistakes, 1e-9)], size=size)
+
+
+def _blocks(seen: list[Seen]) -> str:
+    """What is said of a right ring, on 4 ranks, by its keys and values in float64."""
+    if max(one.sent.bytes for one in seen) > 3 * 2 * _heads(0)[1].nbytes:
+        return "Right. On 4 ranks it sends 4 blocks or more; 3 are enough: keep the last one."
+    return "Right on 2 and 4 ranks: none of 4 sends more than 3 blocks."
+
+
+@on_ranks(
+    "my_ring",
+    (2, 4),
+    work=_finite(
+        "Some of the output is nan: a query that sees no key of a block has no softmax there. "
+        "Leave out the blocks of later ranks.",
+        _heads,
+    ),
+    rules=[
+        calls_at_most(0, "pass blocks on to the next rank, so that nobody ever holds all of them."),
+        nobody_waits,
+    ],
+    says=_blocks,
+)
+def _(size: int) -> Trial:
+    q, k, v = zip(*(_heads(rank) for rank in range(size)), strict=True)
+    keys, values, local_seq = torch.cat(k, 2), torch.cat(v, 2), q[0].shape[2]
+    hidden = torch.ones(size * local_seq, size * local_seq).triu(1).bool().split(local_seq)
+    triangle = torch.ones(local_seq, local_seq).triu(1).bool()
+    each = [
+        [_attend(q[r], k[i], v[i], triangle if i == r else None) for i in range(r + 1)]
+        for r in range(size)
+    ]
+    mistakes = {
+        "It is the ring without a mask: a token sees itself and those before it.": [
+            _attend(mine, keys, values) for mine in q
+        ],
+        "Each rank has attended to its own keys alone.": [parts[-1] for parts in each],
+        "Within its own block a token has seen those behind it.": [
+            _attend(q[r], torch.cat(k[: r + 1], 2), torch.cat(v[: r + 1], 2)) for r in range(size)
+        ],
+        "The triangle is for a rank's own block alone: earlier ranks' keys are all seen.": [
+            _attend(mine, keys, values, triangle.repeat(1, size)) for mine in q
+        ],
+        "It is the mean of the blocks' outputs; a block counts by the sum of its exponentials.": [
+            torch.stack(parts).mean(0) for parts in each
+        ],
+    }
+    right = [_attend(q[r], keys, values, hidden[r]) for r in range(size)]
+    # float64, values of order 1, sums in another order
+    return Trial([Part("the output", right, mistakes, 1e-11)], size=size)
+
+
+def _plan(
+    seq: int, kept: float, states: float, memory: float, heads: int, kv_heads: int, **slips: bool
+) -> tuple[int, str] | None:
+    """The answer; or that of a mistake that has a sentence: shared, ungrouped, indivisible."""
+    for ranks in (1, 2, 4, 8, 16, 32, 64):
+        if states / (ranks if slips.get("shared") else 1) + kept * seq / ranks > memory:
+            continue
+        narrow = heads if slips.get("ungrouped") else kv_heads
+        divides = slips.get("indivisible") or (heads % ranks == 0 and kv_heads % ranks == 0)
+        fewer = heads + narrow < ranks * narrow
+        return ranks, "none" if ranks == 1 else "all-to-all" if fewer and divides else "ring"
+    return None
+
+
+def _why_plan(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> str:
+    if want is None:
+        return "Do the states fit, and do 64 ranks suffice?"
+    if want == (1, "none"):
+        return "One rank holds everything, and has nobody to talk to: (1, 'none')."
+    if got is not None and got[0] == want[0]:
+        return (
+            "The ranks are right. Of each of its tokens a rank sends 2K (N-1) heads in the ring, "
+            "(2a + 2K) (N-1)/N in the all-to-all."
+        )
+    return ""
+
+
+# Tokens, bytes of states, heads, heads of keys and values.
+_JOBS = ((8192, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
+_JOBS += ((65_536, 20e9, 32, 8), (131_072, 20e9, 32, 8), (262_144, 20e9, 32, 8))
+_JOBS += ((1_048_576, 20e9, 32, 32), (131_072, 20e9, 12, 12), (8_388_608, 20e9, 32, 32))
+_JOBS += ((8192, 90e9, 32, 32),)
+cases(
+    "my_context",
+    # 2 MB a token, and 80 GB of memory
+    [(seq, 2e6, states, 80e9, heads, kv_heads) for seq, states, heads, kv_heads in _JOBS],
+    _plan,
+    kind=("a pair, such as (4, 'ring'), or None", lambda x: isinstance(x, tuple) and len(x) == 2),
+    says="Right for 10 jobs, two of which fit on no number of ranks.",
+    told=lambda seq, kept, states, memory, heads, kv_heads: (
+        f"{seq:,} tokens, {states / 1e9:.0f} GB of states, {heads} heads, {kv_heads} of keys and "
+        "values"
+    ),
+    mistakes={
+        "Cutting the sequence divides no states: each rank holds the whole model.": {
+            "shared": True
+        },
+        "For the all-to-all the ranks must divide both numbers of heads.": {"indivisible": True},
+        "The ring moves keys and values alone, which have fewer heads than queries here.": {
+            "ungrouped": True
+        },
+    },
+    why=_why_plan,
+)

@@ -1,0 +1,271 @@
+"""The exercises of lesson `deepspeed_engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import deepspeed_engine, memory, text
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import Number, cases, number, run_answer
+from shardlab.layout import Layout
+from shardlab.model import GPT, PRESETS, loss
+
+number("deepspeed_accumulation", 16, "micro-batches",
+       says="Right: 512 = 4 × 16 × 8, since 64 GPUs hold 64 / (4 × 2) = 8 copies.", wrong={
+    2: "That divides by all 64 GPUs. The eight that share one copy of the model compute the "
+    "same sequences: only the copies count.",
+    4: "There are two pipeline stages as well, and they share a copy.",
+    8: "There are four tensor-parallel ranks as well, and they share a copy.",
+    64: "That is the accumulation of all copies together.",
+    128: "That leaves out that there are several copies of the model.",
+    512: "That is the batch; a micro-batch holds four sequences, and there are copies.",
+})  # fmt: skip
+
+_COST = 8 * 2.5 / 3600 / 20_000 * 1e6
+number("deepspeed_cost", _COST, "per million tokens", rel=0.01,
+       says="Right: 20 per hour buy 72 million tokens.", wrong={
+    _COST / 8: "All eight GPUs are paid for while the job runs.",
+    _COST * 8: "The 20,000 tokens a second are those of all eight GPUs together.",
+    _COST * 3600: "The price is for an hour, and the rate is for a second.",
+    1 / _COST: "That is millions of tokens for one unit of money: the other way up.",
+})  # fmt: skip
+
+# The exercise's log: ranks, sequences of each, tokens of an input and an output; what a GPU costs
+# while the job runs, for a million times the work.
+_N, _BATCH, _PROMPT, _WHOLE = 4, 8, 512, 576
+_NEW, _GPU = _N * _BATCH * (_WHOLE - _PROMPT), 2.5 * 16.0 / 3600 * 1e6
+_TOKENS = Number(
+    _NEW,
+    "tokens",
+    {
+        _N * _BATCH * _PROMPT: "That is what the log says, and it counts the input.",
+        _N * _BATCH * _WHOLE: "The output begins with the input, which nobody generated.",
+        _BATCH * (_WHOLE - _PROMPT): "That is one rank's. Each rank has sequences of its own.",
+        _WHOLE - _PROMPT: "That is one sequence.",
+    },
+)
+_PRICE = Number(
+    _N * _GPU / _NEW,
+    "per million tokens",
+    {
+        _GPU / _NEW: "That pays for one GPU, and four worked.",
+        _GPU / (_N * _BATCH * _PROMPT): "That is the log's: one GPU's price, for the input.",
+        _GPU / (_BATCH * _PROMPT): "That divides by the tokens of the input.",
+        _GPU / (_BATCH * _WHOLE): "That divides by input and output together.",
+        _N * _GPU / _NEW * 3600: "The price is for an hour, and the job took seconds.",
+    },
+    0.01,
+)
+_CUTS = {
+    "tensor": "the job was asked for it, but then each rank would hold about a quarter of the "
+    "matrices.",
+    "zero3": "each rank would then hold a quarter of the weights.",
+    "pipeline": "each rank would then hold a quarter of the layers.",
+}
+
+
+@exercise("deepspeed_log")
+def _(answer: Any) -> str:
+    if isinstance(answer, str) or not isinstance(answer, Sequence) or len(answer) != 3:
+        raise Wrong("Give three things: the parallelism, the tokens, and the price.")
+    if any(part is ... or part is None for part in answer):
+        raise Wrong("One of the three is still missing.")
+    kind, tokens, price = answer
+    if isinstance(kind, str) and kind in _CUTS:
+        raise Wrong(
+            f"It was not {kind!r}: {_CUTS[kind]} How many bytes are 8.03e9 parameters in bf16, "
+            "and what does a rank hold?"
+        )
+    if kind != "data":
+        raise Wrong(f"{kind!r}: allowed are 'data', {', '.join(map(repr, _CUTS))}.")
+    _TOKENS.judge(tokens)
+    _PRICE.judge(price)
+    return "Right: copies, 2,048 new tokens, and 32 times the price that the log states."
+
+
+def _accumulation(train: int, micro: int, world: int, tp: int, pp: int) -> int | str:
+    """The answer, or that there is none."""
+    copies, rest = divmod(world, tp * pp)
+    steps, more = divmod(train, micro * copies) if copies else (0, 0)
+    return steps if steps and not rest and not more else "a ValueError"
+
+
+def _why_steps(given: tuple[int, ...], got: Any, want: int | str) -> str:
+    if want == "a ValueError":
+        return (
+            "These numbers do not fit together: raise ValueError rather than train with another "
+            "batch than the one asked for."
+        )
+    if got == want:
+        return "It is right as a number, but DeepSpeed wants an int."
+    train, micro, world, _, _ = given
+    copies = " The ranks that share a copy of the model count once."
+    times = "Micro-batches times that do not make the batch."
+    return times + (copies if got == train // (micro * world) else "")
+
+
+def _raising(answer: Callable[..., Any], *given: int) -> Any:
+    try:
+        return answer(*given)
+    except ValueError:
+        return "a ValueError"
+
+
+# The last three cannot be.
+_TRAINED = (
+    (512, 4, 64, 4, 2),
+    (8, 2, 2, 1, 1),
+    (16, 2, 4, 2, 1),
+    (12, 3, 4, 1, 2),
+    (8, 8, 1, 1, 1),
+)
+_TRAINED += ((10, 2, 2, 1, 1), (2, 2, 2, 1, 1), (8, 2, 6, 4, 1))
+cases(
+    "my_accumulation",
+    _TRAINED,
+    _accumulation,
+    call=_raising,
+    equal=lambda got, want: got == want and type(got) is type(want),
+    says="Right, on 8 batches, of which three cannot be.",
+    told="train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format,
+    why=_why_steps,
+)
+
+
+# What the exercise asks for.
+_MICRO, _PARTS, _RANKS, _STEPS = 1, 2, 2, 4
+
+
+def _batches(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens, targets = text.batch(64, _MICRO * _PARTS, start=(step * _RANKS + rank) * _PARTS)
+    return list(zip(tokens.chunk(_PARTS), targets.chunk(_PARTS), strict=True))
+
+
+def _engine(settings: Mapping[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = deepspeed_engine.initialize(GPT(PRESETS["nano"]), settings)
+    found = {
+        "micro": engine.train_micro_batch_size_per_gpu(),
+        "accumulation": engine.gradient_accumulation_steps(),
+        "batch": engine.train_batch_size(),
+        "stage": engine.zero_optimization_stage(),
+        "clipping": engine.gradient_clipping(),
+        "bf16": engine.bfloat16_enabled(),
+        "overlap": engine.zero_overlap_comm(),
+        "bucket": engine.zero_reduce_bucket_size(),
+    }
+    if found["accumulation"] == _PARTS:
+        found["losses"] = [
+            deepspeed_engine.step(engine, _batches(step, dist.get_rank())) for step in range(_STEPS)
+        ]
+    return found
+
+
+def _one_process() -> list[float]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(PRESETS["nano"])
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(_STEPS):
+        parts = [pair for rank in range(_RANKS) for pair in _batches(step, rank)]
+        tokens, targets = (torch.cat(side) for side in zip(*parts, strict=True))
+        value = loss(model(tokens), targets)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+_WANTED = {
+    "micro": (_MICRO, "A micro-batch holds {got} sequences instead of {want}."),
+    "accumulation": (_PARTS, "The engine steps after {got} micro-batches instead of {want}."),
+    "batch": (_MICRO * _PARTS * _RANKS, "A step takes {got} sequences instead of {want}."),
+    "stage": (2, "ZeRO's stage is {got} instead of {want}."),
+    "bf16": (False, "It computes in bf16, and float32 was asked for."),
+}
+
+
+@exercise("deepspeed_config")
+def _(answer: Any) -> str:
+    if not isinstance(answer, Mapping):
+        raise Wrong(f"The configuration should be a dict, not a {type(answer).__name__}.")
+    try:
+        deepspeed_engine.check(answer, optimizer=True)
+    except ValueError as error:
+        raise Wrong(f"{error}.") from None
+    found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]
+    for name, (want, words) in _WANTED.items():
+        if found[name] != want:
+            raise Wrong(words.format(got=found[name], want=want))
+    if found["clipping"]:
+        raise Wrong(
+            f"The engine clips gradients at {found['clipping']}, and its losses are not those of "
+            "one process. What does DeepSpeed do when it is not told?"
+        )
+    if not found["overlap"]:
+        raise Wrong(
+            "Communication does not overlap with backward: in stage 2 it has to be asked for."
+        )
+    buckets = 2 * 4 * found["bucket"]  # two, of float32
+    if not 0.5e6 <= buckets <= 1e6:
+        hint = " With overlap there are two of them." if 0.5e6 < buckets / 2 <= 1e6 else ""
+        hint = hint or (" The size counts numbers, not bytes." if found["bucket"] == 10**6 else "")
+        raise Wrong(f"The buckets take {buckets / 1e6:,.1f} MB instead of 0.5 to 1.{hint}")
+    gap = max(abs(a - b) for a, b in zip(found["losses"], _one_process(), strict=True))
+    if gap > 1e-5:  # float32, losses near 5, four steps
+        raise Wrong(f"It trains, but its losses are {gap:.1g} off those of one process.")
+    return (
+        "Right: DeepSpeed's engine ran it on two ranks; four steps have the losses of one process."
+    )
+
+
+_CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters")]
+
+
+def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
+    """Bytes of states on each GPU, and on the host for all of them."""
+    states = memory.states(params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16")
+    return states.total, gpus * states.host
+
+
+def _choice(params: float, gpus: int, size: float, host: float) -> tuple[int, str] | None:
+    for choice in _CHOICES:
+        device, below = _held(params, gpus, choice)
+        if device <= 0.7 * size and below <= host:
+            return choice
+    return None
+
+
+def _why_choice(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> str:
+    if got is None:
+        return "There is a setting that fits."
+    params, gpus, size, host = job
+    device, below = _held(params, gpus, got)
+    if device > 0.7 * size:
+        return f"It keeps {device / 1e9:.1f} GB of states on each GPU, more than 70 % of it."
+    if below > host:
+        return f"It puts {below / 1e9:.0f} GB of states into the host: all GPUs share its memory."
+    return "It fits, but something earlier in the list does too."
+
+
+# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
+_JOBS = ((1e9, 8, 24e9, 1e12), (3e9, 8, 24e9, 1e12), (4e9, 8, 24e9, 1e12), (7e9, 8, 24e9, 1e12))
+_JOBS += ((7e9, 8, 80e9, 1e12), (13e9, 2, 80e9, 1e12), (13e9, 4, 24e9, 1e12))
+_JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12))
+cases(
+    "my_choice",
+    _JOBS,
+    _choice,
+    kind=(f"one of {_CHOICES}, or None", lambda x: x in _CHOICES),
+    says="Right, for 9 jobs.",
+    told=lambda params, gpus, size, host: (
+        f"{params / 1e9:g} billion parameters on {gpus} GPUs of {size / 1e9:g} GB, host of "
+        f"{host / 1e9:g} GB"
+    ),
+    why=_why_choice,
+)

@@ -1,0 +1,238 @@
+"""The exercises of lesson `experts`.
+
+Shapes in names as in `shardlab.experts`: T tokens, E experts, C choices of a token, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import experts, ranks
+from shardcourse.exercises import Wrong
+from shardcourse.exercises.forms import WHOLE, Kind, Part, Trial, cases, number, on_ranks
+from shardlab.router import drop
+from shardlab.shapes import PRESETS, Config
+
+number("experts_tokens", 300 * 256 / 8, "tokens",
+       says="Right: of eight rows for each token, an expert gets one in 256.", wrong={
+    300 * 256: "Each token goes to eight experts, and not to one.",
+    300 * 256 / 8 / 64: "That is for each of 64 ranks; asked is for all of them together.",
+    300 * 8: "That is how many rows 300 tokens make. How many experts share them?",
+})  # fmt: skip
+
+_ONE = 4096 * 8 * 7168 * 2
+number("experts_wire", 2 * _ONE * 63 / 64, "bytes", rel=1e-6,
+       says=f"Right: {2 * _ONE * 63 / 64 / 1e6:,.0f} MB for one layer's forward.", wrong={
+    2 * _ONE: "That is what it hands over; what is for its own experts does not leave it.",
+    _ONE * 63 / 64: "That is the dispatch; what the experts computed has to come back.",
+    _ONE: "That is the dispatch, its own experts' rows included.",
+    4 * _ONE * 63 / 64: "That is forward and backward; asked is forward.",
+    2 * _ONE / 8 * 63 / 64: "Each token travels to eight experts, as eight rows.",
+})  # fmt: skip
+
+
+def _chosen(tokens: int, choices: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    scores_TE = torch.rand(tokens, count, generator=generator)
+    scores_TE[:, 0] += 0.4  # a favourite, so that there is something to drop
+    return scores_TE.topk(choices).indices
+
+
+def _why_admitted(args: tuple[Tensor, int, int], got: Tensor, want: Tensor) -> str:
+    _, count, places = args
+    if got.shape != want.shape:
+        return f"Its shape is {tuple(got.shape)}; it should be {tuple(want.shape)}."
+    if (most := max(int((got == e).sum()) for e in range(count))) > places:
+        return f"An expert gets {most} tokens; it has {places} places."
+    t, c = (got != want).nonzero()[0].tolist()
+    return f"Token {t}'s choice {c} is {int(got[t, c])}, and should be {int(want[t, c])}."
+
+
+_TENSOR: Kind = ("a tensor", lambda x: isinstance(x, Tensor))
+cases(
+    "my_admit",
+    lambda: [
+        (_chosen(tokens, choices, count), count, places)
+        for tokens, choices, count, places in (
+            (6, 2, 3, 3),
+            (8, 1, 4, 2),
+            (16, 3, 8, 5),
+            (4, 2, 4, 9),
+        )
+    ],
+    lambda chosen_TC, count, places: drop(chosen_TC[None], count, places)[0],
+    kind=_TENSOR,
+    equal=torch.equal,
+    says="Right, with one, two and three choices, and where nothing falls.",
+    told=lambda chosen_TC, count, places: (
+        "Of {} tokens with {} choices".format(*chosen_TC.shape)
+        + f" among {count} experts of {places} places"
+    ),
+    mistakes={
+        "You fill places token by token; all first choices come before any second.": (
+            lambda x, n, places: drop(x.reshape(1, -1, 1), n, places).view_as(x)
+        ),
+        "Nothing is dropped.": lambda x, n, places: x,
+    },
+    why=_why_admitted,
+)
+
+
+@on_ranks(
+    "my_exchange",
+    ([[2, 3], [1, 4]], [[0, 5], [2, 0]], [[1, 2, 0], [3, 0, 4], [0, 0, 0]]),
+    says="Right, on two and on three ranks, one of which sends nothing.",
+)
+def _(sizes: list[list[int]]) -> Trial:
+    """sizes[from][to] rows."""
+    received = [list(column) for column in zip(*sizes, strict=True)]
+    x = [torch.arange(sum(sent) * 3.0).view(-1, 3) + 1000 * r for r, sent in enumerate(sizes)]
+    cut = [x_RH.split(sent) for x_RH, sent in zip(x, sizes, strict=True)]
+    right = [torch.cat([parts[rank] for parts in cut]) for rank in range(len(sizes))]
+    what = f"what arrives, where rank 0 sends {sizes[0]} rows,"
+    return Trial([Part(what, right)], list(zip(x, sizes, received, strict=True)))
+
+
+def _gradients(rank: int) -> Tensor:
+    """Of what all ranks have, and of the rank's expert."""
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def _averaged(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
+    """On a rank of 2 x 2: its gradients by the answer."""
+    copies = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    grads = [grad.clone() for grad in _gradients(dist.get_rank()).to(ranks.device())]
+    answer(*grads, dist.group.WORLD, copies)
+    return tuple(grads)
+
+
+@on_ranks(
+    "my_average",
+    (4,),
+    work=_averaged,
+    says="Right: both are means over the tokens of all four ranks.",
+)
+def _(size: int) -> Trial:
+    grads = torch.stack([_gradients(rank) for rank in range(size)])
+    total, own = grads[:, 0].sum(0), grads[:, 1]
+    copies = [own[rank % 2] + own[rank % 2 + 2] for rank in range(size)]
+    summed = "That is the sum; each rank's loss is a mean over its own tokens."
+    of_own = {
+        "It is divided by the two copies; but four ranks brought tokens, and the expert has seen "
+        "those of all.": [x / 2 for x in copies],
+        "Ranks 0 and 1 have different experts: adding up their gradients makes no sense.": (
+            own.sum(0) / 4
+        ),
+        summed: copies,
+    }
+    # float32, values of about 1
+    parts = [
+        Part("the gradient that all ranks have", total / 4, {summed: total}, 1e-6),
+        Part("the expert's gradient", [x / 4 for x in copies], of_own, 1e-6),
+    ]
+    return Trial(parts, size=size)
+
+
+def _routed(size: int) -> tuple[Tensor, Tensor]:
+    """Scores and choices of all ranks' tokens: each rank has its own favourites."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(8 * size, 4, generator=generator)
+    logits_TE += torch.linspace(0, 2, 8 * size)[:, None] * (torch.arange(4) % 2)
+    scores_TE = logits_TE.softmax(-1)
+    return scores_TE, scores_TE.topk(2).indices
+
+
+def _balance(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+    load_E = torch.bincount(chosen_TC.flatten(), minlength=4) / chosen_TC.numel()
+    return 4 * (load_E * scores_TE.mean(0)).sum()
+
+
+def _balanced(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+    """On a rank: the mean of the ranks' values, and the gradient of its scores."""
+    scores_TE, chosen_TC = (
+        x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _routed(size)
+    )
+    scores_TE = scores_TE.clone().requires_grad_()
+    value = answer(scores_TE, chosen_TC, dist.group.WORLD)
+    if not isinstance(value, Tensor) or value.shape != ():
+        raise Wrong(f"It returned {value!r}; it should be a tensor of one number.")
+    if not value.requires_grad:
+        raise Wrong("The value has no gradient; the mean score has to keep it.")
+    value.backward()
+    mean = value.detach().clone()
+    dist.all_reduce(mean)
+    return mean / size, scores_TE.grad / size
+
+
+@on_ranks(
+    "my_balancing",
+    (2, 4),
+    work=_balanced,
+    says="Right: the ranks' mean, and its gradient, are those of one process, on 2 and on 4.",
+)
+def _(size: int) -> Trial:
+    scores_TE, chosen_TC = _routed(size)
+    each = zip(scores_TE.chunk(size), chosen_TC.chunk(size), strict=True)
+    alone = sum(_balance(*mine) for mine in each) / size
+    scores_TE.requires_grad_()
+    right = _balance(scores_TE, chosen_TC)
+    right.backward()
+    hint = "That is the load of each rank's own tokens: the ranks have to agree on it first."
+    # float32, values of about 1
+    parts = [
+        Part("the mean over ranks", right.detach(), {hint: alone}, 1e-6),
+        Part("the gradient of the scores", scores_TE.grad.chunk(size), {}, 1e-6),
+    ]
+    return Trial(parts, size=size)
+
+
+def _each(config: Config, tokens: int, size: int) -> float:
+    """Rows of an expert, on so many ranks."""
+    return tokens * size * config.experts_per_token / config.experts
+
+
+def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | None:
+    for size in range(1, config.experts + 1):
+        if config.experts % size or 16 * experts.held(config, size) > limit:
+            continue
+        if _each(config, tokens, size) >= rows:
+            return size
+    return None
+
+
+def _why_ranks(job: tuple[Config, int, float, int], got: int | None, want: int | None) -> str:
+    config, tokens, *_ = job
+    text = f"Right is {want!r}."
+    if not got or config.experts % got or want is None:
+        return text
+    held = 16 * experts.held(config, got) / 1e9
+    return (
+        f"{text} With {got} each expert gets {_each(config, tokens, got):,.0f} rows, and a rank "
+        f"holds {held:,.0f} GB."
+    )
+
+
+_MIXTRAL = PRESETS["mixtral-8x7b"]
+cases(
+    "my_expert_ranks",
+    (
+        (_MIXTRAL, 4096, 280e9, 300),
+        (_MIXTRAL, 128, 800e9, 100),
+        (_MIXTRAL, 4096, 80e9, 300),
+        (replace(_MIXTRAL, experts=64, expert_ffn=1792, experts_per_token=6), 512, 300e9, 300),
+    ),
+    _smallest,
+    kind=WHOLE,
+    says="Right for four jobs, of which one does not fit, however many ranks share the experts.",
+    told=lambda config, tokens, limit, rows: (
+        f"Mixtral with {config.experts} experts, {tokens:,} tokens, {limit / 1e9:.0f} GB, {rows} "
+        "rows"
+    ),
+    why=_why_ranks,
+)

@@ -1,0 +1,475 @@
+"""The forms of an exercise: a number, blanks to fill in, a table of cases, a function on ranks.
+
+Each is a call that registers an exercise: its name, what is right, what is said of a right answer,
+and the mistakes that people make, each with the sentence that helps. What fits no form is a
+function of its own under `exercise`, of the same parts: `called`, `run_answer`, `same`, `Number`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import count, ranks
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.messages import Messages, Posted, stuck
+
+PATIENCE = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
+_WAITS = (
+    "Somebody waits for what nobody sends, or sends what nobody receives. Of two ranks, one has to "
+    "send first and the other to receive first, or both do both at once: ranks.exchange."
+)
+
+
+def called(answer: Callable[..., Any], *args: Any, asked: str = "Your function") -> Any:
+    """Call the reader's function; what it raises becomes a Wrong that says so."""
+    try:
+        return answer(*args)
+    except Exception as error:
+        raise Wrong(f"{asked} raised {type(error).__name__}: {error}") from None
+
+
+# A number, and several of them.
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that is right to a relative difference of `rel`, and wrong ones, each explained.
+
+    What is right but for thousands, millions or billions needs no explanation of its own.
+    """
+
+    right: float
+    unit: str = ""
+    wrong: Mapping[float, str] = field(default_factory=dict)
+    rel: float = 0.0
+
+    def judge(self, answer: Any) -> None:
+        """Raise Wrong unless `answer` is right."""
+        if isinstance(answer, bool) or not isinstance(answer, int | float):
+            of = f" of {self.unit}" if self.unit else ""
+            raise Wrong(f"The answer should be a number{of}, not {answer!r}.")
+        if math.isclose(answer, self.right, rel_tol=self.rel, abs_tol=0.0):
+            return
+        near = max(self.rel, 1e-9)
+        for wrong, sentence in self.wrong.items():
+            if math.isclose(answer, wrong, rel_tol=near):
+                raise Wrong(sentence)
+        for k in (3, 6, 9) if self.unit else ():
+            if any(math.isclose(answer * 10.0**n, self.right, rel_tol=near) for n in (k, -k)):
+                raise Wrong(f"Right but for a factor of 10^{k}: the unit is {self.unit}.")
+        if digits := self._rounded(answer):
+            need = f"{1 + math.ceil(-math.log10(2 * self.rel))}" if self.rel else "all"
+            raise Wrong(f"{answer:,} is the answer rounded to {digits} digits: give {need}.")
+        side = "large" if answer > self.right else "small"
+        raise Wrong(f"{answer:,} {self.unit}".rstrip() + f" is too {side}.")
+
+    def _rounded(self, answer: float) -> int:
+        """To how many digits, two or more, `answer` is what is right, rounded; else 0."""
+        if not math.isfinite(answer) or (self.right == int(self.right) and abs(self.right) < 1000):
+            return 0  # of a small whole number another one is simply another one
+        return next((n for n in range(2, 9) if float(f"{self.right:.{n - 1}e}") == answer), 0)
+
+
+def number(
+    name: str,
+    right: float,
+    unit: str = "",
+    *,
+    says: str,
+    wrong: Mapping[float, str],
+    rel: float = 0.0,
+) -> None:
+    """An exercise whose answer is a number. says: of the right one. wrong: value -> sentence."""
+    one = Number(right, unit, wrong, rel)
+
+    def judge(answer: Any) -> str:
+        one.judge(answer)
+        return says
+
+    exercise(name, (f"{value:,g}: {words}" for value, words in wrong.items()))(judge)
+
+
+def blanks(
+    name: str,
+    right: Mapping[str, Any],
+    *,
+    says: str,
+    wrong: Mapping[tuple[str, Hashable], str] | None = None,
+    otherwise: str = "It is another.",
+    allowed: Callable[[Any], bool] | None = None,
+    allows: str = "",
+) -> None:
+    """An exercise whose answer is a dictionary: blank -> what is right, a value or a `Number`.
+
+    wrong: (blank, value) -> sentence; otherwise: of any other one. allowed: whether a value is one
+    that can be asked about; allows: those that are, in words.
+    """
+
+    def judge(answer: Any) -> str:
+        if not isinstance(answer, Mapping) or set(answer) != set(right):
+            raise Wrong(f"The answer is a dictionary with {', '.join(map(repr, right))}.{allows}")
+        for blank, want in right.items():
+            given = answer[blank]
+            if given is Ellipsis or (given is None and want is not None):
+                raise Wrong(f"There is no answer for {blank!r} yet.")
+            if isinstance(want, Number):
+                try:
+                    want.judge(given)
+                except Wrong as error:
+                    raise Wrong(f"{blank!r}: {error}") from None
+            elif allowed and not allowed(given):
+                raise Wrong(f"{blank!r}: {given!r} is none that there is.{allows}")
+            elif given != want:
+                known = wrong or {}
+                hint = known.get((blank, given)) if isinstance(given, Hashable) else None
+                raise Wrong(f"{blank!r}: not {given!r}. {hint or otherwise}")
+        return says
+
+    told = (f"{blank!r}, {value!r}: {words}" for (blank, value), words in (wrong or {}).items())
+    exercise(name, told)(judge)
+
+
+# A table of cases.
+
+Kind = tuple[str, Callable[[Any], bool]]  # what an answer should be, in words and as a test
+WHOLE: Kind = ("a whole number", lambda x: isinstance(x, int) and not isinstance(x, bool))
+REAL: Kind = ("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool))
+
+
+def pair(words: str) -> Kind:
+    """A tuple or a list of two."""
+    return words, lambda x: isinstance(x, tuple | list) and len(x) == 2
+
+
+def close(rel: float) -> Callable[[Any, Any], bool]:
+    """Whether two numbers differ by `rel` at most."""
+    return lambda a, b: REAL[1](a) and math.isclose(a, b, rel_tol=rel)
+
+
+def cases(
+    name: str,
+    calls: Sequence[Any] | Callable[[], Sequence[Any]],
+    right: Callable[..., Any] | None = None,
+    *,
+    says: str,
+    kind: Kind | None = None,
+    mistakes: Mapping[str, Callable[..., Any] | dict[str, Any]] | None = None,
+    why: Callable[[tuple[Any, ...], Any, Any], str] | None = None,
+    equal: Callable[[Any, Any], bool] = operator.eq,
+    call: Callable[..., Any] = lambda answer, *args: answer(*args),
+    told: Callable[..., str] | None = None,
+    apart: bool = False,
+) -> None:
+    """An exercise whose answer is a function, compared with a reference case by case.
+
+    calls: the arguments of each case; without `right`, (arguments, right value, sentence that
+    helps). kind: what each value should be. mistakes: sentence -> function that makes a well-known
+    mistake, or the keywords with which `right` makes it; the sentence is said when all values are
+    those. why: the sentence on the first case that is wrong, from its arguments, the value and the
+    right one. call: makes the value from the answer and the arguments. told: a case in words, from
+    its arguments. apart: in a process of its own, which ends when the answer never does.
+    """
+    slips = {
+        words: how if callable(how) else partial(right, **how)
+        for words, how in (mistakes or {}).items()
+    }
+
+    def alike(value: Any, other: Any) -> bool:
+        if value is None or other is None or isinstance(value, Wrong):
+            return value is other
+        try:
+            return bool(equal(value, other))
+        except Exception:  # of a value that has nothing in common with a right one
+            return False
+
+    def asked(args: tuple[Any, ...]) -> str:
+        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(_short, args))})"
+
+    def judge(answer: Any) -> str:
+        if not callable(answer):
+            raise Wrong(f"The answer should be a function, not {answer!r}.")
+        table = calls() if callable(calls) else calls
+        rows = [(args, right(*args), "") for args in table] if right else list(table)
+        found: list[Any] = []
+        for args, *_ in rows:
+            try:
+                given = copy.deepcopy(args)  # the answer may change what it is given
+                found.append(called(call, answer, *given, asked=asked(args)))
+            except Wrong as wrong:
+                found.append(wrong)
+        if all(value is None for value in found) and any(want is not None for _, want, _ in rows):
+            be = f", which should be {kind[0]}" if kind else ""
+            raise Wrong(f"{asked(rows[0][0])} returned None{be}: does it end in `return`?")
+        for (args, want, words), value in zip(rows, found, strict=True):
+            if isinstance(value, Wrong):
+                raise value
+            text = f"{asked(args)} returned {_short(value)}"
+            if value is not None and kind and not kind[1](value):
+                raise Wrong(f"{text}; it should be {kind[0]}.")
+            if not alike(value, want):
+                each = [(v, row[0]) for v, row in zip(found, rows, strict=True)]
+                made = (s for s, how in slips.items() if all(alike(v, how(*a)) for v, a in each))
+                hint = next(made, words) or (why(args, value, want) if why else "")
+                raise Wrong(f"{text}. {hint}".rstrip())
+        return says
+
+    def judge_apart(answer: Any) -> str:
+        def verdict() -> tuple[bool, str]:
+            try:
+                return True, judge(answer)
+            except Wrong as wrong:
+                return False, str(wrong)
+
+        try:
+            ok, words = ranks.run(verdict, 1, timeout=PATIENCE, device="cpu", show=False)[0]
+        except ranks.RankError as error:
+            raise Wrong(f"{error} Does its loop end?") from None
+        if not ok:
+            raise Wrong(words)
+        return words
+
+    exercise(name, slips)(judge_apart if apart else judge)
+
+
+def _short(value: Any) -> str:
+    """A value in a line or two."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
+# On ranks.
+
+Each = Tensor | Sequence[Tensor]  # the same on every rank, or one of each
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the values that a rank returns: its name, what is right, what mistakes give."""
+
+    what: str
+    right: Each
+    mistakes: Mapping[str, Each] = field(default_factory=dict)
+    tolerance: float = 0.0  # largest absolute difference that is still right
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank did: what it sent, its messages in order, and what `work` returned beside."""
+
+    sent: count.Sent
+    posted: list[Posted]
+    more: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: the ranks' arguments, or just how many ranks; and the values that are right.
+
+    fails: said when the run raises or hangs, behind what it raised.
+    """
+
+    parts: Sequence[Part]
+    given: Sequence[tuple[Any, ...]] = ()
+    size: int = 0
+    fails: str = ""
+
+
+Rule = Callable[[list[Seen]], str]  # what is wrong with how the ranks came to it; "" if nothing is
+
+
+def on_ranks(
+    name: str,
+    settings: Iterable[Any],
+    *,
+    says: str | Callable[[list[Seen]], str],
+    rules: Sequence[Rule] = (),
+    work: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Trial]], Callable[..., Trial]]:
+    """An exercise whose answer runs on ranks, and is compared with one process.
+
+    The decorated function makes the trial of a setting. A rank calls `answer(*given, group)`, or,
+    where calling it is not all, `work(answer, *setting)`: that returns the trial's values, and
+    behind them what else its `rules` look at, or raises Wrong. rules: of how values were come by.
+    """
+
+    def register(trial_of: Callable[..., Trial]) -> Callable[..., Trial]:
+        def judge(answer: Any) -> str:
+            seen: list[Seen] = []
+            for setting in settings:
+                chosen = setting if isinstance(setting, tuple) else (setting,)
+                trial = trial_of(*chosen)
+                seen = _tried(answer, trial, work, chosen)
+                for rule in rules:
+                    if words := rule(seen):
+                        raise Wrong(words)
+            return says(seen) if callable(says) else says
+
+        exercise(name)(judge)
+        return trial_of
+
+    return register
+
+
+def _tried(
+    answer: Any, trial: Trial, work: Callable[..., Any] | None, setting: tuple[Any, ...]
+) -> list[Seen]:
+    """Run a trial; Wrong unless its values are right."""
+    wanted = len(trial.parts)
+
+    def run() -> tuple[Any, Seen]:
+        with count.sent() as sent, Messages() as messages:
+            try:
+                if work:
+                    found = work(answer, *setting)
+                else:
+                    mine = [_here(x) for x in trial.given[dist.get_rank()]]
+                    found = answer(*mine, dist.group.WORLD)
+            except Wrong as wrong:
+                return wrong, Seen(sent, messages.log, ())
+        values, more = ((found,), ()) if wanted == 1 else (found, ())
+        if work and isinstance(found, tuple):
+            values, more = found[:wanted], found[wanted:]
+        return _back(values), Seen(sent, messages.log, more)
+
+    size = trial.size or len(trial.given)
+    try:
+        results = run_answer(run, size)
+    except Wrong as wrong:
+        raise Wrong(f"{wrong} {trial.fails}".rstrip()) from None
+    for rank, (values, _) in enumerate(results):
+        if isinstance(values, Wrong):
+            raise values
+        if not isinstance(values, tuple | list) or len(values) != wanted:
+            names = " and ".join(part.what for part in trial.parts)
+            got = "nothing" if values is None else f"a {type(values).__name__}"
+            raise Wrong(f"Rank {rank} returned {got}; it should return {names}.")
+    for i, part in enumerate(trial.parts):
+        mistakes = {words: _each(x, size) for words, x in part.mistakes.items()}
+        got = [values[i] for values, _ in results]
+        same(got, _each(part.right, size), part.what, part.tolerance, mistakes)
+    return [seen for _, seen in results]
+
+
+def _each(value: Each, size: int) -> Sequence[Tensor]:
+    return [value] * size if isinstance(value, Tensor) else value
+
+
+def _here(thing: Any) -> Any:
+    if isinstance(thing, Tensor):
+        return thing.to(ranks.device()).clone()
+    return copy.deepcopy(thing)
+
+
+def _back(values: Any) -> Any:
+    if isinstance(values, tuple | list):
+        return [x.detach().cpu() if isinstance(x, Tensor) else x for x in values]
+    return values
+
+
+def run_answer(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None
+) -> list[Any]:
+    """Run code that calls the reader's function on ranks; a failure becomes a helpful Wrong."""
+    timeout = timeout or PATIENCE
+    try:
+        return ranks.run(fn, world_size, *args, timeout=timeout)
+    except ranks.RankError as error:
+        waits = "did not come together" in str(error) or f"within {timeout:g} s" in str(error)
+        more = f"\n{_WAITS}" if waits else ""
+        raise Wrong(f"With {world_size} ranks, {error}{more}") from None
+
+
+def same(
+    got: Sequence[Any],
+    want: Sequence[Tensor],
+    what: str = "the result",
+    tolerance: float = 0.0,
+    hints: Mapping[str, Sequence[Tensor]] | None = None,
+) -> None:
+    """Compare one tensor per rank with the reference; Wrong names the first rank that differs.
+
+    Where a tensor of one number is right, so is the number. tolerance: largest absolute difference
+    that is still right. hints: sentence -> the values that a well-known mistake gives; when `got`
+    equals them, the sentence is added.
+    """
+    assert len(got) == len(want)
+    got = [
+        _scalar(mine) if right.ndim == 0 else mine for mine, right in zip(got, want, strict=True)
+    ]
+    for rank, (mine, right) in enumerate(zip(got, want, strict=True)):
+        if mine is None and what.startswith("the gradient"):
+            raise Wrong(
+                f"Rank {rank} has no {what[4:]}. Collectives know nothing of autograd: write a "
+                "torch.autograd.Function with a backward, for all that the result is made of."
+            )
+        if not isinstance(mine, Tensor):
+            given = "None" if mine is None else f"a {type(mine).__name__}"
+            raise Wrong(f"Rank {rank} returned {given}; {what} should be a tensor.")
+        if mine.shape != right.shape:
+            shapes = f"{tuple(mine.shape)} instead of {tuple(right.shape)}"
+            raise Wrong(f"On rank {rank} {what} has the shape {shapes}.")
+        if not right.numel():
+            continue
+        gap = (mine.double() - right.double()).abs().max().item()
+        if not gap <= tolerance:
+            text = (
+                f"Rank {rank} is the first whose values differ: {what} is off by up to {gap:.3g}."
+            )
+            raise Wrong(text + _hint(got, tolerance, hints or {}))
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return torch.tensor(float(value), dtype=torch.float64)
+    return value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _hint(got: Sequence[Any], tolerance: float, hints: Mapping[str, Sequence[Tensor]]) -> str:
+    for sentence, mistake in hints.items():
+        if all(
+            isinstance(a, Tensor)
+            and a.shape == b.shape
+            and torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
+            for a, b in zip(got, mistake, strict=True)
+        ):
+            return f" {sentence}"
+    return ""
+
+
+# Rules on how right values were come by.
+
+
+def calls_at_most(most: int, words: str) -> Rule:
+    """No rank calls more collectives than that."""
+
+    def rule(seen: list[Seen]) -> str:
+        for rank, one in enumerate(seen):
+            if (calls := sum(one.sent.calls.values())) > most:
+                names = " and ".join(one.sent.collectives)
+                few = f", {calls} collectives where {most} will do" if most else " of torch"
+                return f"The values are right, but rank {rank} calls {names}{few}: {words}"
+        return ""
+
+    return rule
+
+
+def nobody_waits(seen: list[Seen]) -> str:
+    """By nccl's rules as well, which are stricter than gloo's."""
+    if not stuck([one.posted for one in seen]):
+        return ""
+    return (
+        f"The values are right, with gloo. With nccl it hangs, on {len(seen)} ranks: the first "
+        "message of two ranks stops both until they meet, and here each of them has stopped for "
+        "another one. Let even ranks send first and odd ones receive first, or begin both at once: "
+        "ranks.exchange, or dist.batch_isend_irecv."
+    )

@@ -1,0 +1,213 @@
+"""The exercises of lesson `gemm`. M, K, N: sizes of A_MK @ B_KN; m, k, n, f: a rank's share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardlab import gemm
+from shardcourse.exercises.forms import Kind, Part, Seen, Trial, calls_at_most, cases, nobody_waits, number, on_ranks
+
+# Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
+_TOLERANCE = 1e-11
+_SIZES = (10, 7, 9)  # M, K, N: neither 2 nor 4 divides K and N, and 3 divides N alone
+
+
+def _cut(size: int, parts: int) -> list[slice]:
+    return [gemm.shard_slice(size, parts, part) for part in range(parts)]
+
+
+def _matrix(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+
+
+_C = 4 * 4096 * 11008  # bytes of C
+number("gemm_bytes", 2 * 3 / 4 * _C, "bytes", rel=0.001,
+       says="Right: 2 x 3/4 of the 180 MB of C. The inner dimension, 2048, does not matter.",
+       wrong={
+    _C * 3 / 4: "That is a reduce-scatter: afterwards each rank has a quarter of the sum.",
+    3 * _C: "That is the naive way, in which a rank sends all of its matrix to each other.",
+    _C: "That is the size of C. A rank sends pieces of it in N - 1 steps, twice.",
+    2 * _C: "Close, and right for very many ranks: one piece in four need not be sent.",
+    2 * 3 / 4 * _C / 4: "These are elements. A float32 has 4 bytes.",
+    2 * 3 / 4 * 4 * 4096 * 2048: "These are bytes of the wrong matrix: what is summed has the "
+    "shape of C, 4096 x 11008. Its size does not depend on the inner dimension.",
+})  # fmt: skip
+
+_FLOPS, _BANDWIDTH, _SIDE = 400e12, 200e9, 2000
+_EIGHTH = "Both sides lose an eighth: 7/8 of the compute is saved, 7/8 of C is received."
+number("gemm_pays", _SIDE, rel=0.02, says="Right: n = 2000, and the number of ranks cancels.",
+       wrong={
+    2 * _SIDE: "You count a multiply-add as one operation, or 4 bytes per entry: it is 2 n^3 "
+    "operations, and 2 bytes.",
+    _SIDE * 7 / 8: _EIGHTH,
+    _SIDE * 8 / 7: _EIGHTH,
+    _FLOPS / _BANDWIDTH / 2: "Bytes per entry belong into the numerator: the more bytes "
+    "travel, the larger a product must be.",
+    _SIDE / 8: "The ranks' links work at the same time, and each receives 7/8 of C.",
+})  # fmt: skip
+
+
+@on_ranks(
+    "my_backward_of_columns",
+    (3, 2, 4),
+    rules=[calls_at_most(1, "the gradient of a rank's columns of B needs nothing of other ranks.")],
+    says="Equal to one process on 2, 3 and 4 ranks, with one all-reduce, of A's gradient.",
+)
+def _(size: int) -> Trial:
+    M, K, columns = _SIZES
+    a, b, grad = _matrix(M, K, 1), _matrix(K, columns, 2), _matrix(M, columns, 11)
+    cuts, right = _cut(columns, size), grad @ b.T
+    own = [a.T @ grad[:, cut] for cut in cuts]
+    of_a = {
+        "Each rank has its own part. Every column of C used all of A, so A's gradient is a sum "
+        "over all columns: over all ranks.": [grad[:, cut] @ b[:, cut].T for cut in cuts],
+        "That is the mean of the ranks' parts; A's gradient is their sum.": right / size,
+    }
+    of_b = {}
+    if columns % size == 0:
+        of_b["These are sums over the ranks; a column of B was used on one alone."] = sum(own)
+    parts = [
+        Part(f"A's gradient on {size} ranks", right, of_a, _TOLERANCE),
+        Part("the gradient of b_Kn", own, of_b, _TOLERANCE),
+    ]
+    return Trial(parts, [(a, b[:, cut], grad[:, cut]) for cut in cuts])
+
+
+@on_ranks(
+    "my_inner",
+    (2, 4, 3),
+    says="Equal to A @ B + bias on 2, 3 and 4 ranks, and the bias is in it once.",
+)
+def _(size: int) -> Trial:
+    M, K, N = _SIZES
+    a, b, bias = _matrix(M, K, 3), _matrix(K, N, 4), _matrix(1, N, 5)[0]
+    cuts, product = _cut(K, size), a @ b
+    own = [a[:, cut] @ b[cut] for cut in cuts]
+    alone = "Each rank has its own products"
+    mistakes = {
+        f"{alone}: nobody has added them up.": own,
+        f"{alone}, and the bias: nobody has added them up.": [part + bias for part in own],
+        f"The bias is in it {size} times: every rank added it before the sum.": (
+            product + size * bias
+        ),
+        "The bias is missing.": product,
+        "That is the mean of the ranks' products; C is their sum.": product / size + bias,
+    }
+    part = Part(f"C + bias on {size} ranks", product + bias, mistakes, _TOLERANCE)
+    return Trial([part], [(a[:, cut], b[cut], bias) for cut in cuts])
+
+
+@on_ranks(
+    "my_two_products",
+    (2, 4, 3),
+    rules=[
+        calls_at_most(
+            1,
+            "GELU works on each entry by itself, so nobody needs the columns of others between "
+            "the two products.",
+        )
+    ],
+    says="Equal to one process on 2, 3 and 4 ranks, with one all-reduce for two products.",
+)
+def _(size: int) -> Trial:
+    (M, K, N), width = _SIZES, 11
+    x, v, w = _matrix(M, K, 6), _matrix(K, width, 7), _matrix(width, N, 8)
+    cuts, right = _cut(width, size), F.gelu(x @ v) @ w
+    mistakes = {
+        "Each rank has its own part of the sum over f: the second product is cut in its inner "
+        "dimension, so its parts have to be added up.": [
+            F.gelu(x @ v[:, cut]) @ w[cut] for cut in cuts
+        ],
+        "GELU is missing.": (x @ v) @ w,
+        "GELU came after the sum; it belongs between the two products.": F.gelu((x @ v) @ w),
+        "That is the mean of the ranks' parts; the result is their sum.": right / size,
+    }
+    part = Part(f"gelu(X V) W on {size} ranks", right, mistakes, _TOLERANCE)
+    return Trial([part], [(x, v[:, cut], w[cut]) for cut in cuts])
+
+
+_RING = (8, 12, 5)  # M, K, N: 2, 3 and 4 divide K
+
+
+def _pieces_once(seen: list[Seen]) -> str:
+    size, (_, K, N) = len(seen), _RING
+    enough = (size - 1) * K // size * N * 8
+    for rank, one in enumerate(seen):
+        if one.sent.bytes > enough:
+            return (
+                f"The values are right. But with {size} ranks, rank {rank} sends {one.sent.bytes} "
+                f"bytes, and {enough} are enough: after N - 1 steps everybody has seen every piece."
+            )
+    return ""
+
+
+@on_ranks(
+    "my_ring_product",
+    (2, 4, 3),
+    rules=[
+        calls_at_most(0, "let pieces of B go around by ranks.exchange, so that no rank has all."),
+        _pieces_once,
+        nobody_waits,
+    ],
+    says="Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank.",
+)
+def _(size: int) -> Trial:
+    M, K, N = _RING
+    a, b = _matrix(M, K, 9), _matrix(K, N, 10)
+    rows, inner = _cut(M, size), _cut(K, size)
+
+    def multiplied(rank: int, turns: int, way: int) -> Tensor:
+        """The sum over turns, with the columns of A taken this way round."""
+        pairs = [(inner[(rank - way * i) % size], inner[(rank - i) % size]) for i in range(turns)]
+        return sum(a[rows[rank]][:, left] @ b[piece] for left, piece in pairs)
+
+    every = range(size)
+    mistakes = {
+        "That is the product with the rank's own piece of B; the others' never arrived.": [
+            multiplied(rank, 1, 1) for rank in every
+        ],
+        "In step i the piece of rank (r - i) is here when pieces go to the next rank; the columns "
+        "of A were those of rank (r + i).": [multiplied(rank, size, -1) for rank in every],
+    }
+    right = [multiplied(rank, size, 1) for rank in every]
+    part = Part(f"its rows of C, with {size} ranks,", right, mistakes, _TOLERANCE)
+    return Trial([part], [(a[row], b[cut]) for row, cut in zip(rows, inner, strict=True)])
+
+
+def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[str, int]:
+    """Elements of A, B and C on the rank with the most."""
+    m, k, n = (-(-full // size) for full in (M, K, N))
+    inner = M * k + k * N + (m * N if cut_result else M * N)
+    return {"rows": m * K + K * N + m * N, "columns": M * K + K * n + M * n, "inner": inner}
+
+
+def _least(*case: int) -> dict[str, int]:
+    held = _held(*case)
+    return {way: size for way, size in held.items() if size == min(held.values())}
+
+
+def _why(case: tuple[int, ...], got: str, want: dict[str, int]) -> str:
+    (better, least), forgotten = next(iter(want.items())), _held(*case, cut_result=True)
+    words = f"The fullest rank has {_held(*case)[got]:,} elements; by {better!r} it has {least:,}."
+    if got == "inner" and forgotten[got] == min(forgotten.values()):
+        words += " By the inner dimension every rank's result is as large as all of C."
+    return words
+
+
+# M, K, N, ranks
+_PRODUCTS = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
+_PRODUCTS += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
+_PRODUCTS += ((1001, 30_011, 1003, 7),)
+_WAY: Kind = ("one of 'rows', 'columns' and 'inner'", lambda x: x in ("rows", "columns", "inner"))
+cases(
+    "my_way",
+    _PRODUCTS,
+    _least,
+    kind=_WAY,
+    equal=lambda got, want: got in want,
+    says="Right for all 7 products: the largest matrix is the one to cut.",
+    why=_why,
+)

@@ -1,0 +1,252 @@
+"""The exercises of lesson `memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardlab import count, memory, text
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import REAL, WHOLE, Kind, called, cases, number
+from shardlab.layout import Layout
+from shardlab.model import GPT, PRESETS, Config, loss
+
+_FLOAT32 = "18 bytes each: that is right for gradients in float32, and here they are in bfloat16."
+number("state_gigabytes", 24, "GB", rel=0.001,
+       says="Right: 1.5 billion times 16 bytes. The weights are an eighth of it.", wrong={
+    3: "That is the weights in bfloat16 alone: gradients and optimizer are missing.",
+    6: "That is four bytes for each parameter: weights and gradients in bfloat16. The "
+    "optimizer keeps three float32 numbers as well.",
+    9: "That is the file of the weights, and twice as much again. Count the parts: weights, "
+    "gradients, master weights, two moments.",
+    12: "That leaves out the second moment and the master weights: eight bytes each.",
+    18: "The optimizer alone takes that much: 12 bytes. Weights and gradients come on top.",
+    27: _FLOAT32,
+    24e9 / 2**30: "That is the number of GiB. The question asks for GB, which are 10^9.",
+})  # fmt: skip
+number("largest_model", 3.75, "billion parameters", rel=0.005,
+       says="Right: 60 GB at 16 bytes each. In bfloat16 such a model's file is just 7.5 GB.",
+       wrong={
+    5: "That fills all 80 GB with states. The activations need their 20 GB at the same time: "
+    "gradients arrive while they are still held.",
+    30: "Two bytes each: that model can be loaded, not trained.",
+    15: "Four bytes each would do for SGD without master weights. AdamW needs more.",
+    60 / 18: _FLOAT32,
+    (80 * 1.073741824 - 20) / 16: "That takes the 80 GB for GiB. Here they are decimal.",
+})  # fmt: skip
+
+
+def _why_states(recipe: tuple[int, str, str], got: float, want: float) -> str:
+    params, precision, optimizer = recipe
+    if got is None:
+        return ""
+    more, mixed = (got - want) / params, precision != "fp32"
+    words = f"Those are {got / params:.2f} bytes for each parameter, which is too "
+    words += "many." if more > 0 else "few."
+    if mixed and abs(more + 4) < 1e-3:
+        return f"{words} Does the optimizer have its float32 copy of the weights?"
+    if not mixed and abs(more - 4) < 1e-3:
+        return f"{words} In float32 the weights need no second copy."
+    if mixed and optimizer == "adamw" and abs(more + 8) < 1e-3:
+        return f"{words} Two moments of four bytes each: AdamW keeps them in float32 always."
+    if optimizer == "sgd" and more > 0:
+        return f"{words} Plain SGD keeps no moments."
+    if optimizer == "momentum" and abs(more) < 4 + 1e-3:
+        return f"{words} Momentum is one float32 number for each parameter."
+    return words
+
+
+cases(
+    "my_states_bytes",
+    [
+        (1_000_003, precision, optimizer)
+        for precision in ("fp32", "bf16", "bf16-fp32-gradients")
+        for optimizer in ("sgd", "momentum", "adamw")
+    ],
+    lambda n, precision, optimizer: (
+        memory.states(n, precision=precision, optimizer=optimizer).total
+    ),
+    kind=REAL,
+    says="Right: nine recipes, equal to the calculator to the byte.",
+    why=_why_states,
+)
+
+
+def _toy() -> tuple[GPT, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = GPT(PRESETS["nano"])
+    return (model, *text.batch(PRESETS["nano"].seq, 8))
+
+
+@exercise("my_evaluate")
+def _(answer: Callable[..., Any]) -> str:
+    model, tokens, targets = _toy()
+    batches = list(zip(tokens.split(1), targets.split(1), strict=True))
+    with torch.no_grad(), count.held(model, tokens, targets) as frugal:
+        want = sum(loss(model(x), y).item() for x, y in batches) / len(batches)
+    held: list[int] = []
+
+    def watched() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in batches:
+            held.append(watch.now)
+            yield batch
+
+    with count.held(model, tokens, targets) as watch:
+        mean = called(answer, model, watched())
+    if isinstance(mean, bool) or not isinstance(mean, (int, float, torch.Tensor)):
+        raise Wrong(f"It returned {mean!r}: expected is the mean loss, a number.")
+    mean = mean.item() if isinstance(mean, torch.Tensor) else mean
+    if not abs(mean - want) < 1e-4:  # float32, values of about 6, in one order or another
+        total = " That is their sum." if abs(mean / len(batches) - want) < 1e-4 else ""
+        raise Wrong(f"The mean loss is {want:.4f}, and it returned {mean:.4f}.{total}")
+    growth = (held[-1] - held[0]) / (len(held) - 1)
+    if growth > 1000:  # a loss or its logits' number is 4 bytes; activations are some 100 kB
+        raise Wrong(
+            f"The mean is right, but with every batch {growth / 1e3:,.0f} kB more are held than "
+            "before: what you add up refers to its graph, and the graph to all its activations."
+        )
+    if watch.peak > 1.02 * frugal.peak + 1000:
+        extra = (watch.peak - frugal.peak) / 1e3
+        raise Wrong(
+            f"The mean is right and nothing piles up, but each batch takes {extra:,.0f} kB more "
+            "than it has to: autograd still saves activations for a backward that never comes."
+        )
+    return "Right: the mean of all batches, and the last one holds no more than the first."
+
+
+def _largest_batch(config: Config, limit: float) -> int:
+    batch = 0
+    while memory.estimate(config, Layout(micro_batch=batch + 1)).peak <= limit:
+        batch += 1
+    return batch
+
+
+def _why_batch(machine: tuple[Config, float], got: int, want: int) -> str:
+    if not want:
+        return "Not even the states fit there: the answer is 0."
+    peak = memory.estimate(machine[0], Layout(micro_batch=got)).peak if got > 0 else 0
+    side = "more than there is" if got > want else "and one sequence more would still fit"
+    return f"The estimate says {memory.format_bytes(peak)} for that, {side}."
+
+
+cases(
+    "my_largest_batch",
+    (  # one that fits many times, one with large logits, one that cannot
+        (PRESETS["gpt-2"], 16e9),
+        (Config(8192, 256, 4, 4, 256), 1e9),
+        (PRESETS["llama-3-8b"], 80e9),
+    ),
+    _largest_batch,
+    kind=WHOLE,
+    says="Right: as many sequences as fit, and none where the states do not.",
+    told=lambda config, limit: (
+        f"A GPT of {config.layers} layers of {config.hidden} on {limit / 1e9:.0f} GB"
+    ),
+    why=_why_batch,
+)
+
+
+@exercise("my_backward")
+def _(answer: Callable[..., Any]) -> str:
+    model, tokens, targets = _toy()
+    loss(model(tokens), targets).backward()
+    right = [p.grad for p in model.parameters()]
+    limit = _peak(_halves(4))
+    model = _toy()[0]
+    with count.held(model, tokens, targets) as held:
+        called(answer, model, tokens, targets)
+    if any(p.grad is None for p in model.parameters()):
+        raise Wrong("Some parameters have no gradient: did a backward run on every piece?")
+    got = [p.grad for p in model.parameters()]
+    factor = (sum(g.norm() ** 2 for g in got) / sum(g.norm() ** 2 for g in right)) ** 0.5
+    gap = max((a - b).abs().max().item() for a, b in zip(got, right, strict=True))
+    if not gap < 1e-5:  # float32, values up to about 1, sums of 512 terms in another order
+        times = f"It is about {factor:.2g} times as long. " if not 0.99 < factor < 1.01 else ""
+        raise Wrong(
+            f"The gradient is off by up to {gap:.2g}. {times}The mean over eight sequences is the "
+            "sum of the pieces' means, each weighted by its share of the sequences."
+        )
+    if held.peak > 1.02 * limit:  # room for a few small tensors that another way may keep
+        raise Wrong(
+            f"The gradient is right, but up to {held.peak / 1e6:.2f} MB were held, and "
+            f"{limit / 1e6:.2f} MB are enough for two sequences at a time. Let each piece's "
+            "backward run before the next piece's forward begins."
+        )
+    return f"Right: the gradient of all eight sequences, and a peak of {held.peak / 1e6:.2f} MB."
+
+
+def _halves(pieces: int) -> Callable[..., None]:
+    def backward(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        for x, y in zip(tokens.chunk(pieces), targets.chunk(pieces), strict=True):
+            (loss(model(x), y) / pieces).backward()
+
+    return backward
+
+
+def _peak(backward: Callable[..., None]) -> int:
+    model, tokens, targets = _toy()
+    with count.held(model, tokens, targets) as held:
+        backward(model, tokens, targets)
+    return held.peak
+
+
+def _pieces(
+    config: Config, batch: int, limit: float, fits: str = "peak", steps: bool = False
+) -> tuple[int, str] | None:
+    """The right answer; `fits`, and `steps` of each piece, make it a known wrong one."""
+    for recompute in ("none", "full"):
+        for piece in (n for n in range(batch, 0, -1) if batch % n == 0):
+            layout = Layout(
+                micro_batch=piece, microbatches=1 if steps else batch // piece, recompute=recompute
+            )
+            if getattr(memory.estimate(config, layout), fits) <= limit:
+                return piece, recompute
+    return None
+
+
+def _why_pieces(
+    job: tuple[Config, int, float], got: tuple[int, str] | None, want: tuple[int, str] | None
+) -> str:
+    config, batch, limit = job
+    if got is None:
+        return "There is a way."
+    piece, recompute = got
+    if batch % piece:
+        return f"Pieces of {piece} do not share out {batch} evenly."
+    layout = Layout(micro_batch=piece, microbatches=batch // piece, recompute=recompute)
+    needs = memory.estimate(config, layout)
+    if needs.peak > limit and got == _pieces(*job, steps=True):
+        return (
+            "It would fit if each piece were a step. The gradients of earlier pieces are there "
+            "from the start: microbatches says how many pieces there are."
+        )
+    if needs.peak > limit:
+        return f"It needs {needs.peak / 1e6:.0f} MB at its peak."
+    if want is not None and recompute == "full" and want[1] == "none":
+        return (
+            "It fits, and computes a third more. Smaller pieces fit without recomputing, and cost "
+            "no arithmetic."
+        )
+    more = " Compare the peak with the limit, and not the sum of all parts."
+    return f"It fits, and larger pieces do as well.{more * (got == _pieces(*job, fits='total'))}"
+
+
+def _is_a_way(x: Any) -> bool:
+    whole = isinstance(x, tuple) and len(x) == 2 and type(x[0]) is int
+    return whole and 1 <= x[0] <= 12 and x[1] in ("none", "full")
+
+
+_WAY: Kind = ("(1 to 12 sequences, 'none' or 'full') or None", _is_a_way)
+cases(
+    "my_micro_batch",
+    # Bytes there are: room for all; for pieces of 4, where 5 do not divide 12 and 6 forget the
+    # gradients that wait; for single ones; for recomputed ones; for none.
+    [(PRESETS["mini"], 12, limit) for limit in (260e6, 190e6, 140e6, 135e6, 130e6)],
+    _pieces,
+    kind=_WAY,
+    says="Right: smaller pieces first, recomputation only where single sequences need it.",
+    told=lambda config, batch, limit: f"'mini', {batch} sequences and {limit / 1e6:.0f} MB",
+    why=_why_pieces,
+)

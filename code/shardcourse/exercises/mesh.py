@@ -1,0 +1,250 @@
+"""The exercises of lesson `mesh`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import mesh
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import Kind, cases, run_answer, same
+from shardlab.layout import Layout
+from shardtools.commands.mesh import add_command, job_of
+from shardlab.mesh.job import Job, batch_of, model_of
+from shardlab.shapes import Config
+
+
+def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:
+    shape = Layout(dp=d, pp=p, tp=t, order=order)
+    return [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
+
+
+def _why_group(args: tuple[int, ...], groups: Any, right: list[Any]) -> str:
+    flat = _groups(*args, order=("tp", "pp", "dp"))
+    for axis, got, want, turned in zip(mesh.AXES, map(list, groups), right, flat, strict=True):
+        name = mesh.groups.WORDS[axis]
+        if got == want:
+            continue
+        if sorted(got) == want:
+            return f"The {name} group's ranks are right; they should ascend."
+        if args[0] not in got:
+            return f"The {name} group {got} does not hold the rank itself."
+        if len(got) != len(want):
+            return f"The {name} group has {len(got)} ranks; there are {axis[0]}={len(want)}."
+        if got == turned:
+            return f"The {name} group would be right with tensor outermost; it is innermost."
+        return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
+    return ""
+
+
+_THREE: Kind = ("three lists", lambda x: isinstance(x, tuple | list) and len(x) == 3)
+cases(
+    "my_groups",
+    [
+        (rank, d, p, t)
+        for d, p, t in ((2, 2, 2), (1, 3, 2), (4, 1, 2), (2, 3, 4))
+        for rank in range(d * p * t)
+    ],
+    _groups,
+    kind=_THREE,
+    equal=lambda got, want: list(map(list, got)) == want,
+    says="Right for every rank of four meshes.",
+    told="Rank {} of d={}, p={}, t={}".format,
+    why=_why_group,
+)
+
+
+_LIMIT, _MOST = 300_000, 8
+_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4"]
+
+
+def _job(knobs: list[str]) -> Job:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_command(parser.add_subparsers())
+    return job_of(parser.parse_args(["mesh", *_SHAPE, *knobs]))
+
+
+def _fullest(job: Job) -> int:
+    return max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
+
+
+def _sends(job: Job) -> float:
+    return max(sum(job.sent(rank).values()) for rank in range(job.layout.ranks))
+
+
+@exercise("mesh_budget")
+def _(answer: Any) -> str:
+    if not isinstance(answer, str):
+        raise Wrong('The answer is a line of options, such as "--tp 2".')
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            job = _job(answer.split())
+    except (ValueError, argparse.ArgumentError) as error:
+        raise Wrong(f"The command refuses it: {error}") from None
+    except SystemExit:  # whatever the parser has printed
+        raise Wrong(f"The command does not know {answer!r}.") from None
+    if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
+        raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
+    if job.layout.ranks > _MOST:
+        raise Wrong(f"That takes {job.layout.ranks} ranks; there are {_MOST}.")
+    held = _fullest(job)
+    if held > _LIMIT:
+        words = f"The fullest rank would hold {held:,} of {_LIMIT:,} B."
+        if job.layout.zero < 3 and job.layout.dp > 1:
+            words += f" In ZeRO's stage {job.layout.zero} copies hold something whole."
+        elif job.layout.ranks < _MOST:
+            words += f" There are {_MOST - job.layout.ranks} ranks left."
+        raise Wrong(words)
+    sent, least = _sends(job), min(_sends(other) for other in _fitting())
+    words = f"It fits: {held:,} B on the fullest rank, which sends {sent:,.0f} B in a step."
+    return words + (f" Another layout that fits sends {least:,.0f}." if least < sent else "")
+
+
+def _fitting() -> list[Job]:
+    found = []
+    for d, p, t, stage in product((1, 2, 4, 8), (1, 2), (1, 2, 4), range(4)):
+        names = "--dp", "--pp", "--tp", "--zero"
+        knobs = [str(x) for pair in zip(names, (d, p, t, stage), strict=True) for x in pair]
+        try:
+            job = _job(knobs)
+        except ValueError:
+            continue
+        if job.layout.ranks <= _MOST and _fullest(job) <= _LIMIT:
+            found.append(job)
+    return found
+
+
+_TIED = Config(seq=8, layers=2, heads=2, hidden=16)
+
+
+def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
+    """On a rank: the answer, the right norm, and what common mistakes find."""
+    layout = Layout(pp=p, tp=t)
+    groups = mesh.join(layout, dist.group.WORLD)
+    model = model_of(_TIED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.mul_(0.1)  # their gradients grow, so that a mistake shows
+    job = mesh.Parallel(model, groups, layout)
+    job.step(*batch_of(_TIED, 2, 0))
+    gradients = {name: x.grad for name, x in job.named_parameters()}
+    cut = {name for name, dimension in job.cuts.items() if dimension is not None}
+    right = job.clip_grad_norm_(1e9)
+    got = answer({name: x.clone() for name, x in gradients.items()}, cut, groups)
+    if not isinstance(got, Tensor):
+        return [got]
+    first = dist.get_rank(groups.tp) == 0
+    mistakes = []
+    for counts, added in (
+        (lambda name: name != "head.weight" and (name in cut or first), False),
+        (lambda name: True, False),
+        (lambda name: True, True),
+        (lambda name: name in cut or first, True),
+        (lambda name: name != "head.weight", True),
+    ):
+        kept = [g.square().sum() for name, g in gradients.items() if counts(name)]
+        square = sum(kept, torch.zeros((), device=right.device))
+        for group in (groups.tp, groups.pp) if added else ():
+            dist.all_reduce(square, group=group)
+        mistakes.append(square.sqrt())
+    return [x.cpu() for x in (got, right, *mistakes)]
+
+
+@exercise("my_norm")
+def _(answer: Callable[..., Any]) -> str:
+    for p, t in ((2, 2), (2, 1)):
+        found = run_answer(_norms, p * t, answer, p, t)
+        if any(len(one) == 1 for one in found):
+            raise Wrong(f"Return a scalar tensor, not {found[0][0]!r}.")
+        got, right, *mistakes = zip(*found, strict=True)
+        words = (
+            "These are this rank's squares alone: add them up over both groups.",
+            "That is the norm of this rank's gradients: add squares up over the ranks.",
+            "What is whole counts on every rank of the group, and the twin as well.",
+            "The tied embedding counts twice: on the first stage, and as the last one's head.",
+            "What lies whole on every tensor rank counts t times.",
+        )
+        hints = {told: list(norms) for told, norms in zip(words, mistakes, strict=True)}
+        same(list(got), list(right), "the norm", 1e-5, hints)
+    return "The norm of one process, on every rank of 2 × 2 and of 2 × 1."
+
+
+_GPT = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
+
+
+def _beyond(config: Config, shape: Layout, node: int, batch: int) -> float:
+    how = config.seq, batch // shape.dp
+    sent = [mesh.predicted_sent(config, shape, rank, *how) for rank in range(shape.ranks)]
+    return sum(map(sum, shape.leaving(node, sent.__getitem__).values()))
+
+
+def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
+    held = (mesh.predicted_states(config, shape, rank) for rank in range(shape.ranks))
+    return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
+
+
+def _least(
+    config: Config, size: int, node: int, limit: float, batch: int
+) -> tuple[tuple[Any, ...], float] | None:
+    """The case, and the fewest bytes that leave the nodes; None where nothing fits."""
+    found = []
+    for d, p in product(range(1, size + 1), repeat=2):
+        if size % (d * p):
+            continue
+        shape = Layout(dp=d, pp=p, tp=size // (d * p), zero=1)
+        try:
+            mesh.check_cuts(config, shape)
+        except ValueError:
+            continue
+        if _fits(config, shape, limit, batch):
+            found.append(_beyond(config, shape, node, batch))
+    return ((config, size, node, limit, batch), min(found)) if found else None
+
+
+def _why_mesh(
+    args: tuple[Any, ...], got: Layout | None, want: tuple[tuple[Any, ...], float] | None
+) -> str:
+    """What is wrong with a layout; "" if it is as good as any."""
+    if got is None:
+        return "There is one that fits."
+    config, size, node, limit, batch = args
+    if got.ranks != size or got.zero != 1:
+        return f"That is no Layout of {size} ranks with zero=1."
+    try:
+        mesh.check_cuts(config, got)
+    except ValueError as error:
+        return f"{error}"
+    if want is None or not _fits(config, got, limit, batch):
+        return "A rank holds too much there, or d does not divide the batch."
+    beyond, (_, least) = _beyond(config, got, node, batch), want
+    if beyond <= least * (1 + 1e-9):
+        return ""
+    return f"{beyond:,.0f} B leave the nodes; {least:,.0f} are enough."
+
+
+cases(
+    "my_mesh",
+    (
+        (_GPT, 8, 4, 100e6, 8),
+        (_GPT, 8, 2, 1.2e6, 8),
+        (_GPT, 16, 4, 0.8e6, 32),
+        (_GPT, 8, 4, 1000, 8),
+    ),
+    _least,
+    kind=("a Layout or None", lambda x: isinstance(x, Layout)),
+    equal=lambda got, want: not _why_mesh(want[0], got, want),
+    says="Right for 4 clusters; on one of them nothing fits.",
+    told=lambda config, size, node, limit, batch: (
+        f"With {size} ranks in nodes of {node}, limit={limit:,.0f} and batch={batch}"
+    ),
+    why=_why_mesh,
+)

@@ -1,0 +1,231 @@
+"""The exercises of lesson `model_parallelism`.
+
+Shapes in names as everywhere; small letters are the part of a rank: f of F.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import ranks
+from shardtools import strategy
+from shardcourse.exercises import exercise
+from shardcourse.exercises.forms import Kind, Part, Trial, cases, number, on_ranks
+from shardcourse.exercises.layouts import laid_out
+from shardlab.shapes import PRESETS
+from shardtools.strategy import MACHINES
+
+_ON_GRID = 2e-4  # float32, values up to about 100, sums made in another order
+
+_ALL, _N = 7e9, 16
+number("zero_states", _ALL * (2 + 14 / _N), "bytes", rel=1e-6,
+       says="Right: 20.1 GB in place of 112; the weights' 14 GB stay, however many GPUs there are.",
+       wrong={
+    _ALL * 16: "Those are all states, as without ZeRO. Which of them does stage 2 divide?",
+    _ALL: "That divides the weights as well, which is stage 3.",
+    _ALL * (4 + 12 / _N): "Either the gradients are whole there, which is stage 1, or weights "
+    "have 4 bytes; here they have 2.",
+    _ALL * (2 + 8 / _N): "Are the gradients there, and the float32 master weights?",
+    _ALL * (2 + 12 / _N): "One is missing: gradients, master weights, two means.",
+    _ALL * (2 + 10 / _N): "The optimizer keeps master weights beside its two means.",
+    _ALL * (12 + 4 / _N): "The optimizer's 12 bytes are divided, too.",
+    _ALL * (2 + 14 / 8): "There are 16 GPUs, not 8.",
+    _ALL * (2 + 14 / _N) * _N: "That is for all GPUs together.",
+    2.875: "That is for one parameter; there are 7 billion.",
+})  # fmt: skip
+
+_ONCE = 7 / 8 * 7e9 * 2
+number("gradient_traffic", 2 * _ONCE, "bytes", rel=1e-6,
+       says="Right: 24.5 GB; with 1,000 GPUs it would be 28, and never more.", wrong={
+    14e9: "Those are the gradients. How often does each piece of them travel?",
+    28e9: "Nearly: a GPU never sends all of the pieces, but (N−1)/N of them.",
+    _ONCE: "That is half: does each gradient have its 2 bytes, and do the sums come back?",
+    7 * 14e9: "That is what sending all of it to everyone would take; a ring passes pieces on.",
+    14 * 14e9: "That is what all eight GPUs send together.",
+    4 * _ONCE: "Gradients have 2 bytes here, not 4.",
+})  # fmt: skip
+
+
+def _enough(p: int, percent: int) -> int:
+    return max(1, -(-percent * (p - 1) // (100 - percent)))
+
+
+def _why_busy(case: tuple[int, int], got: int, want: int) -> str:
+    p, _ = case
+    if got < 1:
+        return "A step has one micro-batch at least."
+    if got < want:
+        return f"With {got}, the stages are busy for {100 * got / (got + p - 1):.2f} %."
+    less = got - 1
+    words = f"{less} would do: {100 * less / (less + p - 1):.2f} %."
+    return words + (" Was a number like 0.9 rounded on the way?" if less == want else "")
+
+
+_COUNT: Kind = ("a whole number: round up, in whole numbers", lambda x: type(x) is int)
+cases(
+    "my_busy_microbatches",
+    ((4, 50), (4, 75), (4, 90), (8, 90), (8, 80), (2, 99), (64, 95), (1, 90), (3, 67)),
+    _enough,
+    kind=_COUNT,
+    says="Right: 4 stages need 9 micro-batches to be 75 % busy, and 27 for 90 %.",
+    told="For {} stages and {} %".format,
+    mistakes={
+        "That makes (p−1)/m the idle share; but the idle time is a share of the whole step, "
+        "m + p − 1 long.": lambda p, q: max(1, math.ceil(100 * (p - 1) / (100 - q))),
+        "A step waits p − 1 turns, not p: the first stage begins at once.": (
+            lambda p, q: math.ceil(p * q / (100 - q))
+        ),
+    },
+    why=_why_busy,
+)
+
+_NODES = "They come in whole nodes of 8."
+_ROOM = "That is room for the weights, not for what training holds."
+number("gpus_needed", 24, "GPUs",
+       says="Right: 19 would be enough, and 24 leave 15 GB free on each.", wrong={
+    16: "1,120 GB / 16 are 70 GB on each GPU; do the other 10 fit beside it?",
+    14: "That gives all 80 GB of each GPU to states alone.",
+    15: "1,120 / 15 are 75 GB: more than the 72 that the job plans with.",
+    18: "18 GPUs hold 1,116 GB of states: it has to be rounded up, and to whole nodes.",
+    19: f"19 would be enough. {_NODES}",
+    20: _NODES,
+    5: _ROOM,
+    4: _ROOM,
+    8: "8 GPUs have 576 GB to plan with; the states alone have 1,120.",
+    32: "Fewer would do: three quarters of it.",
+    1120 / 62: "GPUs are whole, and so are nodes.",
+    1130 / 72: "ZeRO-3 divides states; each GPU has its own 10 GB beside its share.",
+})  # fmt: skip
+
+
+def _traffic(params: int, d: int, m: int, keeps_own: bool = True, nbytes: int = 2) -> list[float]:
+    once = nbytes * params * ((d - 1) / d if keeps_own else 1)
+    return [2 * once, 2 * once, (m + 1) * once, 3 * m * once]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
+
+
+def _why_traffic(case: tuple[int, int, int], got: list[float], want: list[float]) -> str:
+    m, once = case[2], want[0] / 2
+    wrong = [not _alike([x], [y]) for x, y in zip(got, want, strict=True)]
+    stage = wrong.index(True)
+    if _alike(got[:1], [once]):
+        return "An all-reduce sends everything twice: to add up, and to hand out."
+    if m > 1 and (_alike(got[:1], [2 * m * once]) or _alike(got[1:2], [(m + 1) * once])):
+        return "Stages 0 and 1 add up in place, and send once a step, whatever m is."
+    if stage == 1:
+        return "In stage 1: gradients to their owners, once; new weights from them, once."
+    if stage == 2 and _alike(got[2:3], [2 * m * once]):
+        return "In stage 2 the weights are gathered once, after the optimizer's step."
+    if stage == 3 and _alike(got[3:], [2 * m * once]):
+        return "In stage 3 weights are gathered twice for each micro-batch: they were freed."
+    return f"Stage {stage} is the first that differs."
+
+
+def _are_four(x: Any) -> bool:
+    return (
+        isinstance(x, list | tuple) and len(x) == 4 and all(isinstance(y, int | float) for y in x)
+    )
+
+
+_FOUR: Kind = ("four numbers, of the stages 0 to 3", _are_four)
+cases(
+    "my_zero_traffic",
+    ((8_000, 2, 1), (8_000, 2, 8), (1_000_000, 4, 32), (5_455_000_000, 2, 256), (640, 64, 4)),
+    _traffic,
+    kind=_FOUR,
+    equal=_alike,
+    says="Right: stages 0 and 1 send the same, and m micro-batches multiply 2 and 3.",
+    mistakes={
+        "A rank keeps its own share: (d−1)/d of everything travels.": {"keeps_own": False},
+        "Each number has 2 bytes.": {"nbytes": 1},
+        "That is for one micro-batch, in stages 2 and 3, too.": lambda n, d, m: _traffic(n, d, 1),
+    },
+    why=_why_traffic,
+)
+
+_SEQUENCES, _INPUTS, _OUTPUTS = 3, 5, 4
+
+
+def _grid_inputs(copies: int, shards: int) -> tuple[Tensor, Tensor]:
+    """x_CBH, of every copy; w_FH, whole."""
+    generator = torch.Generator().manual_seed(copies)
+    x_CBH = torch.randn(copies, _SEQUENCES, _INPUTS, generator=generator)
+    return x_CBH, torch.randn(_OUTPUTS * shards, _INPUTS, generator=generator)
+
+
+def _on_grid(answer: Callable[..., Any], copies: int, shards: int) -> Any:
+    copy, shard = divmod(dist.get_rank(), shards)
+    tensor_group = data_group = None
+    for c in range(copies):  # every rank makes all groups, in the same order
+        group = dist.new_group([c * shards + s for s in range(shards)])
+        tensor_group = group if c == copy else tensor_group
+    for s in range(shards):
+        group = dist.new_group([c * shards + s for c in range(copies)])
+        data_group = group if s == shard else data_group
+    x_CBH, w_FH = (tensor.to(ranks.device()) for tensor in _grid_inputs(copies, shards))
+    w_fH = w_FH.chunk(shards)[shard].clone()
+    return answer(x_CBH[copy].clone(), w_fH, tensor_group, data_group)
+
+
+@on_ranks(
+    "my_grid_step",
+    ((2, 2), (1, 2)),
+    work=_on_grid,
+    says="Right on two copies of two shards, and on one, as one process computes it.",
+)
+def _(copies: int, shards: int) -> Trial:
+    x_CBH, w_FH = _grid_inputs(copies, shards)
+    # By copy and shard: each one's own loss and gradient, over its own sequences.
+    y = [[x @ w.T for w in w_FH.chunk(shards)] for x in x_CBH]
+    own = torch.tensor([[(part**2).sum() / 2 / _SEQUENCES for part in row] for row in y])
+    ours = [[part.T @ x / _SEQUENCES for part in row] for row, x in zip(y, x_CBH, strict=True)]
+    places = [divmod(rank, shards) for rank in range(copies * shards)]
+    losses = {
+        "Each rank returned the loss of its own part: nothing was added up.": [
+            own[c, s] for c, s in places
+        ],
+        "The parts of one copy add up; they were averaged over all ranks.": own.mean(),
+        "The copies' losses were added up, not averaged: each is over its own sequences.": (
+            own.sum()
+        ),
+        "It is the loss of one copy: the others have sequences, too.": [
+            own[c].sum() for c, _ in places
+        ],
+        "It lacks the other shards' part of the sum.": [own[:, s].mean() for _, s in places],
+    }
+    shard = [torch.stack([row[s] for row in ours]).mean(0) for s in range(shards)]
+    mixed = torch.stack([gradient for row in ours for gradient in row])
+    other_rows = "ranks of the tensor group hold other rows."
+    gradients = {
+        "The tensor group's ranks hold different rows: what was added up there does not belong "
+        "together.": [sum(ours[c]) for c, _ in places],
+        f"It was averaged over all ranks; {other_rows}": mixed.mean(0),
+        f"It was added up over all ranks; {other_rows}": mixed.sum(0),
+        "It is the gradient of this copy's sequences alone.": [ours[c][s] for c, s in places],
+        "The copies' gradients were added up, not averaged.": [
+            copies * shard[s] for _, s in places
+        ],
+    }
+    parts = [
+        Part("the loss", own.sum(1).mean(), losses, _ON_GRID),
+        Part("the gradient", [shard[s] for _, s in places], gradients, _ON_GRID),
+    ]
+    return Trial(parts, size=copies * shards)
+
+
+_MODEL, _GPU = PRESETS["llama-3-70b"], MACHINES["h200"]
+_GPUS, _BATCH, _MOST = 64, 512, 71.0  # seconds
+
+
+@exercise("my_layout")
+def _layout(answer: Any) -> str:
+    return laid_out(answer, strategy, _MODEL, _GPU, _GPUS, _BATCH, lambda: _MOST)

@@ -1,0 +1,355 @@
+"""The exercises of lesson `pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardlab import pipeline, ranks
+from shardcourse.exercises import Wrong
+from shardcourse.exercises.forms import WHOLE, Kind, Part, Seen, Trial, cases, number, on_ranks
+
+_P, _M = 8, 32
+_IDLE = (_P - 1) / (_M + _P - 1)
+number("pipeline_bubble", _IDLE, rel=0.005,
+       says=f"Right: {_P - 1} idle slots of {_M + _P - 1}, 17.9 %, forward as well as backward.",
+       wrong={
+    1 - _IDLE: "That is the share of the time in which a stage works.",
+    (_P - 1) / _M: "That is idle time beside working time; the whole step is both together.",
+    _P / (_M + _P - 1): "Nearly: how many stages come before the last one's first forward?",
+    (_P - 1) / (_M + _P): "Nearly: how many slots take all forwards, over all stages?",
+    (_P - 1) / _P: "That is the share without micro-batches.",
+    1 / _P: "That is the share of the time in which a stage works, without micro-batches.",
+    2 * _IDLE: "Twice too much: forward and backward both have idle slots and working ones.",
+    100 * _IDLE: "In percent it is right; the answer is asked for between 0 and 1.",
+})  # fmt: skip
+
+
+def _orders(name: str, p: int, m: int) -> list[list[str]]:
+    made = pipeline.schedule(name, p, m).orders
+    return [[str(action) for action in order] for order in made]
+
+
+def _interleaved(
+    stage: int,
+    p: int,
+    m: int,
+    v: int,
+    ahead: Callable[..., int] = lambda s, p, m, v: 2 * (p - 1 - s) + (v - 1) * p,
+    down: bool = True,
+    group: Callable[..., int] = lambda p, m: p,
+) -> list[str]:
+    """A stage's order, as `pipeline.interleaved` has it; or with other forwards ahead or groups."""
+    forwards, backwards = [], []
+    for first in range(0, m, group(p, m)):
+        them = range(first, min(m, first + group(p, m)))
+        forwards += [f"F{i}.{c}" for c in range(v) for i in them]
+        chunks = reversed(range(v)) if down else range(v)
+        backwards += [f"B{i}.{c}" for c in chunks for i in them]
+    early = min(ahead(stage, p, m, v), len(forwards))
+    order = forwards[:early]
+    for i in range(len(forwards) - early):
+        order += [forwards[early + i], backwards[i]]
+    return order + backwards[len(forwards) - early :]
+
+
+def _course(stage: int, p: int, m: int, v: int) -> list[str]:
+    order = pipeline.interleaved(p, m, v).orders[stage]
+    return [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
+
+
+def _flaw(order: Sequence[str], m: int, v: int) -> str:
+    """What is wrong with an order on its own, in a sentence; "" if nothing is."""
+    want = [f"{kind}{i}.{c}" for kind in "FB" for c in range(v) for i in range(m)]
+    strange = [action for action in order if action not in want]
+    missing = [action for action in want if action not in order]
+    if any("." not in action for action in order):
+        return "an action has a micro-batch and a chunk, such as 'F5.1'."
+    if strange:
+        which = f"micro-batches 0 to {m - 1} and chunks 0 to {v - 1}"
+        return f"{strange[0]!r} is no pass of {which}."
+    if missing:
+        return f"{missing[0]} is missing."
+    if len(order) > len(want):
+        return "something is there more than once."
+    early = [a for a in want[: m * v] if order.index(f"B{a[1:]}") < order.index(a)]
+    return f"B{early[0][1:]} stands before {early[0]}." if early else ""
+
+
+def _why_order(args: tuple[int, ...], got: list[str], want: list[str]) -> str:
+    if flaw := _flaw(got, *args[2:]):
+        return f"There, {flaw}"
+    action = next(a for a, b in zip(got, want, strict=True) if a != b)
+    words = "comes at the wrong time. Which group and which chunk is next, and how"
+    return f"{action} {words} many forwards run ahead?"
+
+
+_ACTIONS: Kind = (
+    'a list such as ["F0.0", …]',
+    lambda x: isinstance(x, list) and all(isinstance(a, str) for a in x),
+)
+cases(
+    "my_interleaved",
+    [  # stages, micro-batches and chunks; the first tells the mistakes apart
+        (stage, p, m, v)
+        for p, m, v in ((4, 8, 2), (2, 4, 3), (4, 4, 2), (3, 9, 1), (1, 3, 2), (2, 2, 4))
+        for stage in range(p)
+    ],
+    _course,
+    kind=_ACTIONS,
+    says="Right on every stage, for 6 cases of stages, micro-batches and chunks.",
+    mistakes={
+        "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
+        "stage's chunks.": partial(_interleaved, ahead=lambda s, p, m, v: p - 1 - s),
+        "The forwards ahead are counted from the wrong end: the first stage runs most.": partial(
+            _interleaved, ahead=lambda s, p, m, v: 2 * s + (v - 1) * p
+        ),
+        "All forwards come first: how many does a stage run ahead?": partial(
+            _interleaved, ahead=lambda s, p, m, v: m * v
+        ),
+        "Backward begins with the last chunk: it is the first whose gradient is there.": partial(
+            _interleaved, down=False
+        ),
+        "A group has as many micro-batches as there are stages; these go through a chunk all at "
+        "once.": partial(_interleaved, group=lambda p, m: m),
+        "Micro-batches go in groups: a chunk takes as many as there are stages, one after another, "
+        "before the next chunk begins.": partial(_interleaved, group=lambda p, m: 1),
+    },
+    why=_why_order,
+)
+
+_BACK = "A backward gives activations back; asked for is the most that is there at any time."
+
+
+def _lives() -> list[tuple[Any, ...]]:
+    rows = [
+        ("F0 F1 F2 B0 B1 B2", 3, "Asked for is the most at any time, a number of micro-batches."),
+        ("F0 B0 F1 B1 F2 B2", 1, _BACK),
+        ("F0 F1 F2 B0 F3 B1 B2 B3", 3, _BACK),
+        ("F0 I0 F1 I1 W0 W1", 2, "W needs activations, too, so that I does not end them."),
+        ("F0 I0 W0 F1 I1 W1", 1, "Where backward is split there is no B. What ends them then?"),
+        *((" ".join(order), 4 - s, _BACK) for s, order in enumerate(_orders("1f1b", 4, 12))),
+        *((" ".join(order), 4, _BACK) for order in _orders("zb-h1", 4, 12)),
+    ]
+    return [((order.split(),), most, words) for order, most, words in rows]
+
+
+cases(
+    "my_live",
+    _lives,
+    kind=WHOLE,
+    says="Right for 13 orders, with whole backwards and with split ones.",
+)
+
+
+def _slowest(costs: list[float], layers: Sequence[int]) -> float:
+    ends = [sum(layers[:i]) for i in range(len(layers) + 1)]
+    return max(sum(costs[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+
+
+def _cuts(costs: list[float], parts: int) -> tuple[list[float], int, float]:
+    """What a cut is judged by: the costs, how many parts, and the slowest of the best."""
+    return costs, parts, _slowest(costs, pipeline.balance(costs, parts))
+
+
+def _as_good(got: Sequence[int], want: tuple[list[float], int, float]) -> bool:
+    costs, parts, best = want
+    valid = len(got) == parts and sum(got) == len(costs) and min(got) > 0
+    return valid and _slowest(costs, got) <= best
+
+
+def _why_cut(
+    args: tuple[list[float], int], got: Sequence[int], want: tuple[list[float], int, float]
+) -> str:
+    costs, parts = args
+    if got is None or len(got) != parts or sum(got) != len(costs):
+        return f"It should be {parts} numbers, {len(costs)} layers in all."
+    if min(got) < 1:
+        return "A part without a layer is a stage without work."
+    words = f"Its slowest part takes {_slowest(costs, got):g}, and there is a better cut."
+    if max(got) - min(got) <= 1:
+        return f"{words} Layers are counted here; what has to be even is their time."
+    return f"{words} Who fills one part after another does not see what is left over."
+
+
+_LAYERS: Kind = (
+    "a list of numbers of layers",
+    lambda x: isinstance(x, list | tuple) and all(type(n) is int for n in x),
+)
+cases(
+    "my_balance",
+    (
+        ([2, 2, 2, 1, 1, 1, 1, 4], 4),  # tells the mistakes apart
+        ([2, 1, 1, 1, 1, 1, 1, 1, 1, 5], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 3),
+        ([5, 4, 3, 2, 1], 5),
+        ([7, 3], 1),
+        ([4, 1, 3, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], 6),
+    ),
+    _cuts,
+    kind=_LAYERS,
+    equal=_as_good,
+    says="Right: no part slower than necessary, for 6 lists of layers.",
+    why=_why_cut,
+)
+
+_NONE = " Is a gradient None? Autograd keeps that of an input only if requires_grad_() was called "
+_NONE += "before part(x)."
+_RAISED = {
+    "'NoneType' object has no attribute": _NONE,
+    "argument 'input' (position 1) must be Tensor": _NONE,
+    "only for scalar outputs": " Only the last stage has a loss; the others go backward with the "
+    "gradient that comes: output.backward(gradient).",
+}
+
+
+def _job(size: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """A part for each stage, [b, h] to [b, h], and a batch of inputs and targets."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        parts: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(size)]
+        return parts, torch.randn(8, 6), torch.randn(8, 6)
+
+
+def _gradient(part: nn.Module) -> Tensor | None:
+    found = [parameter.grad for parameter in part.parameters() if parameter.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in found]) if found else None
+
+
+def _send(tensor: Tensor, peer: int) -> None:
+    """Return when stage `peer` has received it: its word comes back."""
+    ranks.isend(tensor.detach(), peer).wait()
+    ranks.irecv(torch.empty(1, device=tensor.device), peer).wait()
+
+
+def _receive(like: Tensor, peer: int) -> Tensor:
+    tensor = torch.empty_like(like, requires_grad=False)
+    ranks.irecv(tensor, peer).wait()
+    ranks.isend(torch.ones(1, device=tensor.device), peer).wait()
+    return tensor
+
+
+def _passes(part: nn.Module) -> list[str]:
+    """What `part` will do from now on, as a list that fills: "F" and "B"."""
+    done: list[str] = []
+    part.register_forward_hook(lambda *_: done.append("F"))
+    next(part.parameters()).register_hook(lambda gradient: done.append("B"))
+    return done
+
+
+def _step_of_1f1b(answer: Callable[..., Any], size: int, m: int) -> tuple[Any, ...]:
+    """The gradient of a stage's part, and the most micro-batches that it held, and m."""
+    stage, device = dist.get_rank(), ranks.device()
+    parts, x_BH, y_BH = _job(size)
+    part = parts[stage].to(device)
+    done = _passes(part)
+    try:
+        answer(part, x_BH.to(device), y_BH.to(device), m, stage, size, _send, _receive)
+    except Exception as error:
+        words = [words for text, words in _RAISED.items() if text in str(error)]
+        raise RuntimeError(f"{type(error).__name__}: {error}.{''.join(words)}") from error
+    if (gradient := _gradient(part)) is None:
+        raise Wrong(f"The part of rank {stage} has no gradient: it never went backward.")
+    held = accumulate(1 if kind == "F" else -1 for kind in done)
+    return gradient, max(held), m
+
+
+def _one_process(size: int, m: int, scale: float, only: int = 0, ones: bool = False) -> Any:
+    """Gradients of each part, of the losses times `scale`; `only` from one micro-batch on.
+
+    ones: every part but the last goes backward from ones.
+    """
+    parts, x_BH, y_BH = _job(size)
+    for x, y in list(zip(x_BH.chunk(m), y_BH.chunk(m), strict=True))[only:]:
+        for part in parts[:-1]:
+            x = part(x.detach() if ones else x)
+            if ones:
+                x.sum().backward()
+        (scale * F.mse_loss(parts[-1](x.detach() if ones else x), y)).backward()
+    return [_gradient(part) for part in parts]
+
+
+def _room(seen: list[Seen]) -> str:
+    """What is wrong if a stage kept more micro-batches than 1F1B does."""
+    for stage, one in enumerate(seen):
+        most, m = one.more
+        if most > (room := min(len(seen) - stage, m)):
+            words = f"with m = {m} on {len(seen)} stages, stage {stage} held {most} micro-batches"
+            like = " That is GPipe: all forwards come first." if most == m else ""
+            return f"The gradients are right, but {words}, where {room} will do.{like}"
+    return ""
+
+
+@on_ranks(
+    "my_1f1b",
+    ((2, 8), (2, 4), (2, 1), (4, 8), (4, 4), (4, 1)),
+    work=_step_of_1f1b,
+    rules=[_room],
+    says="Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept.",
+)
+def _(size: int, m: int) -> Trial:
+    mistakes = {
+        f"Without a division by m, the sum of {m} means is {m} times the mean.": _one_process(
+            size, m, 1.0
+        ),
+        "These are the gradients of the last micro-batch alone; they add up.": _one_process(
+            size, m, 1 / m, only=m - 1
+        ),
+        "All stages but the last went backward from ones, not from the gradient that the next one "
+        "sends.": _one_process(size, m, 1 / m, ones=True),
+    }
+    right = _one_process(size, m, 1 / m)
+    # 1e-6: float32, values below 1, eight of them added in some order
+    return Trial([Part(f"with m = {m}, a gradient", right, mistakes, 1e-6)], size=size)
+
+
+_CIRCLE = "Forwards wait for the stage before, backwards for the one behind; name all that stand."
+# Orders of the stages, who waits where, and what helps whoever says something else.
+_DEADLOCKS: tuple[tuple[str, dict[int, str], str], ...] = (
+    ("F0 B0 F1 B1", {}, 'It should be a dict, {} or such as {1: "B0"}; one stage never waits.'),
+    ("F0 F1 B0 B1 / F0 B0 F1 B1", {}, "All finish: who waits goes on once another has moved."),
+    ("F0 F1 B1 B0 / F0 F1 B0 B1", {}, "All finish: orders may differ if none waits in a circle."),
+    ("F0 B0 F1 B1 / F0 F1 B0 B1", {0: "B0", 1: "F1"}, _CIRCLE),
+    ("F0 B0 F1 B1 / F1 F0 B0 B1", {0: "B0", 1: "F1"}, "All that wait are asked for, and where."),
+    ("F0 B0 / B0 F0", {0: "B0", 1: "B0"}, "On the last stage a backward waits for its forward."),
+    ("F0 B0 / F0 B0 / B0 F0", {0: "B0", 1: "B0", 2: "B0"}, "All that wait are asked for."),
+)
+
+
+def _deadlocks() -> list[tuple[Any, ...]]:
+    found = [(([row.split() for row in rows.split(" / ")],), *rest) for rows, *rest in _DEADLOCKS]
+    return found + [((_orders(name, 4, 12),), {}, "All finish.") for name in ("naive", "1f1b")]
+
+
+cases(
+    "my_deadlock",
+    _deadlocks,
+    kind=('a dict, {} or such as {1: "B0"}', lambda x: isinstance(x, dict)),
+    says=f"Right for {len(_DEADLOCKS) + 2} schedules, some of which never end.",
+    apart=True,  # a loop that never ends would hold up the page
+)
+
+_FRACTION = "The bubble is (p-1)/(m+p-1), a share of the whole step."
+_HELD = "1F1B's first stage holds up to p micro-batches, each of batch/m sequences."
+cases(
+    "my_microbatches",
+    (
+        ((4, 64, 0.21, 64), 16, "Asked for is the smallest m that divides the batch and fits."),
+        ((4, 60, 0.21, 60), 12, _FRACTION),
+        ((4, 64, 0.21, 8), 32, _HELD),
+        ((8, 512, 0.11, 64), 64, _HELD),
+        ((8, 4, 0.75, 4), 4, "With fewer micro-batches than stages it holds all, and no more."),
+        ((16, 96, 0.1, 96), None, "No m can do it: there are only 96 sequences."),
+        ((16, 1536, 0.055, 10), None, "No m can do it: 16 sequences are held if each is alone."),
+        ((1, 8, 0.0, 8), 1, "One stage has no bubble."),
+    ),
+    kind=WHOLE,
+    says="Right for 8 steps, two of which cannot be had.",
+)

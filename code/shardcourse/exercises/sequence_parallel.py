@@ -1,0 +1,149 @@
+"""The exercises of lesson `sequence_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardcourse.exercises.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
+from shardlab.model import GPT
+from shardlab.shapes import Config
+
+_SBH, _T = 2048 * 12_288, 8
+number("sequence_bytes", _SBH * 34 / _T, "bytes", rel=0.001,
+       says="Right: 34/8 bytes for each of the 2048 × 12,288 elements, 107 MB instead of 856.",
+       wrong={
+    _SBH * (10 + 24 / _T): "That is tensor parallelism alone: the 10 of norms, dropout and "
+    "inputs are to be divided, too.",
+    _SBH * 34: "That is the whole layer: each rank keeps an eighth of everything.",
+    _SBH * (34 + 80) / _T: "That keeps attention's scores: a fused kernel does not.",
+    _SBH * 24 / _T: "That is what stands inside of the cut matrices; where are the norms' inputs?",
+})  # fmt: skip
+
+
+def _summands(names: list[str]) -> set[str]:
+    """Parameters that are whole on every rank, and meet this rank's tokens alone."""
+    late = ("attention.out.bias", "ffn.down.bias")
+    return {name for name in names if "norm." in name or name.endswith(late)}
+
+
+def _why(args: tuple[list[str]], given: Any, want: set[str]) -> str:
+    (names,), got = args, set(given)
+    if unknown := got - set(names):
+        return f"{min(unknown)!r} is none of the names."
+    if extra := sorted(got - want):
+        name = extra[0]
+        told = "This matrix is cut, and all tokens go through each rank's part of it."
+        if name.endswith("bias"):
+            told = "A column-cut layer's bias is cut, too, and added to all tokens."
+        elif "embedding" in name or "head" in name:
+            told = "It is cut by the vocabulary, and each rank meets all tokens with it."
+        return f"{name!r} is one too many. {told}"
+    name = min(want - got)
+    told = "It is added behind the reduce-scatter, to this rank's tokens alone."
+    if "norm" in name:
+        told = "A norm is whole on every rank and has seen this rank's tokens alone."
+    return f"{name!r} is missing. {told}"
+
+
+def _names() -> list[tuple[list[str]]]:
+    """The parameters of GPT-2's kind, and of Llama's."""
+    small = {"vocab": 8, "seq": 4, "layers": 2, "heads": 2, "hidden": 8}
+    llama = Config(**small, mlp="swiglu", norm="rms", bias=False, tied=False)
+    models = [GPT(config) for config in (Config(**small), llama)]
+    return [([name for name, _ in model.named_parameters()],) for model in models]
+
+
+_NAMES: Kind = ("the names, as a list or a set", lambda x: isinstance(x, list | tuple | set))
+cases(
+    "my_summands",
+    _names,
+    _summands,
+    kind=_NAMES,
+    equal=lambda got, want: set(got) == want,
+    says="Right: norms, and biases that are added behind the reduce-scatter.",
+    told=lambda names: "With Llama's kind" if "head.weight" in names else "With GPT-2's kind",
+    why=_why,
+)
+
+
+_B, _SHARD, _H, _F = 2, 3, 4, 5
+
+
+def _tokens(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's share of the stream, its columns, and what it does with the result: a factor."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (_B, _SHARD, _H), (_H, _F), (_B, size * _SHARD, _F)
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+
+
+def _column(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+    """The output, both gradients; and the most bytes of a storage that backward holds on to."""
+    x_BsH, w_HF, factor = _tokens(dist.get_rank(), size)
+    x_BsH.requires_grad_(), w_HF.requires_grad_()
+    kept = [0]
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x.untyped_storage().nbytes())
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        y_BSF = answer(x_BsH, w_HF, dist.group.WORLD)
+    if not isinstance(y_BSF, Tensor) or y_BSF.shape != factor.shape:
+        return y_BSF, None, None, 0
+    if y_BSF.requires_grad:
+        (y_BSF * factor).sum().backward()
+    return y_BSF, x_BsH.grad, w_HF.grad, max(kept)
+
+
+def _gathers_again(seen: list[Seen]) -> str:
+    full = len(seen) * _B * _SHARD * _H * 8
+    asked = min(sum(one.sent.calls.values()) + one.sent.messages for one in seen)
+    if max(one.more[0] for one in seen) < full and asked > 2:  # one forward, two backward
+        return ""
+    return (
+        "All of it is right, but what was gathered is kept until backward. Keep the share "
+        "(ctx.save_for_backward(x_BsH, w_HF)), and gather once more in backward."
+    )
+
+
+@on_ranks(
+    "my_column",
+    (2, 4),
+    work=_column,
+    rules=[_gathers_again],
+    says="Right on 2 and 4 ranks, and between forward and backward only the share is kept.",
+)
+def _(size: int) -> Trial:
+    x, w, factors = zip(*(_tokens(rank, size) for rank in range(size)), strict=True)
+    full, mixed = torch.cat(x, 1), torch.cat(x).view(_B, size * _SHARD, _H)
+    each = [f @ w_HF.T for f, w_HF in zip(factors, w, strict=True)]
+    shards = [f.chunk(size, 1)[rank] for rank, f in enumerate(factors)]
+    turned = {
+        "An all-gather puts one rank's tensor behind the other's, whole batches: bring the tokens "
+        "of one sequence together before reshaping (torch.cat(…, dim=1)).": [
+            mixed @ one for one in w
+        ]
+    }
+    alone = {
+        "It is this rank's part alone: every rank has used these tokens, and what they found for "
+        "them adds up.": [dx.chunk(size, 1)[rank] for rank, dx in enumerate(each)]
+    }
+    mine = {
+        "It is that of this rank's tokens alone: all tokens went through these columns.": [
+            a.flatten(0, 1).T @ f.flatten(0, 1) for a, f in zip(x, shards, strict=True)
+        ]
+    }
+    dw = [full.flatten(0, 1).T @ f.flatten(0, 1) for f in factors]
+    # float64, sums of a few numbers of order 1
+    parts = [
+        Part("the output", [full @ one for one in w], turned, 1e-12),
+        Part("the gradient of x_BsH", sum(each).chunk(size, 1), alone, 1e-12),
+        Part("the gradient of w_HF", dw, mine, 1e-12),
+    ]
+    return Trial(parts, size=size)

@@ -1,0 +1,290 @@
+"""The exercises of lesson `tensor_parallel`.
+
+Shapes in names as everywhere; small letters are a rank's share: f of F, v of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab import memory, ranks
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import WHOLE, Kind, Part, Seen, Trial, called, calls_at_most, cases, number, on_ranks
+from shardlab.layout import Layout
+from shardlab.shapes import PRESETS, Config
+
+_TOLERANCE = 1e-5  # float32, values up to about 10, sums made in another order
+
+_H, _WIDTH, _T = 4096, 16384, 4
+_MATRICES = 2 * _H * _WIDTH // _T
+_ALL, _OWN = 2 * _H * _WIDTH + _WIDTH + _H, _MATRICES + _WIDTH // _T + _H
+number("tp_bytes", 16 * _OWN, "bytes",
+       says=f"Right: {16 * _OWN / 1e6:.0f} MB, of which the undivided bias is {16 * _H:,} bytes.",
+       wrong={
+    16 * _ALL: "That is what one process holds.",
+    16 * _ALL / _T: "Nearly: one of the biases is not divided. Which one is added to a sum "
+    "that every rank has whole?",
+    16 * _MATRICES: "The matrices are right; where are the biases?",
+    4 * _OWN: "Those are the weights; gradients and two moments stand beside them.",
+    12 * _OWN: "What is missing: weights, gradients, or one of the two moments?",
+})  # fmt: skip
+number("tp_other_order", 8.5, "times", says="Right: (2 · 8 + 1) / 2, whatever t is.", wrong={
+    4.5: "With GELU it would be; SwiGLU has two matrices that lead to the inner width.",
+    8.0: "The inner sums are right. What does a rank have of Y in the end?",
+    9.0: "Nearly: the slices of Y are gathered, not added up, and an all-gather sends half of "
+    "what an all-reduce does.",
+    17.0: "That, times (t−1)/t · h, is what this order sends; what does the right one send?",
+})  # fmt: skip
+
+
+def _network(size: int) -> dict[str, Tensor]:
+    """Weights of a feed-forward network and its input, the same for everyone who asks."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = {"x_BSH": (2, 3, 6), "up_FH": (8, 6), "up_bias_F": (8,), "down_HF": (6, 8)}
+    shapes |= {"gate_FH": (8, 6), "bias_H": (6,), "dy_BSH": (2, 3, 6)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _own(rank: int, size: int) -> slice:
+    shard = 8 // size
+    return slice(rank * shard, (rank + 1) * shard)
+
+
+def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
+    """A summand of the feed-forward network's result, without the last bias: [B, S, H]."""
+    return F.gelu(x_BSH @ up_fH.T + up_bias_f) @ down_Hf.T  # [.., H] @ [H, f], [.., f] @ [f, H]
+
+
+@exercise("my_ffn_shards")
+def _(answer: Callable[..., Any]) -> str:
+    for size in (2, 4):
+        network = _network(size)
+        weights = [network[name] for name in ("up_FH", "up_bias_F", "down_HF")]
+        right, parts = [(8 // size, 6), (8 // size,), (6, 8 // size)], []
+        for rank in range(size):
+            words = f"For rank {rank} of {size} it"
+            got = called(answer, *weights, rank, size, asked=words)
+            several = isinstance(got, (tuple, list))
+            shapes = [tuple(getattr(part, "shape", ())) for part in got] if several else got
+            if shapes != right:
+                words += f" returned the shapes {shapes}; right are {right}."
+                raise Wrong(words + " Weights of nn.Linear are [out, in]: where is F?")
+            parts.append(_part(network["x_BSH"], *got))
+        # What counts is the sum: whoever deals the columns out in another order is right as well.
+        gap = (sum(parts) - _part(network["x_BSH"], *weights)).abs().max().item()
+        if not gap <= _TOLERANCE:
+            alike = all(torch.equal(part, parts[0]) for part in parts)
+            why = "All ranks have the same piece" if alike else "Columns and rows do not match"
+            raise Wrong(f"{why}: the sum over {size} ranks is off by up to {gap:.3g}.")
+    return "Right: the parts of 2 and of 4 ranks add up to the whole network."
+
+
+def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
+    """On a rank: what it returned, and the gradients of x, of up and of the bias."""
+    own = _own(dist.get_rank(), size)
+    network = {name: tensor.to(ranks.device()) for name, tensor in _network(size).items()}
+    gate, up, down = network["gate_FH"][own], network["up_FH"][own], network["down_HF"][:, own]
+    given = [
+        t.clone().requires_grad_() for t in (network["x_BSH"], gate, up, down, network["bias_H"])
+    ]
+    got = answer(*given, dist.group.WORLD)
+    if not isinstance(got, Tensor) or not got.requires_grad or got.shape != given[0].shape:
+        return got, None, None, None
+    got.backward(network["dy_BSH"])
+    x, _, up, _, bias = given
+    return got, x.grad, up.grad, bias.grad
+
+
+def _gated_plain(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
+    """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
+    x_BSH = network["x_BSH"].clone().requires_grad_()
+    up_FH = network["up_FH"][own].clone().requires_grad_()
+    inner = F.silu(x_BSH @ network["gate_FH"][own].T) * (x_BSH @ up_FH.T)
+    y_BSH = inner @ network["down_HF"][:, own].T + bias * network["bias_H"]
+    y_BSH.backward(network["dy_BSH"])
+    return [y_BSH.detach(), x_BSH.grad, up_FH.grad]
+
+
+@on_ranks(
+    "my_gated_ffn",
+    (2, 4),
+    work=_gated,
+    rules=[calls_at_most(2, "let x enter once, for both matrices, and one sum leave.")],
+    says="Right on 2 and on 4 ranks, with one all-reduce forward and one backward.",
+)
+def _(size: int) -> Trial:
+    network = _network(size)
+    bias_H, every = network["bias_H"], range(size)
+    y, dx, dup = _gated_plain(network, slice(None))
+    parts = [_gated_plain(network, _own(rank, size)) for rank in every]
+    own = [dup[_own(rank, size)] for rank in every]
+    of_y = {
+        f"The bias was added {size} times: add it after the sum, once.": y + (size - 1) * bias_H,
+        "The bias was not added.": y - bias_H,
+        "Each rank has its own summand; nobody added them up.": [part[0] for part in parts],
+        "The summands were averaged: they are parts of a sum.": (y - bias_H) / size + bias_H,
+    }
+    of_x = {
+        "It is the rank's own gradient: in front of the first matrices stands nothing that adds up "
+        "in backward.": [part[1] for part in parts],
+        f"It was added up once more than it should be, {size} times too much.": size * dx,
+    }
+    of_up = {
+        f"It is {size} times too large: backward added up what all ranks have already. What does "
+        "reduce_from do in backward?": [size * gradient for gradient in own]
+    }
+    found = [
+        Part("Y", y, of_y, _TOLERANCE),
+        Part("the gradient of x", dx, of_x, _TOLERANCE),
+        Part("the gradient of up", own, of_up, _TOLERANCE),
+        Part("the gradient of the bias", network["dy_BSH"].sum((0, 1)), {}, _TOLERANCE),
+    ]
+    return Trial(found, size=size)
+
+
+def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], list[int]]:
+    """The heads of keys and values that a rank holds, and the ranks that hold the same."""
+
+    def held(r: int) -> list[int]:
+        own = range(r * heads // size, (r + 1) * heads // size)
+        return sorted({head * kv_heads // heads for head in own})
+
+    return held(rank), [other for other in range(size) if held(other) == held(rank)]
+
+
+def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[list[int]]) -> str:
+    *_, rank, size = case
+    mine, copies = map(sorted, got)
+    if mine != want[0]:
+        words = f"Its queries use the heads {want[0]}."
+        if mine == []:
+            words += " With more ranks than heads, some have to hold the same one."
+        elif mine == [rank]:
+            words += " Neighbours in rank share a head of keys."
+        return words
+    words = f"The same heads are on the ranks {want[1]}."
+    if len(copies) == size:
+        words += " Others hold other heads, whose gradients do not belong to these."
+    elif copies == [rank]:
+        words += " Each copy saw the queries of its own rank alone."
+    return words
+
+
+_SPLITS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
+_LISTS: Kind = (
+    "two lists, of heads and of ranks",
+    lambda x: (
+        isinstance(x, tuple | list) and len(x) == 2 and all(hasattr(y, "__iter__") for y in x)
+    ),
+)
+cases(
+    "my_kv_heads",
+    [(heads, kv_heads, rank, size) for heads, kv_heads, size in _SPLITS for rank in range(size)],
+    _heads,
+    kind=_LISTS,
+    equal=lambda got, want: tuple(map(sorted, got)) == want,
+    says="Right for 6 models: copies of a head stay equal when they add up.",
+    told=lambda heads, kv_heads, rank, size: (
+        f"heads={heads}, kv_heads={kv_heads}, rank {rank} of {size}"
+    ),
+    why=_why_heads,
+)
+
+
+_TOKENS, _SHARD = (2, 3), 16  # tokens; entries of the vocabulary on each rank
+
+
+def _logits(size: int, ties: bool) -> Tensor:
+    """[B, S, V] logits, all below 0; `ties`: whole numbers, of which many are equal."""
+    generator = torch.Generator().manual_seed(size + ties)
+    if ties:
+        return torch.randint(-4, 0, (*_TOKENS, size * _SHARD), generator=generator).float()
+    return -torch.rand(*_TOKENS, size * _SHARD, generator=generator) - 1
+
+
+def _per_token(seen: list[Seen]) -> int:
+    return max(sum(one.sent.payload.values()) + one.sent.bytes for one in seen) // 6
+
+
+def _no_logits(seen: list[Seen]) -> str:
+    if (sent := _per_token(seen)) < 4 * _SHARD:
+        return ""
+    words = f"Right, but a rank with {_SHARD} logits a token sent {sent} bytes for each"
+    return f"{words}: do without sending logits."
+
+
+@on_ranks(
+    "my_greedy",
+    ((2, False), (2, True), (4, False), (4, True)),
+    rules=[_no_logits],
+    says=lambda seen: (
+        f"Right on 2 and on 4 ranks, with {_per_token(seen)} bytes a token, whatever V is."
+    ),
+)
+def _(size: int, ties: bool) -> Trial:
+    logits_BSV = _logits(size, ties)
+    parts = logits_BSV.chunk(size, -1)
+    local = torch.stack([part.argmax(-1) for part in parts])
+    numbers = local + _SHARD * torch.arange(size)[:, None, None]
+    has_it = torch.stack([part.amax(-1) for part in parts]) == logits_BSV.amax(-1)
+    mistakes = {
+        "It is each rank's own likeliest entry: which rank has the largest logit of all?": list(
+            numbers
+        ),
+        "It is a number in the rank's own part; entries of rank r begin at r v.": local.where(
+            has_it, torch.tensor(size * _SHARD)
+        ).amin(0),
+        "The numbers of all ranks were added up; only one of them is meant.": numbers.sum(0),
+        "Of equal logits the largest number won; one process takes the smallest.": numbers.where(
+            has_it, torch.tensor(-1)
+        ).amax(0),
+    }
+    part = Part("the tokens", logits_BSV.argmax(-1), mistakes)
+    return Trial([part], [(own_BSv.contiguous(),) for own_BSv in parts])
+
+
+def _why_degree(job: tuple[Config, float, int], got: int, want: int | None) -> str:
+    config, limit, node = job
+    if got is None:
+        return "One divides and fits."
+    if got < 1:
+        return "None fits, thus None."
+    widths = {"heads": config.heads, "key-value heads": config.key_value_heads}
+    widths |= {"ffn_width": config.ffn_width, "vocab": config.vocab}
+    uncut = [name for name, width in widths.items() if width % got]
+    if got > node:
+        return "That many ranks share no fast link."
+    if uncut:
+        return f"It does not divide {' and '.join(uncut)}."
+    if memory.estimate(config, Layout(tp=got), device="gpu").peak > limit:
+        return "That does not fit."
+    return "A smaller one fits as well, and sends less."
+
+
+_LLAMA = PRESETS["llama-3-8b"]
+_SMALL = Config(vocab=49_152, seq=1024, layers=12, heads=12, hidden=1536)
+cases(
+    "my_degree",
+    (  # model, bytes that there are, GPUs of a node; the right degree
+        ((_LLAMA, 80e9, 8), 4, ""),
+        ((_SMALL, 3e9, 8), 3, ""),
+        ((replace(_SMALL, kv_heads=4), 3e9, 8), 4, ""),
+        ((_LLAMA, 40e9, 4), None, ""),
+        ((PRESETS["gpt-2"], 2e9, 8), None, ""),
+        ((_LLAMA, 24e9, 32), None, ""),
+    ),
+    kind=WHOLE,
+    says="Right for 6 jobs; for some of them no degree will do.",
+    told=lambda config, limit, node: (
+        f"With heads={config.heads}, key-value heads={config.key_value_heads}, "
+        f"ffn_width={config.ffn_width}, vocab={config.vocab}, limit={limit:.0f} and node={node}"
+    ),
+    why=_why_degree,
+)

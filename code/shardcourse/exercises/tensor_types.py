@@ -1,0 +1,229 @@
+"""The exercises of lesson `tensor_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardlab import ranks
+from shardlab import tensor_types as tt
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import Kind, blanks, cases, run_answer
+from shardlab.tensor_types.adjoint import disproof
+
+_TIMEOUT = 20.0  # seconds, for what takes milliseconds: who waits that long waits for ever
+_MODEL = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
+
+
+def _why(name: str, axis: int, given: str) -> str:
+    if "gradient" in name:
+        other = _MODEL[name.split("'")[0]][axis]
+        return f"The tensor is {other} there: what does each rank find for it?"
+    if name == "tokens" and axis:
+        return "All ranks of a tensor group look at the same tokens, and integers get no gradient."
+    if name == "norm" and axis and given == "I":
+        return "That it is where the stream is whole. Here a rank's norm sees its own tokens alone."
+    return (
+        "Do all ranks of this axis hold the same? And does each use it with something of its own?"
+    )
+
+
+def _first(name: str, given: str) -> str:
+    """What is said of the first axis whose word is wrong."""
+    axis = int(given[0] == _MODEL[name][0])
+    return f"{given[axis]} on {('dp', 'tp')[axis]} it is not. {_why(name, axis, given[axis])}"
+
+
+_PAIRS = [a + b for a, b in product(tt.WORDS, tt.WORDS)]
+blanks(
+    "type_words",
+    _MODEL,
+    says="Right: on each axis a gradient has the dual word of its tensor.",
+    allowed=lambda given: given in _PAIRS,
+    allows=" A pair of the words I, R, V and P is asked for, for each.",
+    wrong={
+        (name, given): _first(name, given)
+        for name, right in _MODEL.items()
+        for given in _PAIRS
+        if given != right
+    },
+)
+
+_WRONG_WORDS = {
+    "V -> I": "Forward is right. Your backward takes what it is given for the whole gradient, as "
+    "all ranks have it of I: but the gradient of R is P, and addends have to be added up.",
+    "I -> R": "It changes no value: the ranks' parts are to stand side by side.",
+}
+
+
+def _operator(answer: Callable[..., Any]) -> Any:
+    """On a rank: what speaks against V -> R, and which other words pass."""
+    group = dist.group.WORLD
+    x = torch.ones(2, 3, dtype=torch.float64, device=ranks.device(), requires_grad=True)
+    y = answer(x, group)
+    if not isinstance(y, Tensor):
+        return "It returned no tensor.", None
+    if not y.requires_grad:
+        return (
+            "Its result gets no gradient: collectives know nothing of autograd. Write a "
+            "torch.autograd.Function with a backward.",
+            None,
+        )
+    found = disproof(answer, "V -> R", group)
+    return found, [w for w in _WRONG_WORDS if found and not disproof(answer, w, group)]
+
+
+@exercise("my_operator")
+def _(answer: Callable[..., Any]) -> str:
+    for size in (2, 4):
+        found, others = run_answer(_operator, size, answer, timeout=_TIMEOUT)[0]
+        if others is None:
+            raise Wrong(found)
+        for words in others:
+            raise Wrong(f"Its words are {words}. {_WRONG_WORDS[words]}")
+        if found:
+            raise Wrong(f"On {size} ranks V -> R does not hold: {'; '.join(found)}.")
+    return "Right on 2 and 4 ranks: ⟨y, dy⟩ = ⟨x, dx⟩, and the value stays."
+
+
+def _summed(words: list[str]) -> str | None:
+    try:
+        return tt.combined(words, [False] * len(words), "sum")
+    except tt.Mismatch:
+        return None
+
+
+def _why_sum(args: tuple[list[str]], got: str | None, want: str | None) -> str:
+    words = set(args[0])
+    if "I" in words and words != {"I"}:
+        return "The other would give I's gradient something of the rank's own."
+    if words == {"P"}:
+        return "Addends of two sums, added, are addends of the sum of both."
+    if "P" in words:
+        return "What is added to each addend is added once by each rank."
+    if words == {"R", "V"}:
+        return "R may be used with something of a rank's own; the result is the rank's own."
+    return "Like goes with like."
+
+
+_WORD: Kind = ("one of the words I, R, V and P, or None", lambda x: x in list(tt.WORDS))
+cases(
+    "my_sum",
+    [(list(words),) for n in (1, 2, 3) for words in product(tt.WORDS, repeat=n)],
+    _summed,
+    kind=_WORD,
+    says="Right for all 84 lists of up to three words.",
+    why=_why_sum,
+)
+
+
+_WIDE, _INNER = 6, 8
+
+
+def _network() -> dict[str, Tensor]:
+    """Whole tensors, the same for everyone who asks, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (3, _WIDE), "gate": (_INNER, _WIDE), "up": (_INNER, _WIDE)}
+    shapes |= {"down": (_WIDE, _INNER), "scale": (1,), "bias": (_WIDE,), "dy": (3, _WIDE)}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(ranks.device())
+        for name, shape in shapes.items()
+    }
+
+
+_CUT = {"gate": 0, "up": 0, "down": 1}
+
+
+def _parts(group: dist.ProcessGroup) -> dict[str, Tensor]:
+    made = _network()
+    for name, x in made.items():
+        if name in _CUT:
+            x = x.chunk(group.size(), _CUT[name])[group.rank()].clone()
+        made[name] = x.requires_grad_(name != "dy")
+    return made
+
+
+def _trained(answer: Callable[..., Any]) -> Any:
+    """On a rank: its result, and the gradients by name."""
+    made = _parts(dist.group.WORLD)
+    dy = made.pop("dy")
+    y = answer(*made.values(), dist.group.WORLD)
+    if not isinstance(y, Tensor) or y.shape != dy.shape or not y.requires_grad:
+        return None
+    y.backward(dy)
+    return y.detach(), {name: x.grad for name, x in made.items()}
+
+
+@exercise("my_network")
+def _(answer: Callable[..., Any]) -> str:
+    full = {name: x.cpu().requires_grad_(name != "dy") for name, x in _network().items()}
+    y = F.silu(F.linear(full["x"], full["gate"])) * F.linear(full["x"], full["up"])
+    y = F.linear(y * full["scale"], full["down"]) + full["bias"]
+    y.backward(full["dy"])
+
+    def network(*given: Any) -> Any:
+        return answer(*given)
+
+    def step(tp: dist.ProcessGroup) -> None:
+        made = _parts(tp)
+        made.pop("dy")
+        for name, x in made.items():
+            x.called = name
+            tt.declare(x, tp="V" if name in _CUT else "I")
+        network(*made.values(), tp).sum().backward()
+
+    size = 2
+    found = run_answer(_trained, size, network, timeout=_TIMEOUT)
+    if None in found:
+        raise Wrong("It returned no result of x's shape that can be differentiated.")
+    try:
+        verdict = tt.check(step, tp=size)
+    except ranks.RankError as error:
+        raise Wrong(f"Under the checker, {error}") from None
+    for rank, (mine, gradients) in enumerate(found):
+        if not torch.allclose(mine, y.detach()):
+            gap = (mine - y.detach()).abs().max().item()
+            raise Wrong(f"The output of rank {rank} is off by {gap:.3g}.")
+        for name, gradient in gradients.items():
+            want = full[name].grad
+            want = want.chunk(size, _CUT[name])[rank] if name in _CUT else want
+            if gradient is None or not torch.allclose(gradient, want):
+                said = "" if verdict else f" The checker:\n{verdict.message}"
+                raise Wrong(f"On rank {rank} the gradient of {name} is not one process's.{said}")
+    if not verdict:
+        raise Wrong(f"All is right in numbers, and the checker refuses it:\n{verdict.message}")
+    return "Right: equal to one process on two ranks, gradients too, and the checker agrees."
+
+
+_WAYS = ("types", "loss", "gradients", None)
+_PLAN = {
+    "copy_to forgotten": ("types", "x is I and meets a matrix that is V."),
+    "loss divided by N twice, before backward": ("loss", "A factor is no word; it is in the loss."),
+    "a rank's tokens begin at position 0": (
+        "loss",
+        "Positions are numbers: which output has them?",
+    ),
+    "gradients of norms not summed, sequence cut": ("types", "P comes to the step of what is R."),
+    "each epoch in the same order": (None, "Each single step is right."),
+    "gradients averaged over tp in place of dp": ("types", "On tp a gradient is I or V, and no P."),
+}
+blanks(
+    "type_plan",
+    {name: right for name, (right, _) in _PLAN.items()},
+    says="Right: words first, then one step beside one process; time is a third matter.",
+    allowed=lambda given: given in _WAYS,
+    allows=" Allowed are 'types', 'loss', 'gradients' and None, for each mistake.",
+    wrong={
+        (name, given): "It finds it, and something cheaper does as well."
+        if given == "gradients" and right
+        else why
+        for name, (right, why) in _PLAN.items()
+        for given in _WAYS
+    },
+)

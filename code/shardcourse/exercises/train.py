@@ -1,0 +1,204 @@
+"""The exercises of lesson `train`."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import ranks
+from shardcourse.exercises import Wrong, exercise
+from shardcourse.exercises.forms import Number, Part, Trial, blanks, called, number, on_ranks
+from shardlab.train import one_gpu, sampler
+from shardtools import steps
+
+number("validation_filled_up", 58 / 12, "nats", rel=0.002,
+       says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
+    5.5: "That is the right mean. The sampler gives each of 4 ranks equally many windows.",
+    4.5: "That drops the two windows that are too many; the sampler repeats two instead.",
+    74 / 12: "Not the last windows are repeated: the sampler begins anew at the first.",
+    6.5: "Two windows are counted twice: which ones, and out of how many?",
+})  # fmt: skip
+
+
+_Losses = list[tuple[float, int]]  # of each rank of a group: the sum of its losses, their count
+
+
+def _mean(answer: Callable[..., Any], *groups: _Losses) -> Any:
+    begin, rank = 0, dist.get_rank()
+    for losses in groups:  # whatever the groups, all ranks make all of them
+        members = list(range(begin, begin + len(losses)))
+        group = dist.new_group(members)
+        if rank in members:
+            mine = *losses[rank - begin], group
+        begin += len(losses)
+    return answer(*mine)
+
+
+@on_ranks(
+    "my_mean",
+    (
+        ([(6.0, 3), (1.0, 1)],),
+        ([(0.0, 0), (12.0, 4), (2.0, 2)],),
+        ([(3.5, 7), (0.0, 0)], [(0.5, 1), (8.0, 2)]),
+    ),
+    work=_mean,
+    says="Right on 2 and 3 ranks and in two groups of 2, some of them without a token.",
+)
+def _(*groups: _Losses) -> Trial:
+    def of(*each: tuple[float, int]) -> tuple[float, float, float]:
+        total, count = map(sum, zip(*each, strict=True))
+        return total / count, sum(part / max(n, 1) for part, n in each) / len(each), total
+
+    rows = [of(*group) for group in groups for _ in group]
+    right, means, totals = map(torch.tensor, zip(*rows, strict=True))  # [ranks] each
+    mistakes = {
+        "That is the mean of the ranks' means: their shares are not equal.": list(means),
+        "That is the sum of all losses: divide it by the sum of the counts.": list(totals),
+        "There are two groups here, and that is the mean over all ranks: give the all-reduce "
+        "`group`.": torch.tensor(of(*sum(groups, []))[0]),
+    }
+    return Trial([Part("the mean", list(right), mistakes, 1e-5)], size=len(rows))
+
+
+@exercise("my_rest")
+def _(answer: Callable[..., Any]) -> str:
+    generator = torch.Generator().manual_seed(0)
+    for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
+        order = torch.randperm(length, generator=generator).tolist()
+        got = [called(answer, order, done, batch, rank, size) for rank in range(size)]
+        if not all(isinstance(part, list) for part in got):
+            raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
+        case = f"order of {length}, done={done}, batch={batch}, size={size}"
+        due = order[done * batch : length // batch * batch]
+        flat = [window for part in got for window in part]
+        if sorted(flat) != sorted(due):
+            if set(flat) & set(order[: done * batch]):
+                raise Wrong(f"{case}: windows are read again that were read before the stop.")
+            if len(set(flat)) < len(flat):
+                raise Wrong(f"{case}: two ranks read the same window.")
+            if len(flat) > len(due):
+                raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
+            raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
+        each = batch // size
+        for step in range(len(due) // batch):
+            together = {w for part in got for w in part[step * each : (step + 1) * each]}
+            if together != set(due[step * batch : (step + 1) * batch]):
+                raise Wrong(f"{case}: step {done + step + 1} sees other windows than one process.")
+    return "Right: whoever goes on, each step sees the windows that one process would see."
+
+
+def _script(name: str, upto: int, says: str) -> None:
+    """An exercise whose answer is a script's path, which has to have made so many steps."""
+
+    def judge(answer: Any) -> str:
+        if not isinstance(answer, str | Path):
+            raise Wrong(f"The answer is the path of your script, not {answer!r}.")
+        try:
+            done, wrong = steps.progress(answer, upto)
+        except ValueError as error:
+            raise Wrong(f"{error}.") from None
+        if wrong:
+            title = steps.STEPS[min(done, upto - 1)][0]
+            raise Wrong(f"Of {upto} steps {done} are made. Step {done + 1}, {title}: {wrong}")
+        return says
+
+    exercise(name)(judge)
+
+
+_script("my_ddp_script", steps.DDP, "Right, all 15 steps: on two ranks it trains as on one.")
+_script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its shards alone.")
+
+
+# What the step `sampler` lacks to report the losses of all ranks.
+_REPORTS = {
+    "from shardlab.train.one_gpu": "from shardlab.train.core import averaged\n"
+    "from shardlab.train.one_gpu",
+    "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
+}
+# Script -> what it lacks, and how its text differs from that.
+_LACKS = {
+    "A": (
+        "sampler",
+        {"(train, world, rank, seed=seed": "(train, 1, 0, seed=seed", "batch // world": "batch"},
+    ),
+    "B": (
+        "set_epoch",
+        {"        sampler.set_epoch(done // len(loader))  # another order in every epoch\n": ""},
+    ),
+    "C": ("all_reduce", {"averaged(value.detach())": "value.detach()"}),
+    "D": ("wrapper", {"    model = DistributedDataParallel(model)\n": ""}),
+}
+
+
+def four_scripts() -> list[tuple[str, ...]]:
+    """Rows of a table: script, rank, and its losses minus those of one process, of 8 steps."""
+    options = {"steps": 8, "every": 8, "limit": 64 * 67 + 1, "sample": 0}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
+        count = itertools.count()
+
+        def losses(main: Callable[..., list[float]], size: int) -> list[list[float]]:
+            place = Path(folder) / str(next(count))
+            run = lambda: main(folder=place / str(dist.get_rank()), **options)  # noqa: E731
+            return ranks.run(run, size, show=False)
+
+        (one,) = losses(one_gpu.main, 1)
+        for name, (_, changes) in _LACKS.items():
+            for rank, found in enumerate(losses(_changed(_REPORTS | changes), 2)):
+                gaps = [a - b for a, b in zip(found, one, strict=True)]
+                cells = ["0" if gap == 0 else f"{gap:+.3f}" for gap in gaps]
+                rows.append((name, str(rank), *cells))
+    return rows
+
+
+def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
+    """The `main` of the step `sampler`, with other text in some places."""
+    text, module = inspect.getsource(sampler), ModuleType(f"{sampler.__package__}.changed")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"the script no longer has {old!r}"
+        text = text.replace(old, new)
+    module.__dict__["__package__"] = sampler.__package__
+    exec(compile(text, "<a script that lacks a line>", "exec"), module.__dict__)
+    return module.main
+
+
+_WITHOUT = {
+    "sampler": "Without a sampler, what does each rank train on?",
+    "set_epoch": "Without set_epoch, which steps have another order than one process's?",
+    "all_reduce": "Without the all-reduce of losses, do the ranks print the same?",
+    "wrapper": "Without the wrapper, up to which step are the weights right?",
+}
+blanks(
+    "missing_lines",
+    {name: lacks for name, (lacks, _) in _LACKS.items()},
+    says="Right. Each of them runs without a complaint, and only a comparison shows it.",
+    allowed=lambda given: given in list(_WITHOUT),
+    allows=f" Allowed are {', '.join(_WITHOUT)}.",
+    wrong={(name, given): words for name in _LACKS for given, words in _WITHOUT.items()},
+)
+
+
+def _states(name: str, right: float) -> Number:
+    wrong = {
+        right / 16 * 12: "Gradients count, too.",
+        right / 16 * 14: "Gradients stay in float32 here: autocast changes products alone.",
+        right / 16 * 4: "Those are the weights alone.",
+        right / 8: "With DDP nothing is divided: each GPU has all of it.",
+        right * 8: "FSDP2 divides weights, gradients and optimizer by the ranks.",
+    }
+    return Number(right, f"GB with {name}", wrong, 0.01)
+
+
+blanks(
+    "states_of_a_job",
+    {"ddp": _states("ddp", 16 * 1.3), "fsdp2": _states("fsdp2", 16 * 1.3 / 8)},
+    says="Right: 16 bytes a parameter, on each GPU or shared by eight.",
+)

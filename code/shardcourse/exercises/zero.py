@@ -1,0 +1,232 @@
+"""The exercises of lesson `zero`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardlab import memory
+from shardcourse.exercises.forms import WHOLE, Part, Trial, cases, number, on_ranks, pair
+from shardlab.layout import Layout
+
+_PARAMS, _RANKS = 13e9, 32
+number("zero_bytes", _PARAMS * (2 + 14 / _RANKS), "bytes", rel=0.001,
+       says="Right: 2 bytes for the weights and 14/32 for all else, 31.7 GB on each rank.", wrong={
+    _PARAMS * 16: "That is stage 0: every rank holds everything.",
+    _PARAMS * (4 + 12 / _RANKS): "That is stage 1: in stage 2 the gradients are sharded, too.",
+    _PARAMS * 16 / _RANKS: "That is stage 3: in stage 2 every rank holds all 16-bit weights.",
+    _PARAMS * (2 + 12 / _RANKS): "The optimizer is there, and the weights; where are this "
+    "rank's gradients?",
+    _PARAMS * (4 + 12 / _RANKS) / 1e9: "That is stage 1, and in GB.",
+})  # fmt: skip
+
+
+def _bounds(elements: int, rank: int, size: int) -> tuple[int, int]:
+    shard = -(-elements // size)
+    return min(rank * shard, elements), min((rank + 1) * shard, elements)
+
+
+cases(
+    "my_shard_bounds",
+    [
+        (elements, rank, size)
+        for elements, size in ((8, 4), (10, 4), (9, 4), (5, 4), (3, 4), (7, 1), (1_000_003, 64))
+        for rank in range(size)
+    ],
+    _bounds,
+    kind=pair("a pair (begin, end)"),
+    equal=lambda got, want: tuple(got) == want,
+    says="Right, also where 1,000,003 elements are cut for 64 ranks.",
+    mistakes={
+        "Rounded down, the elements that are left over belong to nobody.": (
+            lambda n, rank, size: (rank * (n // size), (rank + 1) * (n // size))
+        ),
+        "All shards have the same size: the collectives want that.": (
+            lambda n, rank, size: (
+                rank * (n // size),
+                n if rank == size - 1 else (rank + 1) * (n // size),
+            )
+        ),
+        "The elements end before: the rest of the shard is padding.": (
+            lambda n, rank, size: (rank * -(-n // size), (rank + 1) * -(-n // size))
+        ),
+        "The begin lies behind the end: such a shard is padding and nothing else.": (
+            lambda n, rank, size: (rank * -(-n // size), min((rank + 1) * -(-n // size), n))
+        ),
+    },
+)
+
+_STEPS, _LR, _DECAY = 6, 0.01, 0.9
+_ELEMENTS = 8
+
+
+def _gradient(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(_ELEMENTS, generator=generator).bfloat16()
+
+
+def _mixed(answer: Callable[..., Any], size: int) -> Tensor:
+    """What the answer leaves on this rank: all weights, then all masters, widened."""
+    weights = torch.ones(_ELEMENTS, dtype=torch.bfloat16)
+    master, moment = torch.ones(_ELEMENTS // size), torch.zeros(_ELEMENTS // size)
+    for step in range(_STEPS):
+        gradient = _gradient(dist.get_rank(), step)
+        answer(weights, gradient, master, moment, _LR, _DECAY, dist.group.WORLD)
+    masters = [torch.empty_like(master) for _ in range(size)]
+    dist.all_gather(masters, master)
+    return _snapped(torch.cat([weights.float(), *masters]), _alone(size))
+
+
+def _alone(
+    size: int,
+    scale: float | None = None,
+    decay: float = _DECAY,
+    narrow_sum: bool = False,
+    narrow_step: bool = False,
+    only: int | None = None,
+    rebinds: bool = False,
+) -> Tensor:
+    """The same from one process, with a mistake: another factor than 1/N, momentum that is
+    forgotten, a sum or a step in bfloat16; only: with the gradients of one rank; rebinds: the
+    step's master is a new tensor, and gone after it."""
+    master, moment = torch.ones(_ELEMENTS), torch.zeros(_ELEMENTS)
+    weights = master.bfloat16()
+    for step in range(_STEPS):
+        gradients = [_gradient(r, step) for r in range(size) if only in (None, r)]
+        total = sum(g if narrow_sum else g.float() for g in gradients)
+        moment = decay * moment + (total * (scale or 1 / size)).float()
+        if narrow_step:
+            weights = weights - (_LR * moment).bfloat16()
+        else:
+            stepped = master - _LR * moment
+            weights = stepped.bfloat16()
+            master = master if rebinds else stepped
+    return torch.cat([weights.float(), master])
+
+
+def _snapped(found: Tensor, right: Tensor) -> Tensor:
+    """`found`, in which weights that may be the rounded master count as right.
+
+    A master that is 1e-7 off may round to the neighbour in bfloat16, 2^-8 away below 1, 2^-7 above.
+    """
+    weights, (wanted, masters) = found[:_ELEMENTS], right.chunk(2)
+    beside = ((masters - weights).abs() < 2**-8 + 1e-5) & ((weights - wanted).abs() <= 2**-7)
+    return torch.cat([torch.where(beside, wanted, weights), found[_ELEMENTS:]])
+
+
+@on_ranks(
+    "my_mixed_step",
+    (2, 4),
+    work=_mixed,
+    says=f"Right: after {_STEPS} steps masters and weights are those of one process on 2 and 4 "
+    "ranks, with an N-th of masters and momentum on each.",
+)
+def _(size: int) -> Trial:
+    right, ones = _alone(size), torch.ones(_ELEMENTS)
+    local = torch.stack([_alone(size, 1.0, only=rank) for rank in range(size)])
+    owner = torch.arange(_ELEMENTS) // (_ELEMENTS // size)
+    own = [torch.where(owner == rank, right[:_ELEMENTS], ones) for rank in range(size)]
+    mistakes = {
+        "Nothing has changed: weights, master and moment are to be changed in place "
+        "(`weights[own] = …`, `master -= …`).": torch.ones(2 * _ELEMENTS),
+        "The masters are right, and each rank has put its own into the weights; nobody has the "
+        "others'.": [torch.cat([weights, right[_ELEMENTS:]]) for weights in own],
+        "The masters are right, and never get into the weights.": torch.cat(
+            [ones, right[_ELEMENTS:]]
+        ),
+        "The weights have changed, and `master` has not: `master = …` gives the name to a new "
+        "tensor, which is gone after the step. Change it in place: `master -= …`.": _alone(
+            size, rebinds=True
+        ),
+        "The step was made on the bfloat16 weights, where small steps round away; it belongs to "
+        "the master.": _alone(size, narrow_step=True),
+        "The gradients were added up in bfloat16: widen them first (`gradient.float()`).": _alone(
+            size, narrow_sum=True
+        ),
+        f"The gradients were summed over {size} ranks, not averaged.": _alone(size, 1.0),
+        "The gradients were not averaged at all: each shard was stepped with its owner's gradient "
+        "alone.": local[owner.repeat(2), torch.arange(2 * _ELEMENTS)],
+        "Momentum does not carry over from step to step: write it back into `moment`, in place "
+        "(`moment.mul_(…)`, not `moment = …`).": _alone(size, decay=0.0),
+    }
+    snapped = {
+        words: _snapped(x, right) if isinstance(x, Tensor) else [_snapped(one, right) for one in x]
+        for words, x in mistakes.items()
+    }
+    # float32, values around 1: the order of four additions, six times
+    return Trial([Part("a weight or a master", right, snapped, 1e-5)], size=size)
+
+
+def _shards(rank: int) -> list[Tensor | None]:
+    """Gradients of a rank's pieces: none at all on rank 1, one of them missing elsewhere."""
+    generator = torch.Generator().manual_seed(rank)
+    if rank == 1:
+        return [None, None]
+    return [torch.randn(3 + rank, generator=generator), None, torch.randn(2, generator=generator)]
+
+
+@on_ranks(
+    "my_global_norm", (2, 4), says="Right on 2 and 4 ranks, one of which owns no gradient at all."
+)
+def _(size: int) -> Trial:
+    given = [_shards(rank) for rank in range(size)]
+    flat = [torch.cat([torch.zeros(1), *(g for g in one if g is not None)]) for one in given]
+    squares = torch.stack([x @ x for x in flat])
+    total = squares.sum()
+    mistakes = {
+        "It is the norm of this rank's own pieces.": list(squares.sqrt()),
+        "It is the sum of the ranks' norms; squares are what adds up.": squares.sqrt().sum(),
+        "It is the square of the norm.": total,
+        "It is the root of the mean over ranks: the ranks' squares are to be summed.": (
+            (total / size).sqrt()
+        ),
+    }
+    # float32, values up to about 10
+    return Trial([Part("the norm", total.sqrt(), mistakes, 1e-5)], [(one,) for one in given])
+
+
+def _smallest(
+    params: float, activations: float, ranks: int, limit: float, hidden: float = 1.0
+) -> int | None:
+    """hidden: the factor that a mistake puts before the activations."""
+    for stage in range(4):
+        states = memory.states(params, Layout(dp=ranks, zero=stage)).total
+        if states + hidden * activations <= limit:
+            return stage
+    return None
+
+
+# Parameters, bytes of activations, ranks, bytes of memory on each.
+_JOBS = ((1e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 40e9), (7e9, 10e9, 8, 24e9))
+_JOBS += ((7e9, 10e9, 8, 16e9), (7e9, 10e9, 8, 15e9), (70e9, 20e9, 64, 80e9))
+_JOBS += ((70e9, 20e9, 8, 80e9), (13e9, 30e9, 64, 64e9))
+cases(
+    "my_stage",
+    _JOBS,
+    _smallest,
+    kind=WHOLE,
+    says="Right for 9 jobs, some of which fit in no stage.",
+    told=lambda params, activations, ranks, limit: (
+        f"{params / 1e9:.0f} billion parameters, {activations / 1e9:.0f} GB of activations, "
+        f"{ranks} ranks of {limit / 1e9:.0f} GB"
+    ),
+    mistakes={
+        "That leaves out the activations: they are held beside the states.": (
+            lambda *job: _smallest(*job, hidden=0)
+        ),
+        "No stage divides activations: each rank has those of its own batch.": (
+            lambda *job: _smallest(*job, hidden=1 / job[2])
+        ),
+    },
+    why=lambda job, got, want: (
+        "Does stage 3 fit?"
+        if want is None
+        else "A smaller stage fits as well, and keeps more of the speed."
+        if got is not None and got > want
+        else ""
+    ),
+)

@@ -1,0 +1,159 @@
+"""The course's command line.
+
+    python -m shardlab                # what there is
+    python -m shardlab record --help
+
+A module with something to offer brings `add_command(commands)`, which adds its parser and sets
+`command` to a function of the parsed options that returns the exit status. Name it here, with its
+words in the list of commands. Of a command that is named, its own module alone is imported, and
+the list imports none: it can be read without what a command lacks.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from contextlib import suppress
+
+from shardtools import options
+
+COMMANDS = {
+    "record": (
+        "shardcourse.build",
+        "execute lessons on this machine and keep their outputs in book/recorded/",
+    ),
+    "pairs": (
+        "shardcourse.build.pairs",
+        "write code/lessons/*.py from lessons/*.md, and the rest from book/topics.yml",
+    ),
+    "lab": ("shardcourse.build.lab", "write the lessons as notebooks into lab/"),
+    "lesson": (
+        "shardcourse.build.lesson",
+        "write the skeleton of a planned lesson into all its rooms",
+    ),
+    "gpu": (
+        "shardcourse.build.gpu",
+        "on a machine with a GPU: test, record and measure everything that needs one",
+    ),
+    "memory": (
+        "shardtools.commands.memory",
+        "what one rank of a training job holds, in bytes",
+    ),
+    "schedule": (
+        "shardtools.commands.schedule",
+        "who works when in a pipeline; bubble, memory and a picture",
+    ),
+    "mesh": (
+        "shardtools.commands.mesh",
+        "train on any mesh of ranks: what each holds and sends, beside one process",
+    ),
+    "steps": (
+        "shardtools.steps",
+        "from one GPU to many: which of seventeen steps your script has made, on two ranks",
+    ),
+    "grade": (
+        "shardtools.grade.command",
+        "an engine of your own, in five files: written empty, and graded on real ranks",
+    ),
+    "parity": (
+        "shardtools.parity.command",
+        "whether a parallel script computes what a plain one does; where not, and why",
+    ),
+    "strategy": (
+        "shardtools.strategy.command",
+        "which layout: seconds and bytes of a step, predicted",
+    ),
+    "cluster": (
+        "shardtools.cluster.command",
+        "jobs on many nodes: up, status, down, run, watch, hang",
+    ),
+    "doctor": (
+        "shardtools.cluster.doctor",
+        "whether this machine, or this job's hosts, are fit to train on",
+    ),
+}
+PROGRAM = "python -m shardlab"
+PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # modules that pip knows by another name
+# What a write to a full disk, a closed pipe or a closed terminal ends with.
+UNWRITTEN = errno.ENOSPC, errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that `arguments` (or the command line) names; return the exit status."""
+    if not _opened():
+        return _failed("the output cannot be written: it is closed", 1)
+    options.any_encoding()
+    try:
+        try:
+            status = _run(sys.argv[1:] if arguments is None else arguments)
+        except SystemExit as end:  # argparse's own way out
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads this, `head` for one, has had enough
+        _drop_output()
+        return 1
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", "shardlab"):
+            raise
+        package = PACKAGES.get(name, name)
+        return _failed(f"this Python lacks {name}: {sys.executable} -m pip install {package}", 2)
+    except OSError as error:
+        if error.filename is None and error.errno in UNWRITTEN:
+            _drop_output()
+            return _failed(f"the output cannot be written: {error.strerror}", 1)
+        return _failed(str(error), 1)
+    except ValueError as error:  # the user's mistake: the message is enough
+        return _failed(str(error), 2)
+
+
+def _run(given: list[str]) -> int:
+    """The command that is named first in `given`, with what follows; returns its exit status."""
+    parser = options.Parser(prog=PROGRAM, description="One Model, Many GPUs: the course's tools.")
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    named = given[0] if given else ""
+    if named in COMMANDS:
+        importlib.import_module(COMMANDS[named][0]).add_command(commands)
+    elif named and not named.startswith("-"):
+        near = options.nearest(named, COMMANDS)
+        raise ValueError(f"{named!r}: no such command{near}; there are {', '.join(COMMANDS)}")
+    else:
+        for name, (_, words) in COMMANDS.items():
+            commands.add_parser(name, help=words)
+    chosen = parser.parse_args(given)
+    if not hasattr(chosen, "command"):
+        parser.print_help()
+        return 0
+    return chosen.command(chosen)
+
+
+def _opened() -> bool:
+    """Whether the output is open. What else is closed is opened on nothing.
+
+    The next file that is opened, by this process or one that it starts, would take its number.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")
+    return sys.stdout is not None
+
+
+def _drop_output() -> None:
+    """What waits to be written goes nowhere: Python would try again, and complain, at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(words: str, status: int) -> int:
+    with suppress(OSError):  # nobody can be told
+        print(f"{PROGRAM}: {words}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

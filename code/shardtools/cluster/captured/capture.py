@@ -1,0 +1,160 @@
+"""Runs the three jobs that hang, looks at each from outside, and writes down what is seen.
+
+    python -m shardtools.cluster.captured.capture            # rewrites the texts beside this file
+    python -m shardtools.cluster.captured.capture order      # of one job alone
+
+Every job is a script of this folder. Each of its ranks is a process of its own, with what srun
+would set in its environment; all talk over the loopback interface. When every rank has left its
+record of the flight recorder, py-spy looks at each, and then all are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardtools.cluster.watch import flight
+
+from . import FOLDER
+
+RANKS = {"uneven": 3, "order": 2, "tensor": 2}
+LAST = {"uneven": 5, "order": 5, "tensor": 9}  # calls of each rank that the text shows
+PATIENCE = 120.0  # seconds until the jobs stand still
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of a job that hangs."""
+
+    printed: str
+    calls: dict[int, list[flight.Call]]
+    stacks: dict[int, str]  # what py-spy prints of each rank; empty where there is no py-spy
+
+
+def look(*names: str) -> dict[str, Seen]:
+    """Run the jobs side by side until they hang, look, and end them.
+
+    Raises RuntimeError for a job that does not hang.
+    """
+    import torch._dynamo  # noqa: F401  # else each rank's first optimizer does, for some seconds
+
+    with tempfile.TemporaryDirectory(prefix="hang-") as folder:
+        started: dict[str, list[int]] = {}
+        try:
+            for name in names:
+                (Path(folder) / name).mkdir()
+                started[name] = []
+                for rank in range(RANKS[name]):
+                    started[name].append(_start(name, rank, Path(folder) / name))
+            return {name: _look(Path(folder) / name, pids) for name, pids in started.items()}
+        finally:
+            for pid in [pid for pids in started.values() for pid in pids]:
+                with contextlib.suppress(OSError):  # it has ended, and was waited for
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+
+def _start(name: str, rank: int, folder: Path) -> int:
+    """A rank's process: a fork, or a fresh interpreter where the job needs one."""
+    own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS[name]), "GLOO_SOCKET_IFNAME": "lo"}
+    script = str(FOLDER / f"{name}.py")
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        out = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout = sys.stderr = open(1, "w", closefd=False)
+        os.environ.update(own)
+        if name == "order":
+            # Python draws the order of a set anew in each interpreter; these two differ in theirs.
+            os.environ |= {"PYTHONHASHSEED": str(1 + rank), "PYTHONPATH": str(FOLDER.parents[2])}
+            os.execv(sys.executable, [sys.executable, "-W", "ignore", script, str(folder)])
+        torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+        sys.argv, sys.path[:0] = [script, str(folder)], [str(FOLDER)]
+        runpy.run_path(script, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _look(folder: Path, pids: Sequence[int]) -> Seen:
+    deadline = time.monotonic() + PATIENCE
+    outs = [folder / f"{rank}.out" for rank in range(len(pids))]
+    while not _hangs(folder / "flight", len(pids)):
+        if time.monotonic() > deadline or any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids):
+            printed = "".join(out.read_text() for out in outs if out.exists())
+            raise RuntimeError(f"{folder.name} did not hang:\n{printed}")
+        time.sleep(0.1)
+    stacks = {rank: _stack(pid) for rank, pid in enumerate(pids)}
+    printed = "".join(out.read_text() for out in outs)
+    return Seen(printed, flight.read(folder / "flight"), stacks)
+
+
+def _hangs(folder: Path, size: int) -> bool:
+    """Whether all ranks have left a record in which they wait, and none is of an earlier step.
+
+    A slow step leaves one as well; it is old once another rank has come through that call.
+    """
+    if len(list(folder.glob(f"{flight.PREFIX}*"))) < size:
+        return False
+    records = flight.read(folder).values()
+    through = {(c.group, c.number) for mine in records for c in mine if not c.waiting}
+    lasts = [mine[-1] for mine in records]
+    return all(last.waiting and (last.group, last.number) not in through for last in lasts)
+
+
+def _stack(pid: int) -> str:
+    """The main thread's frames, innermost first: the first of them, and those of the scripts."""
+    found = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not found:
+        return ""
+    command = [found, "dump", "--pid", str(pid)]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    main = dumped.partition("MainThread")[2].split("\nThread ")[0].splitlines()[1:]
+    return "\n".join(
+        main[:1] + [line for line in main[1:] if "captured/" in line and "capture.py" not in line]
+    )
+
+
+def text(name: str, seen: Seen) -> str:
+    """What the reader gets to read."""
+    size = RANKS[name]
+    head = f"{name}.py, {size} ranks, gloo, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    parts = [head, f"== printed ==\n{seen.printed.strip()}"]
+    for rank in range(size):
+        what = f"py-spy dump, rank {rank}: the innermost frame, and the script's"
+        parts.append(f"== {what} ==\n{seen.stacks[rank]}")
+    last = LAST[name]
+    shown = "\n".join(str(call) for rank in range(size) for call in seen.calls[rank][-last:])
+    parts.append(f"== flight recorder, the last {last} calls of each rank ==\n{shown}")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write the texts of the jobs that the command line names, or of all."""
+    names = sys.argv[1:] or list(RANKS)
+    for name, seen in look(*names).items():
+        if not all(seen.stacks.values()):
+            raise SystemExit("py-spy found nothing: is it installed, and may it trace?")
+        (FOLDER / f"{name}.txt").write_text(text(name, seen), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""What the captured jobs share: ranks meet in a file, and a watchdog notes what they called."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardtools.cluster.watch import flight
+
+
+def start() -> tuple[int, int, flight.Watchdog]:
+    """Make the group; the rank, how many there are, and the watchdog, which waits 3 seconds."""
+    folder, rank, size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meet = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **meet)
+    dist.barrier()
+    return rank, size, flight.Watchdog(f"{folder}/flight", limit=3)

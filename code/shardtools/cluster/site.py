@@ -1,0 +1,344 @@
+"""A site, said once: `cluster.yml`, from which its batch files and commands are made.
+
+    python -m shardlab strategy … --emit slurm --engine course --site cluster.yml
+    python -m shardlab cluster files --site cluster.yml --into jobs
+
+What a site asks of every job (its account, its modules, its container) goes into a batch file that
+was written for none: `Site.batch`. Each key may be left out, and a file without a key changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from shardtools import options
+from shardlab.arguments import is_whole, told
+
+JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
+LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"
+# With what a container is started, with options but for pyxis: --nv (Apptainer, Singularity) and
+# --gpu (podman-hpc) bring NVIDIA's libraries into it, --rocm AMD's.
+RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
+# Options of sbatch with a key of their own, and those that every batch file says for itself.
+_KEYS = "account", "partition", "reservation", "qos", "constraint"
+_OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
+        "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
+_TYPED = ("wrap", "test-only", "parsable", "wait", "help", "usage", "version", "chdir")
+# What follows a command's name, up to its program: options, on one line or on several.
+_OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
+_HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
+
+
+def _matching(form: str, allowed: str) -> Callable[[object], str]:
+    """A check of a text; it returns what is allowed where the text is something else."""
+
+    def check(value: object) -> str:
+        return "" if isinstance(value, str) and re.fullmatch(form, value) else allowed
+
+    return check
+
+
+def _listed(each: Callable[[object], str]) -> Callable[[object], str]:
+    def check(value: object) -> str:
+        if not isinstance(value, list | tuple) or not value:
+            return "allowed is a list, one a line after -"
+        return next((f"{words}, each" for one in value if (words := each(one))), "")
+
+    return check
+
+
+def _options(value: object) -> str:
+    if words := _listed(_OPTION)(value):
+        return words
+    names = [str(one)[2:].partition("=")[0] for one in value]  # type: ignore[attr-defined]
+    said = {name: f"that is the key {name}" for name in (*_KEYS, "gres")}
+    said |= {name: f"each batch file says its own --{name}" for name in _OWN}
+    said |= {name: f"--{name} is for the command line of one job" for name in _TYPED}
+    # sbatch takes the beginning of a name for the name.
+    return next((words for n in names for known, words in said.items() if known.startswith(n)), "")
+
+
+def _commands(value: object) -> str:
+    """Check lines for a job's shell: none may take in what the batch file says after it."""
+    lines = _matching(r"[^\n]*[^\s\\]\s*", "allowed is one line of text, without \\ at its end")
+    if (words := _listed(lines)(value)) or not shutil.which("bash"):
+        return words
+    text = "\n".join(map(str, value))  # type: ignore[call-overload]
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    said = done.stderr.strip().partition("\n")[0].removeprefix("bash: ")  # a warning is one, too
+    return f"allowed are whole commands of bash, which says {said!r}" if said else ""
+
+
+_WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it; a number in quotes")
+_OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#'\"\\]+)?", "allowed is --NAME or --NAME=VALUE")
+_LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
+# What a shell takes as it is, in quotes and without, and variables.
+_PLAIN = r"(?:[\w./@:+=,%-]|\$\w+|\$\{\w+\})"
+_PATH = _matching(
+    rf"(?!~[^/])(?:[~#]|{_PLAIN})+",
+    "allowed is a path, without spaces; $USER may stand in it, and your own ~ at its start",
+)
+CHECKS: dict[str, Callable[[object], str]] = {
+    "name": _LINE,
+    "account": _WORD,
+    "partition": _matching(r"[\w.,-]+", "allowed are names that sinfo prints"),
+    "reservation": _WORD,
+    "qos": _WORD,
+    "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
+    "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
+    "gpus_per_node": lambda v: "" if is_whole(v, 1, 64) else "allowed are whole numbers, 1 to 64",
+    "sbatch": _options,
+    "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
+    "environment": _PATH,
+    "setup": _commands,
+    "container": _PATH,
+    "runtime": _matching(
+        rf"pyxis|(apptainer|singularity|podman-hpc)( {_PLAIN}+)*",
+        f"allowed are {', '.join(map(repr, RUNTIMES))}, but for pyxis with their options, of plain "
+        "words and $NAME",
+    ),
+    # Of gloo's, too: it takes whole names, and nothing of what nccl reads in =eth0, ^lo or hsn.
+    "interface": _matching(r"[\w.-]+(,[\w.-]+)*", "allowed are whole names that `ip link` prints"),
+    "scratch": _PATH,
+    "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
+    "launcher": lambda v: (
+        "" if v in LAUNCHERS else f"allowed are {', '.join(map(repr, LAUNCHERS))}"
+    ),
+    "scheduler": _matching("slurm", "allowed is slurm; for PBS the lesson on clusters has job.pbs"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one site asks of every job. Raises ValueError, which names key, value and allowed."""
+
+    name: str = ""  # of the site, for a comment
+    account: str = ""
+    partition: str = ""
+    reservation: str = ""
+    qos: str = ""
+    constraint: str = ""
+    gres: str = ""  # how GPUs are asked for, as gpu:a100; without it, by --gpus-per-node
+    gpus_per_node: int = 0  # without it, as the maker builds a node
+    sbatch: tuple[str, ...] = ()  # more options of every batch file, as --mem=0
+    modules: tuple[str, ...] = ()
+    environment: str = ""  # the folder of a virtual environment
+    setup: tuple[str, ...] = ()  # lines of shell, after the modules
+    container: str = ""  # an image, for `runtime`
+    runtime: str = "apptainer --nv"
+    interface: str = ""  # over which ranks find each other
+    scratch: str = ""  # a folder that all nodes see: caches go there
+    offline: bool = False  # compute nodes reach no other machine
+    launcher: str = "torchrun"
+    scheduler: str = "slurm"  # for PBS there is jobs/job.pbs, to be edited by hand
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and (words := CHECKS[field.name](value)):
+                raise ValueError(f"{field.name}={told(value)}: {words}")
+        if self.runtime != "apptainer --nv" and not self.container:
+            raise ValueError(f"runtime={self.runtime!r}: allowed beside a container")
+
+    def asks(self) -> dict[str, str]:
+        """Options of sbatch, salloc and srun that every job has here."""
+        return {f"--{name}": value for name in _KEYS if (value := getattr(self, name))}
+
+    def lines(self) -> list[str]:
+        """What a job's shell does before anything else."""
+        said = [f"module load {' '.join(self.modules)}"] if self.modules else []
+        said += self.setup
+        if self.environment and not self.container:
+            said.append(f'source "{_home(self.environment)}/bin/activate"')
+        if self.scratch:
+            said.append(f"export HF_HOME={_home(self.scratch)}/huggingface")
+            said.append(f"export XDG_CACHE_HOME={_home(self.scratch)}/cache")
+        if self.offline:
+            said.append("export HF_HUB_OFFLINE=1  # fetch on the login node")
+        if self.interface:
+            said.append(f"export NCCL_SOCKET_IFNAME={self.interface}")
+            said.append(f"export GLOO_SOCKET_IFNAME={self.interface}")
+        return said
+
+    def script(self) -> str:
+        """The file that a job sources: the same lines in a shell on the login node."""
+        head = f"# {self.name or 'This site'}, from its cluster.yml. `source site.sh` gives a"
+        return "\n".join([f"{head} login shell the same.", *self.lines(), ""])
+
+    def batch(self, text: str, launch: bool = True) -> str:
+        """A batch file for Slurm, made for this site. launch: with the site's launcher, too.
+
+        Raises ValueError where `srun` shall start the ranks of a file in which torchrun does not.
+        """
+        head = re.findall(r"(?m)^#SBATCH ([^#\n]*)", text)
+        there = {option.partition("=")[0] for line in head for option in line.split()}
+        given = [f"{name}={value}" for name, value in self.asks().items()]
+        given = [one for one in [*given, *self.sbatch] if one.partition("=")[0] not in there]
+        text = re.sub(r"(?m)^#SBATCH [^#\n]*", lambda found: self._gres(found[0]), text)
+        if given:
+            name, asked = f"# {self.name}" if self.name else "", re.compile("#SBATCH [^#]*")
+            last = list(re.finditer(r"(?m)^#(SBATCH .*|!.*)$", text))[-1]
+            room = len(found[0]) if (found := asked.match(last[0])) else 0
+            more = [f"#SBATCH {one}" for one in given]
+            more = [f"{line:<{max(room, len(line) + 2)}}{name}".rstrip() for line in more]
+            text = "\n".join([text[: last.end()], *more]) + text[last.end() :]
+        if self.launcher.startswith("python"):  # a venv on an image's PyTorch has no torchrun
+            text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
+        elif launch and self.launcher == "srun":
+            text = _by_srun(text)
+        if self.launcher != "torchrun":
+            text = text.replace("command -v torchrun >", "command -v python >")
+            text = text.replace('"no torchrun: ', '"no python: ')
+        return self._shell(self._inside(text))
+
+    def command(self, line: str) -> str:
+        """A line that is typed: srun, salloc and sbatch get the site's options; the planner, it."""
+        word, _, rest = line.partition(" ")
+        if word in ("srun", "salloc") and "--jobid" not in line:
+            given = [f"{name}={quote(value)}" for name, value in self.asks().items()]
+            return " ".join([word, *given, self._gres(rest)])
+        if "shardlab strategy" in line and "--emit slurm" in line:
+            return f"{line} --site cluster.yml"
+        return line
+
+    def _gres(self, options: str) -> str:
+        """With `gres` in the place of --gpus and --gpus-per-node, and no wider where room is."""
+        if not self.gres:
+            return options
+        made = re.sub(r"--gpus(?:-per-node)?=(\d+)", rf"--gres={self.gres}:\1", options)
+        if made != options and made.endswith("  "):
+            made = f"{made.rstrip():<{max(len(options), len(made.rstrip()) + 2)}}"
+        return made
+
+    def _shell(self, text: str) -> str:
+        """With the site's lines, where no file brings them."""
+        brought = "source ./site.sh\n"
+        if brought in text:  # what sites write may ask for variables that nobody set
+            return text.replace(brought, f"set +u\n{brought}set -u\n")
+        if not (said := self.lines()):
+            return text
+        text, hinted = _HINT.subn("", text)
+        if "set -euo" in text and (self.modules or self.setup or self.environment):
+            said = ["set +u", *said, "set -u"]
+        place = re.search(r"(?m)^set -euo pipefail\n", text)
+        at = place.end() if place else [m.end() for m in re.finditer(r"(?m)^#.*\n", text)][-1]
+        gap = "" if text[at:].startswith("\n") or hinted else "\n"
+        return text[:at] + "\n" * (not hinted) + "\n".join(said) + "\n" + gap + text[at:]
+
+    def _inside(self, text: str) -> str:
+        """With every program that srun starts inside of the container."""
+        if not self.container:
+            return text
+        image, folders = _home(self.container), ["$PWD"]
+        if self.scratch:
+            folders.append(_home(self.scratch))
+        how = venv = ""
+        if self.environment:  # of the image's Python: it is there inside alone
+            venv = f'bash -c \'source "{_home(self.environment)}/bin/activate"; exec "$@"\' venv'
+        program, *flags = self.runtime.split()
+        need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
+        if self.runtime == "pyxis":
+            need = '[[ $(srun --help) == *--container-image* ]] || fail "no pyxis: ask your site"'
+            mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+            more = f'--container-image="{image}" --container-mounts="{mounts}"'
+            text = re.sub(r"(?m)^srun ", f'srun {more} \\\n  --container-workdir="$PWD" ', text)
+        elif program == "podman-hpc":  # it passes neither variables nor network by itself
+            bound = [f'--volume "{folder}:{folder}"' for folder in folders]
+            flags = ["--rm --net host --ipc host --env-host", *flags, *bound]
+            how = " ".join([program, "run", *flags, f'--workdir "$PWD" "{image}"'])
+        else:
+            bound = ",".join(folders)
+            how = " ".join([program, "exec", *flags, f'--bind "{bound}" "{image}"'])
+        if how := " \\\n  ".join(filter(None, [how, venv])):
+            text = re.sub(rf"(?m)^(srun{_OPTIONS})((?: |\s*\\\n\s*))(?=[^-\s\\])",
+                          lambda m: f"{m[1]} \\\n  {how} \\\n  ", text)  # fmt: skip
+        return re.sub(r"(?m)^command -v (?:torchrun|python) .*$", lambda m: need, text)
+
+
+def _home(path: str) -> str:
+    """A path whose ~ a shell replaces inside of quotes, too."""
+    return path.replace("~", "$HOME", 1) if path.startswith("~") else path
+
+
+def _by_srun(text: str) -> str:
+    """The file with a task of Slurm's for each rank, in the place of a torchrun on each node."""
+    form = re.compile(rf"(?m)torchrun(?= --nnodes){_OPTIONS}")
+    found = form.search(text)
+    many = found and re.search(r"--nproc-per-node=(\d+)", found[0])
+    meet = found and re.search(r'--rdzv-endpoint="(\$\w+):(\$\w+)"', found[0])
+    if not (found and many and meet):
+        raise ValueError("launcher='srun': allowed where the batch file itself calls torchrun")
+    n = int(many[1])
+    start = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+    text = form.sub(lambda m: f"bash -c '{start}\n    exec python \"$@\"' rank", text)
+    asked = r"(?m)^(#SBATCH --%s=)(\d+)( *)(#.*)?$"
+
+    def tasks(found: re.Match[str]) -> str:
+        return f"{found[1]}{n}{found[3]}# one task for each rank"
+
+    def cores(found: re.Match[str]) -> str:
+        each = str(max(1, int(found[2]) // n))
+        return f"{found[1]}{each:<{len(found[2] + found[3])}}# for one rank"
+
+    text = re.sub(asked % "ntasks-per-node", tasks, text)
+    text = re.sub(asked % "cpus-per-task", cores, text)
+    text = re.sub(r"\$\(\(SLURM_CPUS_PER_TASK / \d+\)\)", "$SLURM_CPUS_PER_TASK", text)
+    text = re.sub(r"(?m)^(srun )", f"export MASTER_ADDR={meet[1]} MASTER_PORT={meet[2]}\n\\1", text)
+    return text.replace("# torchrun would die of USR1. It ignores", "# It ignores")
+
+
+def read(given: str | Path, name: str = "site") -> Site:
+    """The site of a file. Raises ValueError for a file, a key or a value that cannot be."""
+    import yaml  # here: nothing else of the course's commands needs it
+
+    text = options.read_text(name, given, "YAML files")
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{name}={str(given)!r}: allowed are YAML files ({words})") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name}={str(given)!r}: allowed are lines of KEY: VALUE")
+    try:
+        return of(found)
+    except ValueError as error:
+        raise ValueError(f"{name}={str(given)!r}: {error}") from None
+
+
+def of(found: Mapping[Any, Any]) -> Site:
+    """The site that these keys and values describe. Raises ValueError."""
+    for key in found:
+        if key not in CHECKS:
+            near = options.nearest(str(key), CHECKS)
+            raise ValueError(f"key {told(key)}{near}: allowed are {', '.join(CHECKS)}")
+    for key, value in found.items():
+        if words := CHECKS[key](value):
+            raise ValueError(f"{key}={told(value)}: {words}")
+    return Site(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
+
+
+def add_files(commands: argparse._SubParsersAction) -> None:
+    """Add `cluster files` to the command line: the course's batch files, made for a site."""
+    parser = options.command(commands, "files", add_files.__doc__)
+    options.add(parser, "site", "the site's cluster.yml", "FILE")
+    options.add(parser, "into", "the folder for the batch files (jobs)", "DIR")
+    parser.set_defaults(command=_files)
+
+
+def _files(chosen: argparse.Namespace) -> int:
+    site = read(chosen.site or "")
+    folder = options.folder("into", "jobs" if chosen.into is None else chosen.into)
+    for path in sorted(JOBS.glob("*.sbatch")):
+        text = site.batch(path.read_text("utf-8"), launch=False)
+        options.written("into", folder / path.name, text)
+        print(folder / path.name)
+    return 0

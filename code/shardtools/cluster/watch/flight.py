@@ -1,0 +1,245 @@
+"""The flight recorder: which collectives every rank has called, from which line, and when.
+
+    from shardtools.cluster.watch import flight
+    watchdog = flight.Watchdog("runs/one/flight", limit=120)  # on every rank, before the loop
+    watchdog.beat()                                           # after every step
+
+torch notes each collective of a process in memory, the last 2,000 of them (TORCH_FR_BUFFER_SIZE),
+with gloo as with nccl. nccl's watchdog writes them to files when a collective takes too long; gloo
+has none, so here a thread does it: the main thread is stuck, but it stuck without Python's lock.
+Each rank writes `trace_<rank>`, which `torchfrtrace FOLDER -p trace_` reads, and so does `read`.
+
+A call is noted when the *host* queues it. With gloo that is when the rank comes to it; with nccl
+the host runs ahead, and what the GPU does stands in the states, and in the durations that
+TORCH_NCCL_ENABLE_TIMING=1 adds. Without it no call is ever "started".
+
+gloo leaves three things out, as of torch 2.13: the groups (`pg_config`; without them torchfrtrace
+ends in a KeyError, so `record` fills them in), the state of each call (so it is taken from the
+group's counters), and send and recv.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardlab.arguments import check_number
+
+PREFIX = "trace_"
+# The watchdog's files, then torch's own in ~/.cache/torch, as of torch 2.13 and before.
+PREFIXES = (PREFIX, "comm_lib_trace_rank_", "nccl_trace_rank_")
+STATES = ("scheduled", "started", "completed")  # of a call on a GPU, one after the other
+# Frames of libraries, this course's among them, on whichever machine the record was made.
+_LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib/python3|/torch/|/shardlab/(?!cluster/captured/)|^<|^\?\?"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, or a send or recv, as one rank called it."""
+
+    rank: int
+    group: str  # its description where it has one, and its name
+    members: tuple[int, ...]  # ranks of the group
+    number: int  # of the collective in its group, from 1: the same on all ranks, if all is well
+    op: str  # all_reduce, all_gather, …, send, recv
+    sizes: tuple[tuple[int, ...], ...]  # shapes of the tensors that go in
+    dtype: str
+    line: int  # of the script, wherever a library made the call on its behalf
+    where: str  # its function and file
+    created: float  # when the host queued it: seconds since 1970, by this machine's clock
+    limit: float  # seconds after which its group gives up
+    waiting: bool  # not finished when the record was taken
+    state: str = "scheduled"  # on the GPU, also "started", "completed"; of gloo's no more is known
+    duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
+    out: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that come out
+    peer: int | None = None  # the rank at the other end of a send or recv
+
+    def __str__(self) -> str:
+        sides = [self.sizes, self.out] if self.op == "all_to_all" else [self.sizes]
+        shapes = " → ".join(
+            " ".join("x".join(map(str, shape)) or "scalar" for shape in side) for side in sides
+        )
+        what = f"{self.op} {shapes} {self.dtype}".strip().lower()
+        if self.peer is not None:
+            what = f"{what} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+        state = "done" if not self.waiting else "in it" if self.state == "started" else "waits"
+        return (
+            f"rank {self.rank}  {self.group:<12} #{self.number:<3} {what:<28} {state:<6}"
+            f"line {self.line} in {self.where}"
+        )
+
+
+def record(lines: bool = True) -> dict[str, Any]:
+    """This rank's record as torch keeps it, with the groups that gloo leaves out.
+
+    lines: with the lines that made the calls; a process's first look at them takes it a second.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    taken = pickle.loads(_dump_fr_trace(includeStackTraces=lines, onlyActive=False))
+    taken["rank"] = dist.get_rank()
+    taken["pg_config"] = {
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group, name in dist.distributed_c10d._world.pg_names.items()
+    }
+    return taken
+
+
+def dump(folder: str | Path) -> Path:
+    """Write this rank's record into `folder`, and return the file; the folder is made if needed."""
+    taken = record()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(folder) / f"{PREFIX}{taken['rank']}"
+    beside = path.with_name(f".{taken['rank']}.new")
+    beside.write_bytes(pickle.dumps(taken))
+    beside.rename(path)  # whoever reads the folder meanwhile finds a whole file or none
+    return path
+
+
+class Watchdog:
+    """Writes this rank's record when no `beat` came for `limit` seconds: once for each hang.
+
+    The job goes on as if nothing had been: it is the group's own limit that ends it. So `limit`
+    is longer than any step, the first and a save included, and shorter than the group's: what gloo
+    gave up counts as done, and tells no longer that a rank waited.
+    """
+
+    def __init__(self, folder: str | Path, limit: float):
+        check_number(limit=limit)
+        self.folder, self.limit = Path(folder), limit
+        self._last, self._written = time.monotonic(), False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """A step is done."""
+        self._last, self._written = time.monotonic(), False
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(0.2, self.limit / 4)):
+            if not self._written and time.monotonic() - self._last > self.limit:
+                self._written = True
+                dump(self.folder)
+
+
+class _Plain(pickle.Unpickler):
+    """Numbers, texts, lists and dictionaries: a record needs no more, and code is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a record of the flight recorder names no {module}.{name}")
+
+
+def read(folder: str | Path) -> dict[int, list[Call]]:
+    """The calls of every rank whose record lies in `folder`, oldest first.
+
+    Reads the files of the first of PREFIXES that has any. Raises ValueError for a folder without
+    records, and for a file that is none.
+    """
+    found: dict[int, list[Call]] = {}
+    prefix = next((one for one in PREFIXES if any(Path(folder).glob(f"{one}*"))), PREFIX)
+    for path in sorted(Path(folder).glob(f"{prefix}*")):
+        number = path.name.removeprefix(prefix)
+        try:
+            if not path.is_file():  # a pipe would keep us waiting
+                raise ValueError("no plain file")
+            with path.open("rb") as file:
+                found[int(number)] = calls(_Plain(file).load(), int(number))
+        except Exception as error:  # a pickle of anything can raise anything
+            raise ValueError(
+                f"{path}: no record of the flight recorder ({error}); allowed are files "
+                f"{prefix}<rank> that torch or the watchdog wrote"
+            ) from None
+    if not found:
+        raise ValueError(
+            f"folder={str(folder)!r}: allowed is a folder with a file of each rank, named "
+            f"{', '.join(f'{one}<rank>' for one in PREFIXES)}"
+        )
+    return dict(sorted(found.items()))
+
+
+def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
+    """Return the calls of a record, oldest first."""
+    rank = taken["rank"] if rank is None else rank
+    found = []
+    # nccl notes the state of calls that go as one (batch_isend_irecv) at an entry of its own.
+    ends = {_batch(e): e for e in taken["entries"] if e["profiling_name"].endswith(":coalesced")}
+    for entry in taken["entries"]:
+        p2p, end = entry["is_p2p"], ends.get(_batch(entry), entry)
+        if p2p and end is entry and _batch(entry) in ends:
+            continue
+        name, described = entry["process_group"]
+        listed = taken["pg_config"].get(name, {"ranks": "[]"})["ranks"]
+        members = tuple(int(number) for number in re.findall(r"\d+", listed))
+        # torch's placeholder for "nobody described it"
+        label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
+        status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
+        if (state := end["state"]) not in STATES:
+            raise ValueError(f"state={state!r}: allowed are {', '.join(STATES)}")
+        op, *pair = re.split(r" |->|<-", _op(entry))  # "send 0->1": ranks within the group
+        file, line, function = _own(entry.get("frames") or [])
+        found.append(
+            Call(
+                rank=rank,
+                group=label,
+                members=members,
+                number=entry["p2p_seq_id" if p2p else "collective_seq_id"],
+                op=op,
+                sizes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+                dtype=(entry["input_dtypes"] or [""])[0],
+                line=line,
+                where=f"{function}, {file}",
+                created=entry["time_created_ns"] / 1e9,
+                limit=entry["timeout_ms"] / 1e3,
+                waiting=state != "completed"
+                and (p2p or entry["op_id"] > status["last_completed_collective"]),
+                state=state,
+                duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
+                out=tuple(tuple(shape) for shape in entry["output_sizes"]),
+                peer=dict(enumerate(members)).get(int(pair[1])) if p2p else None,
+            )
+        )
+    return found
+
+
+def _batch(entry: dict[str, Any]) -> tuple[object, ...]:
+    """Return what the calls that nccl starts as one have in common."""
+    p2p = entry["is_p2p"]
+    return entry["pg_id"], p2p, entry["p2p_seq_id" if p2p else "collective_seq_id"]
+
+
+def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame that is not a library's."""
+    for frame in frames:
+        if not _LIBRARY.search(frame["filename"]):
+            path = Path(frame["filename"])
+            return "a cell" if "ipykernel" in str(path) else path.name, frame["line"], frame["name"]
+    return "a library", 0, "?"
+
+
+def _op(entry: dict[str, Any]) -> str:
+    """What was called. gloo does a reduce-scatter by an all-reduce, and notes it as one."""
+    noted = entry["profiling_name"].rpartition(":")[2].strip("_")
+    inner = (entry.get("frames") or [{"filename": "", "name": ""}])[0]
+    if inner["filename"].endswith("distributed_c10d.py") and inner["name"].startswith("reduce_sc"):
+        return "reduce_scatter"
+    return noted

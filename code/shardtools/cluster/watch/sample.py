@@ -1,0 +1,293 @@
+"""Watch a job: what each of its ranks uses of its GPU, its cores, its memory and the network.
+
+    python -m shardlab cluster watch runs/one --pid 4711        # ranks below this launcher, or it
+    python -m shardlab cluster watch runs/one --job 1234        # ranks of this Slurm job, here
+    python -m shardlab cluster watch runs/one --draw            # report.svg from what was sampled
+
+The first two write a line of JSON for each rank and one for the machine, every second, until the
+ranks have ended: into runs/one/samples-<machine>.jsonl, so that each node of a job has a file of
+its own. Nothing is changed: the operating system is asked (psutil), and NVIDIA's driver (NVML,
+package nvidia-ml-py, the extra `gpu` of this one) where a rank has a GPU.
+
+"utilisation" is NVML's: per cent of its sample period in which at least one kernel ran. It does not
+say how much of the GPU that kernel filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardtools import options
+from shardlab import show
+from shardlab.arguments import check_number, check_whole
+from shardlab.launcher import local_rank_of, rank_of
+
+from .report import report
+
+Line = dict[str, Any]
+NO_PACKAGE = "GPUs are left out: that takes the package nvidia-ml-py (pip install nvidia-ml-py)"
+# Why a GPU's clock is lower than it could be: names of NVML's bits, and ours.
+THROTTLES = {
+    "nvmlClocksThrottleReasonSwPowerCap": "power cap",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "too hot (driver)",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "too hot (hardware)",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
+}
+
+
+def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
+    """The process of each rank on this machine: those below a launcher, or of a Slurm job.
+
+    A rank is a process with RANK in its environment or, where none has that, with SLURM_PROCID:
+    torchrun itself has it under srun, and so have the batch script and whoever watches from within
+    the job. What a rank starts inherits both, so of several with one rank the one nearest to the
+    launcher counts. A launcher without ranks below it is one itself: its own, or rank 0.
+    """
+    if launcher is not None:
+        check_whole(pid=launcher)
+        try:
+            top = psutil.Process(launcher)
+            processes = top.children(recursive=True)
+        except (psutil.NoSuchProcess, OverflowError):
+            raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
+    else:
+        processes = list(psutil.process_iter())
+    found: dict[bool, dict[int, int]] = {True: {}, False: {}}  # whether by RANK: rank -> process
+    ranked: dict[int, tuple[bool, int]] = {}  # process -> how it is known as a rank, and which
+    watching = os.environ.get("SLURM_STEP_ID")
+    for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
+        try:
+            environment, parent = process.environ(), process.ppid()
+        except psutil.Error:  # ended meanwhile, or somebody else's
+            continue
+        if launcher is None and environment.get("SLURM_JOB_ID") != str(job):
+            continue
+        rank, named = rank_of(environment), "RANK" in environment
+        if rank is None or (
+            not named and watching and environment.get("SLURM_STEP_ID") == watching
+        ):
+            continue
+        ranked[process.pid] = named, rank
+        if ranked.get(parent) != (named, rank):
+            found[named].setdefault(rank, process.pid)
+    ranks = found[True] or found[False]
+    if launcher is not None and not ranks:
+        own = ""
+        with suppress(psutil.Error):
+            own = top.environ().get("RANK", "")
+        return {int(own) if own.isdigit() else 0: launcher}
+    return dict(sorted(ranks.items()))
+
+
+class Sampler:
+    """Reads what ranks use. `close` when done, or use it in a `with` statement."""
+
+    def __init__(self, pids: Mapping[int, int], interface: str | None = None):
+        """pids: the process of each rank; interface: of the network, or all of them together."""
+        known = psutil.net_io_counters(pernic=True)
+        if interface is not None and interface not in known:
+            raise ValueError(f"interface={interface!r}: allowed here are {', '.join(known)}")
+        self.interface = interface
+        self.node = platform.node()
+        self._nvml = _nvml()
+        self._ranks: dict[int, tuple[psutil.Process, Any]] = {}
+        for rank, pid in pids.items():
+            try:
+                process = psutil.Process(pid)
+                process.cpu_percent()  # the first answer is 0: later ones are since the one before
+                self._ranks[rank] = process, self._device(process.environ())
+            except psutil.Error:
+                self.close()
+                raise ValueError(f"pid={pid}: allowed are processes that run here") from None
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave NVML."""
+        if self._nvml:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def read(self) -> list[Line]:
+        """A line for each rank that still runs, and one for the machine."""
+        now, lines = time.time(), []
+        for rank, (process, device) in list(self._ranks.items()):
+            try:
+                with process.oneshot():
+                    if process.status() == psutil.STATUS_ZOMBIE:
+                        raise psutil.NoSuchProcess(process.pid)
+                    line = {
+                        "cpu_percent": process.cpu_percent(),  # of one core
+                        "memory_bytes": process.memory_info().rss,
+                        "threads": process.num_threads(),
+                    }
+            except psutil.Error:
+                del self._ranks[rank]
+                continue
+            who = {"time": now, "node": self.node, "rank": rank, "pid": process.pid}
+            lines.append(who | line | ({} if device is None else {"gpu": self._gpu(device)}))
+        total = psutil.net_io_counters(pernic=self.interface is not None)
+        network = total if self.interface is None else total[self.interface]
+        wire = {"interface": self.interface or "all", "sent_bytes": network.bytes_sent}
+        wire["received_bytes"] = network.bytes_recv
+        return [*lines, {"time": now, "node": self.node} | wire]
+
+    def _device(self, environment: Mapping[str, str]) -> Any:
+        """NVML's handle of a rank's GPU, or None: CUDA numbers those that the rank may see."""
+        if not self._nvml:
+            return None
+        count = self._nvml.nvmlDeviceGetCount()
+        listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+        visible = [name.strip() for name in listed.split(",") if name.strip()]
+        if not visible:
+            return None
+        name = visible[local_rank_of(environment) % len(visible)]
+        try:
+            if name.isdigit():
+                return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
+            return self._nvml.nvmlDeviceGetHandleByUUID(name)
+        except self._nvml.NVMLError:
+            return None
+
+    def _gpu(self, device: Any) -> Line:
+        """What NVML says of a GPU; None for what this GPU does not tell."""
+        nvml = self._nvml
+
+        def ask(question: str, *more: Any) -> Any:
+            try:
+                return getattr(nvml, question)(device, *more)
+            except nvml.NVMLError:
+                return None
+
+        busy, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
+        milliwatts = ask("nvmlDeviceGetPowerUsage")
+        held = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        names = [ours for bit, ours in THROTTLES.items() if held and held & getattr(nvml, bit)]
+        return {
+            "utilisation_percent": busy and busy.gpu,
+            "memory_busy_percent": busy and busy.memory,  # of time, in which it was read or written
+            "memory_bytes": memory and memory.used,
+            "memory_total_bytes": memory and memory.total,
+            "power_watts": milliwatts and milliwatts / 1000,
+            "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+            "throttled": None if held is None else names,
+        }
+
+
+def _package() -> Any:
+    """NVML's Python package, or None where it is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def _nvml() -> Any:
+    """NVML, ready to be asked, or None where there is no driver or no package."""
+    nvml = _package()
+    try:
+        if nvml:
+            nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+def watch(
+    folder: str | Path,
+    pids: Mapping[int, int],
+    every: float = 1.0,
+    seconds: float | None = None,
+    interface: str | None = None,
+) -> Path:
+    """Sample these ranks into `folder` until they have ended, or for some seconds; the file.
+
+    pids: the process of each rank on this machine. every: seconds from one sample to the next.
+    Raises ValueError before anything is written.
+    """
+    check_number(every=every)
+    if every > threading.TIMEOUT_MAX:
+        raise ValueError(f"every={every}: allowed are up to {threading.TIMEOUT_MAX:.0f} seconds")
+    if seconds is not None:
+        check_number(seconds=seconds)
+    if not pids:
+        raise ValueError("pids={}: allowed is at least one rank's process; is the job running?")
+    with Sampler(pids, interface) as sampler:
+        path = options.folder("folder", folder) / f"samples-{sampler.node}.jsonl"
+        try:
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            allowed = f"allowed are folders that can be written ({error.strerror})"
+            raise ValueError(f"folder={str(folder)!r}: {allowed}") from None
+        begin = time.monotonic()
+        with file:
+            while sampler._ranks and (seconds is None or time.monotonic() - begin < seconds):
+                time.sleep(every)
+                for line in sampler.read():
+                    file.write(json.dumps(line) + "\n")
+                file.flush()
+    return path
+
+
+def add_watch(commands: argparse._SubParsersAction) -> None:
+    """Add `watch` to the command line."""
+    parser = options.command(commands, "watch", __doc__)
+    parser.add_argument("folder", help="of the job's metrics; samples go there", metavar="FOLDER")
+    options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID")
+    options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER")
+    options.add(parser, "every", "seconds from one sample to the next (1)", "SECONDS")
+    options.add(parser, "seconds", "after which to end; else with the ranks", "SECONDS")
+    options.add(parser, "interface", "of the network (all of them together)", "NAME")
+    parser.add_argument("--draw", action="store_true", help="draw FOLDER/report.svg, and no more")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    chosen.folder = options.place("folder", chosen.folder)
+    if chosen.draw:
+        alt = "What each rank of the job used over time, and the duration of its steps."
+        picture, path = report(chosen.folder), chosen.folder / "report.svg"
+        options.written("folder", path, lambda part: show.svg(picture, part, alt))
+        print(path)
+        return 0
+    if (chosen.pid is None) == (chosen.job is None):
+        raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
+    which = {n: options.whole(n, getattr(chosen, n)) for n in ("pid", "job") if getattr(chosen, n)}
+    times = {n: _seconds(n, getattr(chosen, n)) for n in ("every", "seconds") if getattr(chosen, n)}
+    check_number(**times)
+    pids = find(which.get("pid"), which.get("job"))
+    if not pids:
+        raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")
+    where = f"on {os.uname().nodename}"
+    if list(pids.values()) == [which.get("pid")]:
+        print(f"process {chosen.pid}, as rank {next(iter(pids))}, {where}", flush=True)
+    else:
+        print(f"ranks {', '.join(map(str, pids))} {where}", flush=True)
+    if _package() is None:
+        print(NO_PACKAGE, flush=True)
+    print(watch(chosen.folder, pids, interface=chosen.interface, **times))
+    return 0
+
+
+def _seconds(name: str, given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"{name}={given!r}: allowed are numbers above 0") from None

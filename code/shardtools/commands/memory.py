@@ -1,0 +1,246 @@
+"""`python -m shardlab memory`: what one rank of a training job holds.
+
+    python -m shardlab memory --params 7.5e9 --dp 64 --zero 1
+    python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
+    python -m shardlab memory --model gpt-2 --batch 8 --json
+    python -m shardlab memory --model llama-3-405b --tp 8 --pp 16 --stages megatron --stage 0
+    python -m shardlab memory --config config.json --tp 8 --ep 8 --dp 64 --zero 1 --seq 8192
+
+With --params alone there is no shape, so nothing can be said about activations and buffers: they
+count as 0, and the table says so. --json prints whole bytes per rank, whatever the unit:
+parameters, gradients, optimizer, activations, buffers, their total on the device; with --model
+peak, the most that is held at one moment, which is less; and host, what is kept in the host's
+memory instead. All of it is what a program holds: what an allocator reserves with it is in
+`strategy --explain`.
+
+--config takes any causal model of transformers, from its config.json; its class is built without
+numbers, and so torch and transformers are needed. Its states are exact. Of activations what fused
+kernels keep is counted, and temporaries of the loss; their peak is not known. What the file left
+open, and the class decided, is said. --json has in "count" the parameters: total, active (of
+experts those that a token chooses), and the model_type; and "assumed", those words.
+
+Of a pipeline's stages the fullest is counted, unless --stage names one, from 0. --stages says which
+layers they have: equal, megatron or nanotron (as these cut), or numbers, as 9,9,8,6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardlab import memory
+from shardtools import options
+from shardlab.arguments import check_one_of
+from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
+from shardlab.memory.units import whole
+from shardlab.shapes import PRESETS
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+# Options that say something about activations, and so need a model's shape.
+SHAPED = (
+    "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
+    "replicas", "stages", "stage", "schedule", "chunks", "ep", "etp",
+)  # fmt: skip
+SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
+WHOLE = (
+    "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
+    "chunks", "ep", "etp", "mtp",
+)  # fmt: skip
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `memory` to the command line."""
+    parser = options.command(commands, "memory", __doc__)
+    add = partial(options.add, parser)
+    add("params", "number of parameters, for example 7.5e9", "P")
+    add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
+    add("config", "or the config.json of a model of transformers", "FILE")
+    add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
+    add("dp", "data-parallel degree (1)", "D")
+    add("tp", "tensor-parallel degree (1)", "T")
+    add("pp", "pipeline-parallel degree (1)", "P")
+    add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N")
+    add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE")
+    add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
+    add("optimizer", "sgd, momentum, adam, adamw, or muon for matrices of layers (adamw)", "NAME")
+    add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
+    add("batch", "sequences on each rank (1); with --model", "B")
+    add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S")
+    words = "none, selective, full, or operators as norms+ffn (none); with --model"
+    add("recompute", words, "HOW")
+    add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
+    add("microbatches", "in a step of a pipeline (pp or more); with --model", "M")
+    add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b); with --model", "NAME")
+    add("chunks", "of the model on each stage, where it is interleaved; with --model", "V")
+    add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS")
+    add("stage", "the one to count, from 0 (the fullest); with --model", "K")
+    add("cp", "ranks that share each sequence (1); with --model", "C")
+    add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E")
+    add("etp", "ranks that share each matrix of an expert (as --tp); with --model", "T")
+    add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N")
+    add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        default=None,
+        help="cut activations between tensor-parallel regions as well; with --model",
+    )
+    add("unit", "of the table: GB (10^9 bytes), GiB (2^30 bytes), MB, MiB, … (GB)", "UNIT")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    given = {
+        name: value
+        for name, value in vars(chosen).items()
+        if value is not None and name not in ("command", "json", "unit")
+    }
+    unit = "GB" if chosen.unit is None else chosen.unit
+    memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
+    found, title, notes = _counted(given)
+    if chosen.json:
+        print(json.dumps(found))
+    else:
+        print(_table(found, title, unit, notes))
+    return 0
+
+
+def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Bytes per rank by part, lines that say of what, and why parts are not known, by part.
+
+    Raises ValueError for bad input.
+    """
+    settings = {n: _whole(n, v) if n in WHOLE else v for n, v in given.items()}
+    asked = [name for name in ("params", "model", "config") if name in settings]
+    if len(asked) != 1:
+        said = " and ".join(f"--{name}" for name in asked) or "neither --params nor --model"
+        raise ValueError(
+            f"{said}: allowed is exactly one of --params (a number), --model "
+            f"({', '.join(PRESETS)}) and --config (a file)"
+        )
+    if "config" not in settings:
+        options.apart(
+            settings, ["mtp"], "alone: allowed with --config, whose file has such modules"
+        )
+    ranks = settings.pop("ranks", None)
+    said = [name for name in settings if name in SHAPED]
+    layout = _layout(settings)
+    if ranks is not None:
+        layout.check(ranks)
+    more: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    experts = 0
+    if "model" in settings:
+        name = settings.pop("model")
+        check_one_of(PRESETS, model=name)
+        config = PRESETS[name]
+        counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
+        more["peak"] = counted.peak
+        params, seq = memory.parameter_count(config), settings.get("seq", config.seq)
+        experts = config.experts
+    elif "config" in settings:
+        model, name = _model(settings)
+        seq = settings.setdefault("seq", min(model.seq, SEQ))
+        counted = memory.estimate_structure(model, layout, **settings)
+        params, experts = model.total, model.experts
+        numbers = {"total": params, "active": model.active, "model_type": model.model_type}
+        more |= {"count": numbers, "assumed": list(model.assumed)}
+        if model.unplanned:
+            notes = dict.fromkeys(PARTS[3:], f"unknown: {model.unplanned}")
+    else:
+        if said:
+            option = "--" + said[0].replace("_", "-")
+            raise ValueError(
+                f"{option} with --params: allowed with --model ({', '.join(PRESETS)}), because "
+                "activations follow from a model's shape"
+            )
+        params = _parameters(settings.pop("params"))
+        counted, name, seq = memory.states(params, layout, **settings), "a model", None
+        notes = dict.fromkeys(PARTS[3:], "unknown without --model")
+    found = {part: getattr(counted, part, 0) for part in PARTS}
+    found |= {"total": sum(found.values()), **more, "host": counted.host}
+    names = ["dp", "tp", "pp", *["cp"] * ("cp" in said)]
+    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
+    active = more.get("count", {}).get("active", params)
+    some = f" ({active / 1e9:.4g} of them active)" if active < params else ""
+    settings = {"precision": "bf16", "optimizer": "adamw"} | settings
+    of = f", {layout.micro_batch} × {seq:,} tokens on each rank" if seq else ""
+    title = (
+        f"{name} of {params / 1e9:.4g} billion parameters{some}, "
+        f"{settings['precision']}, {settings['optimizer']}{of}\n"
+        f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
+    )
+    if experts and layout.ranks > 1:
+        title += f"; experts over {layout.ep}, each matrix of one over {layout.cut} (--etp)"
+    return found, title, notes
+
+
+def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
+    """The model that --config names, and its name; the option is taken out of `settings`."""
+    from shardtools import hub  # which no page's calculator needs
+
+    if settings.pop("device", "gpu") != "gpu":
+        raise ValueError("--device with --config: allowed is gpu")
+    path = Path(settings.pop("config"))
+    found = hub.read(path, mtp=settings.pop("mtp", 0))
+    return found, f"{found.model_type} ({path.name})"
+
+
+def _layout(settings: dict[str, Any]) -> Layout:
+    """What the options say of a layout, taken out of `settings`.
+
+    Of a pipeline's micro-batches there are as many as it can keep, unless an option says how many.
+    """
+    fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
+    if "batch" in settings:
+        fields["micro_batch"] = settings.pop("batch")
+    if "stages" in fields:
+        fields["stages"] = _stages(fields["stages"])
+    if fields.get("pp", 1) > 1:
+        many = 1 if fields.get("schedule") == "gpipe" else 2
+        fields.setdefault("microbatches", many * fields["pp"])
+    return Layout(**fields)
+
+
+def _table(found: dict[str, Any], title: str, unit: str, notes: dict[str, str]) -> str:
+    """Of what `_counted` gives."""
+    sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
+    rows = [(part, notes.get(part, size)) for part, size in sizes.items()]
+    if notes:
+        rows[-1] = ("total of the states", rows[-1][1])
+    if "peak" in found:
+        rows.append(("most at one moment", memory.format_bytes(found["peak"], unit)))
+    if found["host"]:
+        rows.append(("in the host’s memory", memory.format_bytes(found["host"], unit)))
+    wide = max(len(name) for name, _ in rows)
+    far = max(len(size) for _, size in rows)
+    lines = [f"  {name:<{wide}}  {size:>{far}}" for name, size in rows]
+    rule = "  " + "-" * (wide + 2 + far)
+    lines.insert(len(PARTS), rule)
+    said = [f"  assumed: {words}" for words in found.get("assumed", ())]
+    return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(said), *said])
+
+
+def _whole(name: str, given: str) -> int:
+    bounds = {"zero": (0, 3), "stage": (0,), "mtp": (0,)}
+    return options.whole(name, given, *bounds.get(name, ()))
+
+
+def _stages(given: str) -> str | tuple[int, ...]:
+    """A rule's name, or the layers of each stage, written as 9,9,8,6."""
+    if given in STAGE_RULES:
+        return given
+    try:
+        return tuple(int(n) for n in given.split(","))
+    except ValueError:
+        rules = ", ".join(STAGE_RULES)
+        raise ValueError(f"stages={given!r}: allowed are {rules}, or as 9,9,8,6") from None
+
+
+def _parameters(given: str) -> int:
+    """A number of parameters, written as 7500000000 or 7.5e9."""
+    return whole("params", options.number("params", given, "numbers above 0, as 7.5e9"))

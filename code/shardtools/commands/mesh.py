@@ -1,0 +1,212 @@
+"""`python -m shardlab mesh`: train a small model on any mesh of ranks of this machine.
+
+    python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
+    python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
+    python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
+    python -m shardlab mesh --layout "d 2 · p 2 · t 2, ZeRO-1, m 4 × b 1" --layers 4
+    python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
+
+It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
+holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted; tokens
+per second; and the largest differences from one process that trains the same batches. --budget
+names the bytes of model states that a rank may hold: what needs more is not started, and the exit
+status is 1. --json prints everything as one object.
+
+With --node, the ranks of a node, nothing is trained: it prints who is with whom along each axis,
+and which groups leave their node. --order names the axes from the outermost in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardtools import options
+from shardlab.layout import Layout, read
+from shardlab.shapes import Config
+
+from shardlab.mesh.groups import said
+
+if TYPE_CHECKING:
+    from shardlab.mesh.job import Job
+
+AXES = "dp", "pp", "tp"
+SAID = (
+    *AXES, "zero", "batch", "microbatches", "schedule", "chunks", "recompute", "sequence_parallel",
+    "order",
+)  # fmt: skip
+MOST = 512  # ranks whose groups are printed
+KNOBS = {  # option: its default, and what it is
+    "dp": (1, "copies of the model"),
+    "tp": (1, "ranks that share each matrix"),
+    "pp": (1, "stages of the pipeline"),
+    "zero": (0, "ZeRO's stage between the copies: 0 to 3"),
+    "layers": (2, "of the model"),
+    "hidden": (32, "width of the model"),
+    "heads": (2, "of attention"),
+    "seq": (32, "tokens of a sequence"),
+    "batch": (8, "sequences of all copies in a step"),
+    "microbatches": (None, "of each copy in a step (as many as stages)"),
+    "chunks": (None, "parts of the model on each stage (1; interleaved: 2)"),
+    "steps": (5, "of training, 3 or more"),
+}
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `mesh` to the command line."""
+    parser = options.command(commands, "mesh", __doc__)
+    add = partial(options.add, parser)
+    for name, (default, told) in KNOBS.items():
+        add(name, told if default is None else f"{told} ({default})", "N")
+    add("schedule", "of the pipeline: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
+    add("recompute", "in backward: full, each block but its input, or none (none)", "HOW")
+    add("budget", "bytes of model states that a rank may hold", "BYTES")
+    add("node", "ranks of a node: print the groups, and train nothing", "N")
+    add("layout", "all of it in words, as `strategy` writes it, in place of these", "WORDS")
+    add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES")
+    parser.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="cut what lies between the matrices by tokens as well",
+    )
+    parser.add_argument("--untied", action="store_true", help="a head of its own")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    if chosen.node is not None:
+        given = [name for name, value in vars(chosen).items() if value]
+        trains = [name for name in KNOBS if name not in AXES]
+        trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied", "layout"]
+        options.apart(given, trains, "with --node, which trains nothing: allowed are dp, pp, tp")
+        print(_groups(chosen))
+        return 0
+    job = job_of(chosen)
+    budget = chosen.budget
+    if budget is not None:
+        budget = options.number("budget", budget, "bytes, such as 2e6")
+        if not budget > 0:
+            raise ValueError(f"budget={chosen.budget}: allowed are bytes, such as 2e6")
+        most = max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
+        if most > budget:
+            if chosen.json:
+                print(json.dumps({"fits": False, "needs": most, "budget": budget}))
+            else:
+                print(f"does not fit: the fullest rank would hold {most:,} of {budget:,.0f} B")
+            return 1
+    from shardlab.mesh.job import run  # which loads torch
+
+    found = run(job)
+    print(json.dumps(found) if chosen.json else told(job, found))
+    return 0
+
+
+def _groups(chosen: argparse.Namespace) -> str:
+    """Who is with whom, and what that means for nodes."""
+    mesh, node = Layout(**_degrees(chosen)), options.whole("node", chosen.node)
+    if mesh.ranks % node:
+        raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
+    if mesh.ranks > MOST:
+        raise ValueError(f"ranks={mesh.ranks}: allowed with --node are {MOST} at most")
+    axes = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
+    if chosen.json:
+        groups = {axis: mesh.groups(axis) for axis in axes}
+        told = {axis: said(mesh, axis, node) for axis in axes}
+        return json.dumps({"ranks": mesh.ranks, "node": node, "groups": groups, "said": told})
+    lines = [f"{mesh.ranks} ranks in nodes of {node}, {' → '.join(mesh.order)}"]
+    for axis in axes:
+        lines += ["", said(mesh, axis, node)]
+        lines += [f"  {' '.join(map(str, group))}" for group in mesh.groups(axis)]
+    return "\n".join(lines)
+
+
+def _degrees(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Of the layout: degrees, and their order."""
+    given = chosen.order
+    order = AXES if given is None else tuple(given.split(","))
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"order={given!r}: allowed are dp, pp and tp, each once, with commas")
+    degrees = {
+        axis: 1 if getattr(chosen, axis) is None else _whole(axis, getattr(chosen, axis))
+        for axis in AXES
+    }
+    return {**degrees, "order": order}
+
+
+def job_of(chosen: argparse.Namespace) -> Job:
+    """The job that the options describe; ValueError for those that describe none."""
+    from shardlab.mesh.job import Job
+
+    given = {
+        name: default if getattr(chosen, name) is None else _whole(name, getattr(chosen, name))
+        for name, (default, _) in KNOBS.items()
+    }
+    names = "seq", "layers", "heads", "hidden"
+    config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
+    if chosen.layout is not None:
+        also = [name for name, value in vars(chosen).items() if value and name != "layout"]
+        options.apart(also, SAID, "with --layout, which says it: allowed is one of both")
+        return Job(config, read(chosen.layout), given["steps"])
+    m, batch = given["microbatches"] or given["pp"], given["batch"]
+    if batch % (given["dp"] * m):
+        allowed = f"multiples of dp={given['dp']} copies times {m} micro-batches"
+        raise ValueError(f"batch={batch}: allowed are {allowed}")
+    schedule = "1f1b" if chosen.schedule is None else chosen.schedule
+    fewest = 2 if schedule == "interleaved" and given["pp"] > 1 else 1
+    layout = Layout(
+        **_degrees(chosen),
+        zero=given["zero"],
+        sequence_parallel=chosen.sequence_parallel,
+        schedule=schedule,
+        chunks=given["chunks"] or fewest,
+        recompute=chosen.recompute or "none",
+        micro_batch=batch // (given["dp"] * m),
+        microbatches=m,
+    )
+    return Job(config, layout, given["steps"])
+
+
+def _whole(name: str, given: str) -> int:
+    return options.whole(name, given, 0, 3) if name == "zero" else options.whole(name, given)
+
+
+def told(job: Job, found: dict[str, Any]) -> str:
+    """The lines of a terminal."""
+    layout, config = job.layout, job.config
+    lines = [
+        f"{layout.ranks} ranks: dp={layout.dp} pp={layout.pp} tp={layout.tp}, ZeRO {layout.zero}, "
+        f"{config.layers} layers of {config.hidden}, {layout.batch} × {config.seq} tokens a step",
+        "",
+        "rank  d p t   holds (B)  predicted    peak (B)   tp sent (B)   pp sent (B)   dp sent (B)",
+    ]
+    for rank, one in enumerate(found["ranks"]):
+        place, held = one["place"], sum(one["held"].values())
+        predicted = sum(one["held_predicted"].values())
+        sends = "".join(f"{one['sent'][axis]:>14,.0f}" for axis in ("tp", "pp", "dp"))
+        lines.append(
+            f"{rank:>4}  {place['dp']} {place['pp']} {place['tp']} {held:>11,} {predicted:>10,} "
+            f"{one['peak']:>11,}{sends}"
+        )
+    gaps = found["differences"]
+    lines += [
+        "",
+        "held and sent as predicted, to the byte"
+        if as_predicted(found)
+        else "NOT as predicted: see --json",
+        "from one process after "
+        f"{job.steps} steps: " + ", ".join(f"{name} {gap:.0e}" for name, gap in gaps.items()),
+        f"{1e3 * found['seconds']:.0f} ms a step, {found['tokens_per_second']:,.0f} tokens/s",
+    ]
+    return "\n".join(lines)
+
+
+def as_predicted(found: dict[str, Any]) -> bool:
+    """Whether each rank of a job held and sent what was predicted, to the byte."""
+    return all(
+        one["held"] == one["held_predicted"]
+        and all(abs(one["sent"][axis] - one["sent_predicted"][axis]) < 0.5 for axis in one["sent"])
+        for one in found["ranks"]
+    )

@@ -1,0 +1,243 @@
+"""`python -m shardlab schedule`: who works when in a pipeline, and how long everybody waits.
+
+    python -m shardlab schedule 1f1b --stages 4 --microbatches 8
+    python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \\
+        --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
+    python -m shardlab schedule interleaved --stages 4 --microbatches 8 --chunks 2 --svg out.svg
+    python -m shardlab schedule zb-h1 --stages 4 --microbatches 8 --forward 1,1,1,1.5 --json
+
+Times are in any one unit: of a micro-batch's passes through a whole stage, and of a message from a
+stage to the next; one number for all stages, or one for each, with commas. --json prints bubble
+(share of the cost that a stage idles, on average), cost (the longest any stage takes from its first
+begin to its last end), busy and peak_activations (by stage; in micro-batches of a whole stage), and
+the timeline: by stage, every pass with its begin and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import sys
+from bisect import bisect_right
+from functools import partial
+
+from shardtools import options
+from shardlab.arguments import check_flag, check_kind, check_whole
+
+from shardlab.pipeline.schedules import NAMES, schedule
+from shardlab.pipeline.simulate import Span, Timeline, simulate
+
+WHOLE = ("stages", "microbatches", "chunks")
+MOST = 100_000  # forwards: up to a minute of a core; a picture or a table of more is none
+MOST_STAGES = 1_000
+TIMES = ("forward", "backward_input", "backward_weight", "hop")
+
+# How `text` draws a timeline in characters.
+FILL = {"F": "░", "B": "▓", "I": "▓", "W": "▒"}
+WORDS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
+IDLE = "·"
+# Backgrounds by kind, and a lighter one for chunks after the first (xterm's 256 colours).
+COLORS = {"F": (74, 117), "B": (166, 216), "I": (166, 216), "W": (221, 229)}
+SEQUENCE = re.compile("\033\\[[0-9;]*m")  # takes no room on a line
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `schedule` to the command line."""
+    parser = options.command(commands, "schedule", __doc__)
+    add = partial(options.add, parser)
+    parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
+    add("stages", "of the pipeline, each on a rank", "P")
+    add("microbatches", "of a step", "M")
+    add("chunks", "parts of the model on each stage; with interleaved (2)", "V")
+    add("forward", "time of the forward (1)", "TIME")
+    add("backward-input", "time of the backward of the input alone (1)", "TIME")
+    add("backward-weight", "time of the backward of the weights alone (1)", "TIME")
+    add("hop", "time of a message to another stage (0)", "TIME")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    add("svg", "draw the timeline into this file as well", "FILE")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    given = {name: getattr(chosen, name) for name in (*WHOLE, *TIMES)}
+    if chosen.name not in NAMES:
+        raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
+    whole = {
+        name: options.whole(name, given[name])
+        for name in WHOLE
+        if given[name] is not None or name != "chunks"
+    }
+    if whole["stages"] > MOST_STAGES:
+        raise ValueError(f"stages={whole['stages']}: allowed are 1 to {MOST_STAGES:,}")
+    passes = math.prod(whole.values()) * (2 if chosen.name == "zb-v" else 1)
+    if passes > MOST:
+        what = ", ".join(f"{name}={value}" for name, value in whole.items())
+        raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
+    times = {name: _times(name, given[name]) for name in TIMES if given[name] is not None}
+    if chosen.svg is not None:
+        options.written("svg", chosen.svg)  # before anything is computed
+    timeline = simulate(schedule(chosen.name, **whole), **times)
+    if chosen.svg is not None:
+        _write(timeline, chosen.svg)
+    if chosen.json:
+        print(json.dumps(_facts(timeline)))
+        return 0
+    screen = sys.stdout
+    tty = screen.isatty()
+    width = max(40, shutil.get_terminal_size().columns if tty else 80)
+    shown = f"{_head(timeline)}\n\n{text(timeline, width, color=tty)}"
+    if chosen.svg is not None:
+        shown += f"\n\npicture: {chosen.svg}"
+    try:
+        shown.encode(screen.encoding or "utf-8")
+    except UnicodeEncodeError:  # a terminal of old
+        shown = shown.translate(str.maketrans("░▓▒·─", "-#=.-"))
+    print(shown)
+    return 0
+
+
+def _head(timeline: Timeline) -> str:
+    of = timeline.schedule
+    chunks = f", {of.chunks} chunks on each" if of.chunks > 1 else ""
+    held = " ".join(f"{peak:.4g}" for peak in timeline.peak_activations)
+    return "\n".join(
+        [
+            f"{of.name}: {of.stages} stage{'s' * (of.stages > 1)}{chunks}, "
+            f"{of.microbatches} micro-batch{'es' * (of.microbatches > 1)}",
+            f"  bubble            {timeline.bubble:.4f} of the cost",
+            f"  cost              {timeline.cost:.6g}",
+            f"  peak activations  {held}  (micro-batches, by stage)",
+        ]
+    )
+
+
+def _facts(timeline: Timeline) -> dict[str, object]:
+    of = timeline.schedule
+    return {
+        "schedule": of.name,
+        "stages": of.stages,
+        "microbatches": of.microbatches,
+        "chunks": of.chunks,
+        "bubble": timeline.bubble,
+        "cost": timeline.cost,
+        "busy": timeline.busy,
+        "peak_activations": timeline.peak_activations,
+        "timeline": [[span._asdict() for span in spans] for spans in timeline.spans],
+    }
+
+
+def _write(timeline: Timeline, given: str) -> None:
+    from shardlab import show
+
+    from shardlab.pipeline.picture import WIDE, draw, summary
+
+    # A page's width, or as much more as numbers in the boxes need.
+    times = [span.end - span.begin for spans in timeline.spans for span in spans]
+    shortest = min((time for time in times if time > 0), default=timeline.cost)
+    wide = 0.8 + 0.17 * timeline.cost / shortest if shortest else WIDE
+    figure = draw(timeline, width=min(max(wide, WIDE), 4 * WIDE))
+    alt = f"Timeline of a pipeline: {summary(timeline)}. A row for each stage, a box for each pass."
+    options.written("svg", given, lambda path: show.svg(figure, path, alt))
+
+
+def _times(name: str, given: str) -> float | list[float]:
+    """One number, or a list of them. What they may be, `simulate` judges."""
+    try:
+        values = [float(value) for value in given.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{name}={given!r}: allowed are numbers from 0, one for all stages, or one for each "
+            "with commas"
+        ) from None
+    return values if len(values) > 1 else values[0]
+
+
+def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
+    """`timeline`, drawn in characters, no line longer than `width`.
+
+    A column is a stretch of time, and shows what the stage does in the middle of it; a pass is
+    named where its columns suffice, and is one letter where they do not. With `color`, escape
+    sequences of a terminal tell kinds apart as well.
+
+    Raises ValueError for a width below 40.
+    """
+    check_kind(Timeline, timeline=timeline)
+    check_whole(40, 10_000, width=width)
+    check_flag(color=color)
+    of = timeline.schedule
+    first = min(spans[0].begin for spans in timeline.spans)
+    long = max(spans[-1].end for spans in timeline.spans) - first
+    name = len(f"stage {of.stages - 1}")
+    room = width - name - 1
+    each = _column(timeline, long, room)
+    columns = min(room, math.ceil(long / each - 1e-9)) if long else room
+    lines = []
+    for stage, spans in enumerate(timeline.spans):
+        stub = f"stage {stage}"
+        lines.append(f"{stub:<{name}} {_row(spans, first, each, columns, of.chunks, color)}")
+    end = f"{long:.5g}"
+    lines.append(f"{'time':<{name}} 0{'─' * (columns - len(end) - 1)}{end}")
+    kinds = [kind for kind in WORDS if any(s.kind == kind for row in timeline.spans for s in row)]
+    key = [_paint(kind + FILL[kind], kind, 0, color) + f" {WORDS[kind]}" for kind in kinds]
+    lines += _wrapped([*key, f"{IDLE} idle", f"a column is {each:.3g} of time"], width)
+    return "\n".join(lines)
+
+
+def _column(timeline: Timeline, long: float, room: int) -> float:
+    """Time of a column: the least that fits, and if possible every pass has whole columns."""
+    times = [span.end - span.begin for spans in timeline.spans for span in spans]
+    shortest = min((time for time in times if time > 0), default=0.0)
+    if not shortest:
+        return long / room or 1.0
+    whole = math.floor(room * shortest / long + 1e-9)
+    even = all(abs(time / shortest - round(time / shortest)) < 1e-6 for time in times)
+    return shortest / whole if whole and even else long / room
+
+
+def _row(
+    spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int, color: bool
+) -> str:
+    """What the stage does in the middle of every column."""
+    begins = [span.begin for span in spans]
+    shown: list[Span | None] = []
+    for column in range(columns):
+        middle = first + (column + 0.5) * each
+        place = bisect_right(begins, middle) - 1
+        span = spans[place] if place >= 0 else None
+        shown.append(span if span and middle < span.end else None)
+    row, column = "", 0
+    while column < columns:
+        span = shown[column]
+        long = 1
+        while column + long < columns and shown[column + long] is span:
+            long += 1
+        if span is None:
+            row += IDLE * long
+        else:
+            label = f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if chunks > 1 else "")
+            short = label.partition(".")[0]
+            words = next((word for word in (label, short) if len(word) <= long), span.kind)
+            row += _paint(words.ljust(long, FILL[span.kind]), span.kind, span.chunk, color)
+        column += long
+    return row
+
+
+def _paint(words: str, kind: str, chunk: int, color: bool) -> str:
+    if not color:
+        return words
+    shade = COLORS[kind][min(chunk, 1)]
+    # Fills are for those who see no colours; here the number alone is easier to read.
+    return f"\033[48;5;{shade};38;5;16m{words.replace(FILL[kind], ' ')}\033[0m"
+
+
+def _wrapped(entries: list[str], width: int) -> list[str]:
+    """Entries side by side, as many to a line as it holds."""
+    lines: list[list[str]] = [[]]
+    for entry in entries:
+        if lines[-1] and len(SEQUENCE.sub("", "   ".join([*lines[-1], entry]))) > width:
+            lines.append([])
+        lines[-1].append(entry)
+    return ["   ".join(line) for line in lines]

@@ -1,0 +1,269 @@
+"""What every engine is told, what all of them refuse, and the reasons that several of them give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardlab.arguments import check_whole, listed
+from shardlab.layout import Layout, Structure, structure
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
+from shardlab.machines import Machine
+from shardlab.shapes import Config
+
+from shardtools.strategy.profile import PROFILES
+
+WIDTH = 100  # columns of what is written
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job for one engine: a shape, on machines, in a layout, with `seq` tokens a sequence."""
+
+    engine: str
+    config: Config
+    machine: Machine
+    layout: Layout
+    seq: int
+    how: str = "captured"  # one of profile's HOW, where the engine has a choice
+    ahead: int = 0  # modules that predict further tokens
+
+    @classmethod
+    def of(
+        cls, engine: str, config: Config | Structure, machine: Machine, layout: Layout,
+        seq: int | None, how: str,
+    ) -> Target:  # fmt: skip
+        """Of any model that the course's own GPT can be; seq: by default the model's longest."""
+        own, ahead = own_config(config, emit=engine), structure(config).ahead
+        return cls(engine, own, machine, layout, own.seq if seq is None else seq, how, ahead)
+
+    def __post_init__(self) -> None:
+        check_whole(seq=self.seq)
+        at, n = self.layout, self.machine.per_node
+        check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
+        if at.ranks > n and at.ranks % n:
+            raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
+        has = PROFILES[self.engine].operators if self.engine in PROFILES else ()
+        if at.recompute not in (known := ("none", "selective", "full", *has)):
+            raise self.refusal(f"recompute={at.recompute!r}", f"are {listed(known)}")
+        check_expert_degree(self.config, at.ep)
+        if self.config.experts and self.engine != "megatron":
+            words = "of these engines 'megatron' has arguments for experts"
+            raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        if self.ahead and self.engine != "megatron":
+            words = "of these engines 'megatron' has an argument for it"
+            raise self.refusal(f"mtp={self.ahead}", "is 0", words)
+        plain = {"qk_norm": False, "window": None, "latent": None, "yarn": None}
+        if self.config.content_size * self.config.heads != self.config.hidden:
+            plain["head"] = None  # a file may also write the size that follows from these two
+        if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
+            for name, only in plain.items():
+                if (value := getattr(self.config, name)) is not only:
+                    words = "of these engines 'megatron' has arguments for it"
+                    raise self.refusal(f"{name}={value}", f"is {only}", words)
+        if at.cp > 1 and self.seq % (2 * at.cp):
+            allowed = f"are multiples of 2·cp = {2 * at.cp}"
+            raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")
+        if at.sequence_parallel and self.seq // at.cp % at.tp:
+            allowed = f"are divisors of seq={self.seq}"
+            raise self.refusal(f"tp={at.tp}", allowed, "sequence parallelism shares the tokens out")
+        if at.pp > 1:
+            self.parts()
+
+    def refusal(self, given: str, allowed: str, why: str = "") -> ValueError:
+        """ValueError for a field that this engine cannot express: 'given' and what is 'allowed'."""
+        words = f"{given}: with engine={self.engine!r} allowed {allowed}"
+        return ValueError(f"{words}; {why}" if why else words)
+
+    @property
+    def nodes(self) -> int:
+        """Machines that the job takes."""
+        return -(-self.layout.ranks // self.machine.per_node)
+
+    @property
+    def ranks_of_node(self) -> int:
+        """Ranks on each of them."""
+        return min(self.layout.ranks, self.machine.per_node)
+
+    @property
+    def idle(self) -> float:
+        """Percent of a step that a stage has nothing to do: p - 1 of vm + p - 1."""
+        at = self.layout
+        return 100 * (at.pp - 1) / (at.chunks * at.microbatches + at.pp - 1)
+
+    @property
+    def half(self) -> str:
+        """The 16-bit format that this GPU computes with: "bf16", or "fp16" where it has none."""
+        return "fp16" if self.machine.name.upper().startswith("V100") else "bf16"
+
+    def check_vocab(self) -> None:
+        """ValueError unless the tensor ranks can share the vocabulary evenly."""
+        vocab, t = self.config.vocab, self.layout.tp
+        if vocab % t:
+            why = f"nearest is a vocabulary filled up to {-(-vocab // t) * t}, or tp=1"
+            raise self.refusal(f"vocab={vocab}", f"with tp={t} are multiples of {t}", why)
+
+    @property
+    def share(self) -> str:
+        """A script's line that says which share of the data a rank takes."""
+        at, rank = self.layout, "share = dist.get_rank()"
+        if at.tp > 1:
+            return f"{rank} // {at.tp}  # of the data: ranks that share matrices share it"
+        if at.pp > 1:
+            return f"{rank} % {at.dp}  # of the data: stages of a copy share it"
+        return f"{rank}  # of the data"
+
+    def torchrun(self, program: str) -> list[str]:
+        """The lines that start `program` on each node."""
+        first = f"torchrun --nproc-per-node={self.ranks_of_node}"
+        if self.nodes == 1:
+            return [f"{first} {program}"]
+        meet = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400"
+        return [f"{first} {meet} \\", f"    {program}"]
+
+    def parts(self) -> list[int]:
+        """Layers of each part of the model, in its order: p of them, or v times as many.
+
+        Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
+        """
+        at = self.layout
+        placed = at.parts(self.config)
+        if not placed[0 if at.schedule == "zb-v" else -1].head:
+            raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")
+        chunks = [list(stage.chunks) for stage in placed]
+        sizes = [len(chunks[i].pop(0)) for i in at.route]
+        if 0 in sizes[1:-1]:
+            allowed = "are as many as give each part a layer, but for the first and the last"
+            raise self.refusal(f"chunks={at.chunks}", allowed)
+        return sizes
+
+    # -------------------------------------------------------------------------------- reasons
+
+    def why_tensor(self) -> str:
+        """Of the tensor-parallel degree."""
+        t, n = self.layout.tp, self.machine.per_node
+        if t == 1:
+            return "no matrix is cut: nothing waits for a sum inside of a layer"
+        where = f"inside a node of {n}" if t <= n else f"beyond a node of {n}: its sums are slow"
+        return f"each matrix is cut in {t}, {where}"
+
+    def why_sequence(self) -> str:
+        """Of sequence parallelism."""
+        if self.layout.sequence_parallel and self.layout.tp > 1:
+            return "what stands between the cut matrices is shared, too, for the same traffic"
+        return "what stands between the cut matrices is whole on each rank"
+
+    def why_zero(self) -> str:
+        """Of the stage of ZeRO."""
+        n = self.layout.shards
+        return (
+            "every copy keeps weights, gradients and optimizer whole",
+            f"the optimizer's states are shared by {n} ranks; traffic as without",
+            f"optimizer and gradients are shared by {n} ranks",
+            f"weights, gradients and optimizer are shared by {n} ranks",
+        )[self.layout.zero]
+
+    def why_pipeline(self) -> str:
+        """Of the number of stages."""
+        p = self.layout.pp
+        if p == 1:
+            return "every rank has all layers"
+        return f"the layers stand on {p} stages: little traffic, and some idling"
+
+    def why_micro_batch(self) -> str:
+        """Of the sequences that a rank computes at a time."""
+        return "sequences at a time: activations grow with them, and so do the products"
+
+    def why_microbatches(self) -> str:
+        """Of the micro-batches of a step."""
+        at = self.layout
+        if at.pp > 1:
+            most = "at most " if at.schedule == "zb-v" else ""
+            return (
+                f"micro-batches fill the stages, which idle for {most}{self.idle:.0f} % of a step"
+            )
+        return "micro-batches a step, one after another, make the batch that was asked for"
+
+    def why_batch(self) -> str:
+        """Of the sequences of a step."""
+        at = self.layout
+        return f"sequences a step: d {at.dp} · b {at.micro_batch} · m {at.microbatches}"
+
+    def why_recompute(self) -> str:
+        """Of recomputation."""
+        return {
+            "none": "activations fit: nothing is computed twice",
+            "selective": "attention's core is computed again: large to keep, cheap to compute",
+            "norms+ffn": "what lies between products is computed again: large, and cheap",
+            "full": "each layer is computed again: a third more arithmetic, for its activations",
+            "norms": "norms are computed again: passes over memory, for their outputs",
+        }[self.layout.recompute]
+
+    def why_half(self) -> str:
+        """Of the 16-bit format."""
+        if self.half == "fp16":
+            return f"{self.machine.name} has no bf16: the loss has to be scaled"
+        return "products in 16 bits, with float32's range: no loss scaling"
+
+    def of_a_step(self) -> list[tuple[str, str]]:
+        """A script's lines about the tokens of a step, each with its reason."""
+        return [
+            (f"SEQ = {self.seq}", "tokens of a sequence"),
+            (f"MICRO_BATCH = {self.layout.micro_batch}", self.why_micro_batch()),
+            (f"MICROBATCHES = {self.layout.microbatches}", self.why_microbatches()),
+        ]
+
+    def shape(self) -> str:
+        """The model's sizes as a script gives them to `Config`, a line each."""
+        sizes = ((field, getattr(self.config, field.name)) for field in fields(self.config))
+        given = [f"{field.name}={size!r}" for field, size in sizes if size != field.default]
+        return ",\n".join(given).replace("'", '"')
+
+    def title(self) -> list[str]:
+        """What the file is for, in two lines."""
+        gpus = f"{self.layout.ranks} × {self.machine.name}"
+        return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
+
+
+def beside(rows: list[tuple[str, str]], mark: str = "#", indent: int = 0) -> list[str]:
+    """Lines with their reasons in one column; above them, all of them, where one is too long.
+
+    rows: each a line and its reason; "" for none.
+    """
+    space = " " * indent
+    column = max(len(line) for line, _ in rows)
+    longest = max(len(why) for _, why in rows)
+    if indent + column + 2 + len(mark) + 1 + longest <= WIDTH:
+        found = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in rows]
+    else:
+        found = [text for line, why in rows for text in ([f"{mark} {why}"] if why else []) + [line]]
+    return [space + text for text in found]
+
+
+def filled(file: str, target: Target, **words: Any) -> str:
+    """The text of `file`, by its template in this folder, which also sees the target's parts."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # torch brings it along
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    known = {"target": target, "at": target.layout, "c": target.config, **words}
+    return environment.get_template(f"{file}.jinja").render(known)
+
+
+def wrapped(text: str) -> str:
+    """Python, where a comment beside a line that is too long for both is above it."""
+    lines = []
+    for line in text.splitlines():
+        code, mark, why = line.partition("  # ")
+        if len(line) <= WIDTH or not mark:
+            lines.append(line)
+            continue
+        indent = " " * (len(code) - len(code.lstrip()))
+        lines += [f"{indent}# {why}", code]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,104 @@
+"""What `strategy --emit` writes: a configuration, or the files of a whole job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shlex import quote
+from typing import Any, TypeVar
+
+from shardtools import options
+from shardlab.arguments import check_one_of
+from shardtools.cluster import site
+
+from . import report
+from .emit import ENGINES, Limits, emit, job
+from .emit.job import ENGINES as JOBS
+from .emit.job import FILE, SITE, here
+from .emit.target import Target
+from .plan import Plan, Planned
+from .profile import PROFILES, how_of
+
+T = TypeVar("T")
+STEPS = 1000  # of the training, unless --tokens says otherwise
+
+
+def for_engine(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the profile of the engine that a plan is for. Slurm starts any program.
+
+    And --site as it was read, with the GPUs of its node where --per-node says no others.
+    """
+    engine = given["emit"]
+    check_one_of(ENGINES, emit=engine)
+    if "site" in given:
+        given = {**given, "site": (at := site.read(given["site"]))}
+        given = {"per_node": str(at.gpus_per_node), **given} if at.gpus_per_node else given
+    if "engine" in given:
+        check_one_of(JOBS, engine=given["engine"])
+        engine = given["engine"]
+    if engine not in PROFILES:
+        return given
+    if given.get("profile", engine) != engine:
+        words = f"profile={given['profile']!r}: allowed with --emit {engine} is {engine!r}"
+        raise ValueError(f"{words}, whose bytes and seconds it is planned with")
+    return {**given, "profile": engine}
+
+
+def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
+    """The fastest layout that an engine can run, as its configuration; why not the first, aside."""
+    engine, job = given["emit"], (asked.config, asked.machine)
+
+    def text(one: Planned, how: str) -> str:
+        return emit(engine, *job, one.layout, asked.seq, how).rstrip("\n")
+
+    made = _able(engine, found, text)
+    return given["site"].batch(made) if "site" in given else made
+
+
+def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
+    """Write the whole job of an engine into a folder; what there is, and what comes next."""
+    engine = given["engine"]
+    known = {name: given[name] for name in ("time", "partition") if name in given}
+    at = given.get("site")
+    if at and at.partition and "," not in at.partition:
+        known = {"partition": at.partition, **known}
+    limits, steps = Limits(**known), STEPS
+    if partitions := here():
+        limits.check(partitions)
+    if asked.tokens:
+        steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
+
+    def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
+        target = Target.of(engine, asked.config, asked.machine, one.layout, asked.seq, how)
+        return one, job(target, limits, steps, one.seconds)
+
+    planned, texts = _able(engine, found, files)
+    if at:
+        texts |= {FILE: at.batch(texts[FILE]), SITE: at.script()}
+    folder = Path(options.folder("into", given.get("into", "job")))
+    takes = f"{planned.seconds:.3g} s a step and {planned.reserved / 1e9:.1f} GB on the fullest GPU"
+    said = [f"{planned.layout}: {takes}, as predicted", f"{folder}:"]
+    for name, text in texts.items():
+        kept = name == SITE and (folder / name).exists()
+        if not kept:
+            options.written("into", folder / name, text)
+        said.append(f"  {name}" + (", yours: kept" if kept else ""))
+    said += [f"Put your site's modules and environment into {folder}/{SITE}, then"] * (not at)
+    return "\n".join([*said, f"  cd {quote(str(folder))} && sbatch {FILE}"])
+
+
+def _able(engine: str, found: Plan, make: Callable[[Planned, str], T]) -> T:
+    """What `make` makes of the fastest layout that `engine` can run; why not the first, aside."""
+    why = ""
+    for number, one in enumerate(found.fits or [found.nearest], 1):
+        try:
+            made = make(one, how_of(found.profile))
+        except ValueError as error:
+            why = why or str(error)
+            continue
+        if why:
+            words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
+            print(f"{words}: {why}", file=sys.stderr)
+        return made
+    raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")

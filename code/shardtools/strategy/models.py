@@ -1,0 +1,164 @@
+"""The models that published tables of throughputs name: what each is made of.
+
+Shapes of the course's own kind stand here; of other models, `published/models.json` holds what
+`shardtools.hub` finds in their config.json, so that reading a table starts no process with torch:
+
+    python -m shardtools.strategy.models tests/configs/deepseek-v3.json …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shardlab.arguments import told
+from shardlab.layout import Structure, structure
+from shardlab.layout.entries import Entry
+from shardlab.layout.structure import Core, Kind, Routed
+from shardlab.shapes import PRESETS, Config
+
+PUBLISHED = Path(__file__).parent / "published" / "models.json"
+
+_LLAMA_2 = Config(32_000, 4096, 32, 32, 4096, None, 11_008, "swiglu", "rms", False, False)
+# NVIDIA/NeMo's recipes: two matrices, no biases, a vocabulary of 256,000 and heads of their own.
+_NEMOTRON = Config(256_000, 4096, 32, 32, 4096, None, 16_384, "gelu", "layer", False, False)
+# mosaicml/llm-foundry, scripts/train/yamls/pretrain: learned positions, no biases.
+_MPT = Config(50_368, 2048, 32, 32, 4096, None, None, "gelu", "layer", False, True)
+_GPT = PRESETS["gpt-3-175b"]
+_SHAPES = {
+    "llama-3-8b": PRESETS["llama-3-8b"],
+    "llama-3-70b": PRESETS["llama-3-70b"],
+    "llama-3-405b": PRESETS["llama-3-405b"],
+    "llama-2-7b": _LLAMA_2,
+    "llama-2-13b": replace(_LLAMA_2, layers=40, heads=40, hidden=5120, ffn=13_824),
+    "llama-2-70b": replace(
+        _LLAMA_2, layers=80, heads=64, hidden=8192, kv_heads=8, ffn=28_672
+    ),
+    "gpt-3-5b": replace(_GPT, layers=24, heads=32, hidden=4096),
+    "gpt-3-20b": replace(_GPT, layers=44, heads=48, hidden=6144),
+    "gpt-3-175b": _GPT,
+    "nemotron-8b": _NEMOTRON,
+    "nemotron-22b": replace(_NEMOTRON, layers=40, heads=48, hidden=6144, ffn=24_576),
+    "nemotron-340b": replace(
+        _NEMOTRON, layers=96, heads=96, hidden=18_432, kv_heads=8, ffn=73_728
+    ),
+    "mpt-1b": replace(_MPT, layers=24, heads=16, hidden=2048),
+    "mpt-3b": replace(_MPT, heads=20, hidden=2560),
+    "mpt-7b": _MPT,
+    "mpt-13b": replace(_MPT, layers=40, heads=40, hidden=5120),
+    "mpt-30b": replace(_MPT, layers=48, heads=56, hidden=7168),
+    "mpt-70b": replace(_MPT, layers=80, heads=64, hidden=8192),
+}  # fmt: skip
+
+# How tables write a name, without spaces, points, hyphens and underscores: the first that is a
+# part of it counts. None: nobody has said what it is made of.
+_WRITTEN: dict[str, str | None] = {
+    "deepseekv4": None,
+    "lightning": None,
+    "ultra": None,
+    "deepseekv3": "deepseek-v3",
+    "kimik2": "kimi-k2",
+    "gptoss120b": "gpt-oss-120b",
+    "gptoss20b": "gpt-oss-20b",
+    "qwen330b": "qwen3-30b-a3b",
+    "qwen3moe30b": "qwen3-30b-a3b",
+    "qwen3235b": "qwen3-235b-a22b",
+    "qwen3next80b": "qwen3-next-80b-a3b",
+    "nemotron3nano": "nemotron-3-nano",
+    "nemotronv3nano": "nemotron-3-nano",
+    "nemotron3super": "nemotron-3-super",
+    "nemotronv3super": "nemotron-3-super",
+    "llama31405b": "llama-3-405b",
+    "llama3405b": "llama-3-405b",
+    "llama3170b": "llama-3-70b",
+    "llama318b": "llama-3-8b",
+}
+
+
+def name_of(written: str) -> str:
+    """Our name of a model that a table writes so. Raises ValueError for one that is not known."""
+    plain = "".join(letter for letter in written.lower() if letter.isalnum())
+    known = _WRITTEN | {name.replace("-", ""): name for name in _SHAPES}
+    found = next((name for part, name in known.items() if part in plain), None)
+    if found is None:
+        raise ValueError(f"model={written!r}: its shape is not known here")
+    return found
+
+
+def named(name: str) -> Structure:
+    """What the model of that name is made of. Raises ValueError for others."""
+    if name in _SHAPES:
+        return structure(_SHAPES[name])
+    if name not in _published():
+        raise ValueError(f"named={told(name)}: allowed are models of tables, as 'deepseek-v3'")
+    return _read(name)
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return json.loads(PUBLISHED.read_text("utf-8"))
+
+
+@cache
+def _read(name: str) -> Structure:
+    return of_plain(_published()[name])
+
+
+def plain(model: Structure) -> dict[str, Any]:
+    """A structure as JSON has it: without what stands there by default, and layers in a row."""
+    found = asdict(model)
+    found["kinds"] = [_short(asdict(kind)) for kind in model.kinds]
+    for kind in found["kinds"]:
+        kind["entries"] = [_short(entry) for entry in kind["entries"]]
+    found["outside"] = [_short(asdict(entry)) for entry in model.outside]
+    found["order"] = " ".join(map(str, model.order))
+    return _short(found)
+
+
+def write(paths: Iterable[Path]) -> None:
+    """Put what the config.json of these models describe where `named` finds it, by their names.
+
+    Raises ValueError for a file that is not counted, and then writes nothing.
+    """
+    from shardtools import hub  # which starts a process with torch
+
+    found = {path.stem: plain(hub.read(path)) for path in paths}
+    PUBLISHED.write_text(json.dumps(found, separators=(",", ":")) + "\n", "utf-8")
+
+
+def _short(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in fields.items() if x is not None and x is not False and x != ()}
+
+
+def of_plain(fields: Mapping[str, Any]) -> Structure:
+    """The structure that `plain` made this of."""
+    kinds = tuple(
+        Kind(
+            **{
+                "core": None,
+                "gated": False,
+                **kind,
+                "entries": _entries(kind["entries"]),
+                **({"core": Core(**kind["core"])} if "core" in kind else {}),
+                **({"routed": Routed(**kind["routed"])} if "routed" in kind else {}),
+            }
+        )
+        for kind in fields["kinds"]
+    )
+    order = tuple(int(number) for number in fields["order"].split())
+    ends = _entries(fields["outside"])
+    more = {"tied": False, **fields, "kinds": kinds, "order": order, "outside": ends}
+    return Structure(**more | {"assumed": tuple(fields.get("assumed", ()))})
+
+
+def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
+    return tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)
+
+
+if __name__ == "__main__":
+    write(map(Path, sys.argv[1:]))

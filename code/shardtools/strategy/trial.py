@@ -1,0 +1,118 @@
+"""A plan, run: the same cuts of the same kind of model, as small as this machine can train.
+
+Degrees are cut, widths and layers with them; what tells the layout apart stays: which axes there
+are and their order, ZeRO, tokens cut along the tensor group, recomputation, the pipeline's schedule
+and micro-batches. So what each rank holds and sends is predicted by the same formulas that the plan
+stands on, and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from shardlab import mesh, ranks
+from shardlab.layout import Layout, Structure, written
+from shardlab.layout.structure import own_config
+from shardtools.commands.mesh import as_predicted, told
+from shardlab.mesh.job import Job, rounding, run
+from shardlab.shapes import Config
+
+MOST_RANKS = 8  # two of each axis that a mesh cuts along
+STEPS = 5
+EVEN = "equal", "megatron"  # rules that fit few layers: those of each stage are the large model's
+HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
+# Losses are some 5.5, where neighbours in float32 are 5e-7 apart. Five steps with AdamW, which
+# divides by gradients' sizes, were seen to part by 3e-6 in most models.
+ROUNDING = 2e-5
+# Where a gradient is all but zero, a step may go anywhere: then each of the two is as far from the
+# exact one as one process is. That twice, and some room. A mistake is 1e-2 and more.
+APART = 3
+
+
+def small(
+    model: Config | Structure, layout: Layout, most: int = MOST_RANKS
+) -> tuple[Job, list[str]]:
+    """What runs in place of a plan, on `most` ranks, and what of the plan it leaves out, in words.
+
+    Raises ValueError for a model that no mesh trains.
+    """
+    config = own_config(model, run=True)
+    instead = mesh.left_out(config, layout)
+    left_out = [f"{name}={getattr(layout, name)}" for name in instead]
+    rule = layout.stages if layout.stages in EVEN else "equal"
+    if rule != layout.stages:
+        left_out.append(f"stages={layout.stages}")
+    degrees = _cut({axis: getattr(layout, axis) for axis in mesh.AXES}, most)
+    chunks = min(2, layout.chunks) if degrees["pp"] > 1 else 1
+    plain = {
+        "chunks": chunks,
+        "stages": rule,
+        **{name: one.value for name, one in instead.items()},
+        **degrees,
+        "micro_batch": 1,
+        "microbatches": min(layout.microbatches, 2 * degrees["pp"]),
+    }
+    layout = replace(layout, **plain)
+    return Job(_scaled(config, layout), layout, STEPS), left_out
+
+
+def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
+    """The largest degree goes to a divisor of its own, until the product is `most` or less."""
+    while prod(degrees.values()) > most:
+        axis = max(degrees, key=lambda name: degrees[name])
+        size = degrees[axis]
+        fewer = next((n for n in range(size // 2, 1, -1) if size % n == 0), min(2, size - 1))
+        degrees = {**degrees, axis: fewer}
+    return degrees
+
+
+def _scaled(config: Config, layout: Layout) -> Config:
+    """A model of that kind that `layout` can cut: the same parts, few layers of small widths."""
+    shared = min(2, config.heads // config.key_value_heads)  # queries that share a key
+    narrow = max(2, layout.tp)
+    hidden = narrow * shared * HEAD
+
+    def wide(size: int) -> int:
+        return max(1, round(size * hidden / config.hidden / narrow)) * narrow
+
+    experts, latent = min(config.experts, EXPERTS), config.latent is not None
+    groups = 2 if config.expert_groups > 1 else 1
+    return replace(
+        config,
+        vocab=256, seq=SEQ, dropout=0.0, hidden=hidden, heads=narrow * shared,
+        kv_heads=None if latent else narrow,
+        layers=2 * layout.pp, ffn=wide(config.ffn_width),
+        expert_ffn=wide(config.expert_width) if experts else None,
+        experts=experts, experts_per_token=min(config.experts_per_token, max(1, experts // groups)),
+        dense_layers=min(config.dense_layers, 1), expert_groups=groups, groups_per_token=1,
+        head=config.head and HEAD, window=config.window and min(config.window, SEQ // 2),
+        latent=2 * HEAD if latent else None, query_latent=config.query_latent and 2 * HEAD,
+        rotary=HEAD // 2 if latent else None, value=config.value and HEAD,
+    )  # fmt: skip
+
+
+def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, bool]:
+    """What comes of training a plan small, in lines; and whether it is as predicted and equal.
+
+    Raises RuntimeError as `ranks.run` does.
+    """
+    job, left_out = small(model, layout, min(MOST_RANKS, ranks.max_ranks()))
+    found = run(job)
+    gaps = found["differences"]
+    same = equal(gaps) or equal(gaps, rounding(job))
+    lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
+    if left_out:
+        lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
+    words = "equal to one process but for rounding" if same else "NOT equal to one process"
+    return "\n".join([*lines, "", told(job, found), words]), same and as_predicted(found)
+
+
+def equal(gaps: dict[str, float], own: dict[str, float] | None = None) -> bool:
+    """Whether a job's losses and its last gradients are those of one process, up to rounding.
+
+    own: how far that process is from itself in 64 bits, where the usual limit is too narrow.
+    """
+    own = own or {}
+    limits = {what: max(ROUNDING, APART * own.get(what, 0.0)) for what in ("losses", "gradients")}
+    return all(gaps[what] <= limit for what, limit in limits.items())

@@ -51,9 +51,10 @@ from side_by_side import (
 )
 from torch import nn
 
-from shardlab import ranks, show
+from shardlab import ranks
+from shardlab.common import show
 from shardlab.data_parallel import MIB, DataParallel
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:

@@ -41,7 +41,7 @@ import psutil
 import torch
 from side_by_side import options, ratio
 
-from shardlab import show
+from shardlab.common import show
 from shardlab.elastic.job import free_port
 
 AT, EVERY, SLEEP, TIMEOUT = 12, 5, 0.2, 5.0  # fault after this step; saves; seconds
@@ -53,10 +53,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from shardlab import text
+from shardlab.common import text
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.data_parallel import DataParallel
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 folder, fault = Path(sys.argv[1]), sys.argv[2]
 

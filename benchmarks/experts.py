@@ -35,8 +35,10 @@ import torch
 import torch.distributed as dist
 from side_by_side import Step, Times, alternately, options, ratio, slowest, the_group
 
-from shardlab import count, deepspeed_engine, experts, ranks, show
-from shardlab.model import Config, Experts
+from shardlab import deepspeed_engine, experts, ranks
+from shardlab.common import show
+from shardlab.gpt.model import Config, Experts
+from shardlab.measure import count
 
 OURS, THEIRS = "ours", "deepspeed MoE"
 SHAPE = Config(layers=1, heads=8, mlp="swiglu", bias=False, hidden=512, ffn=1024, experts=8)

@@ -43,9 +43,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardlab import mesh, ranks, show
+from shardlab import mesh, ranks
+from shardlab.common import show
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS, THEIRS = "ours", "fully_shard × parallelize_module"
 

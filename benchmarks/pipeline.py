@@ -52,8 +52,9 @@ from side_by_side import Times, clock, gpu_model, options, ratio, slowest, the_g
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from shardlab import pipeline, ranks, show
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab import pipeline, ranks
+from shardlab.common import show
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 
 THEIRS = {  # schedule -> torch's class
     "gpipe": "ScheduleGPipe",

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import count, link, ranks
-from shardlab.count import clock
+from shardlab import ranks
+from shardlab.measure import count, link
+from shardlab.measure.count import clock
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
 WARM_UP = 2  # rounds

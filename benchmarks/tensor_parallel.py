@@ -78,8 +78,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardlab import ranks, show, tensor_parallel
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab import ranks, tensor_parallel
+from shardlab.common import show
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
 PARTS = "kernels", "messages", "rest"

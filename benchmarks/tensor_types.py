@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 from side_by_side import options, ratio
 
-from shardlab import ranks, show
+from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
-from shardlab.model import GPT, Config
+from shardlab.common import show
+from shardlab.gpt.model import GPT, Config
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
 from shardlab.tensor_types import library

@@ -52,9 +52,10 @@ from side_by_side import WARM_UP, Step, Times, gpu_model, options, ratio, slowes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlab import ranks, show
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
-from shardlab.text import Windows, parts
+from shardlab import ranks
+from shardlab.common import show
+from shardlab.common.text import Windows, parts
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 from shardlab.train import core, take_home
 from shardlab.train.take_home import Options, Training
 

@@ -60,8 +60,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import deepspeed_engine, ranks, show, zero
-from shardlab.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab import deepspeed_engine, ranks, zero
+from shardlab.common import show
+from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
 ROWS = [  # ours, theirs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import arrow, box, canvas, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, box, canvas, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import Cell, arrow, board, box, canvas, cell, names, on, title
+from shardlab.common import show
+from shardlab.common.show.drawing import Cell, arrow, board, box, canvas, cell, names, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK

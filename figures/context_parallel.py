@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import context_parallel as cp
-from shardlab import show
+from shardlab.common import show
+from shardlab.common.shapes import PRESETS
+from shardlab.common.show.drawing import arrow, canvas, on, title, words
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS
-from shardlab.show.drawing import arrow, canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

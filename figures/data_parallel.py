@@ -13,9 +13,10 @@ from pathlib import Path
 from matplotlib.patches import Rectangle
 from torch.utils.data import DistributedSampler
 
-from shardlab import ranks, show
+from shardlab import ranks
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, box, canvas, stripes, title
 from shardlab.data_parallel import overlap
-from shardlab.show.drawing import arrow, box, canvas, stripes, title
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import arrow, box, canvas, cell, title
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, box, canvas, cell, title
 
 HERE = Path(__file__).parent
 INK = show.INK

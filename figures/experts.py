@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, cell, names, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, cell, names, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import Cell, arrow, board, canvas, names, on, stripes, title
+from shardlab.common import show
+from shardlab.common.show.drawing import Cell, arrow, board, canvas, names, on, stripes, title
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -1,6 +1,6 @@
 """Draw the pictures of lesson `memory`: python figures/memory.py
 
-Pictures of what the lesson measures itself are drawn by `shardlab.show.measured`.
+Pictures of what the lesson measures itself are drawn by `shardlab.common.show.measured`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import memory, show
+from shardlab import memory
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, box, canvas, on, title
+from shardlab.gpt.model import PRESETS
 from shardlab.layout import Layout
-from shardlab.model import PRESETS
-from shardlab.show.drawing import arrow, box, canvas, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK

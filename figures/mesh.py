@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, on, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

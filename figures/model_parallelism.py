@@ -13,11 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import memory, show
-from shardtools import strategy
+from shardlab import memory
+from shardlab.common import show
+from shardlab.common.shapes import PRESETS
+from shardlab.common.show.drawing import Point, arrow, canvas, on, title, words
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS
-from shardlab.show.drawing import Point, arrow, canvas, on, title, words
+from shardtools import strategy
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -7,10 +7,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
-from shardlab import pipeline, show
+from shardlab import pipeline
+from shardlab.common import show
+from shardlab.common.show.drawing import canvas, cell, on, title, words
 from shardlab.pipeline import Span
 from shardlab.pipeline.picture import IDLE, box, rows
-from shardlab.show.drawing import canvas, cell, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

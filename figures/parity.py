@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, cell, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, cell, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

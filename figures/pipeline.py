@@ -12,9 +12,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from shardlab import pipeline, show
+from shardlab import pipeline
+from shardlab.common import show
+from shardlab.common.show.drawing import Point, arrow, canvas, on, title
 from shardlab.pipeline.picture import KIND_COLORS, draw
-from shardlab.show.drawing import Point, arrow, canvas, on, title
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import show
+from shardlab.common import show
+from shardlab.common.show.drawing import canvas, on, title, words
 from shardlab.memory import korthikanti_layer
-from shardlab.show.drawing import canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

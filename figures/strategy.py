@@ -1,6 +1,6 @@
 """Draw the pictures of lesson `strategy`: python figures/strategy.py
 
-Pictures of what the lesson computes itself are drawn by `shardlab.show.measured`.
+Pictures of what the lesson computes itself are drawn by `shardlab.common.show.measured`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from statistics import median
 
 import matplotlib.pyplot as plt
 
-from shardlab import show
-from shardlab.machines import MACHINES
+from shardlab.common import show
+from shardlab.common.machines import MACHINES
 from shardtools.strategy import files, tables
 from shardtools.strategy.rates import PUBLISHED
 

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, on, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, on, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

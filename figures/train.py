@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, cell, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, cell, title, words
 
 HERE = Path(__file__).parent
 INK = show.INK

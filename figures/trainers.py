@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab import show
-from shardlab.show.drawing import arrow, box, canvas, names, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, box, canvas, names, title, words
 
 HERE = Path(__file__).parent
 

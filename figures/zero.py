@@ -16,10 +16,12 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import count, memory, ranks, show, text, zero
+from shardlab import memory, ranks, zero
+from shardlab.common import show, text
+from shardlab.common.show.drawing import arrow, board, canvas, names, on, title
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, loss
-from shardlab.show.drawing import arrow, board, canvas, names, on, title
+from shardlab.measure import count
 
 HERE = Path(__file__).parent
 INK = show.INK

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from shardlab import collectives, memory, ranks
-from shardtools import parity
+from shardlab.gpt.model import loss
 from shardlab.layout import Layout
-from shardlab.model import loss
 from shardlab.tensor_parallel import copy_to
+from shardtools import parity
 
 
 class Swap:

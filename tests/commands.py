@@ -12,8 +12,8 @@ from typing import Any
 
 from forked import forked
 
-from shardlab import show
 from shardlab.__main__ import main
+from shardlab.common import show
 
 
 def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:

@@ -12,8 +12,8 @@ import phases
 import pytest
 from timed import NotSeen
 
-from shardlab import show
-from shardlab.show.timed import BUSY
+from shardlab.common import show
+from shardlab.common.show.timed import BUSY
 
 TRIES = 3  # of a test that measures
 GUARD = os.environ.pop(phases.GUARD, "")

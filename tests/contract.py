@@ -37,9 +37,10 @@ from sides import (
     optimizer,
 )
 
-from shardlab import link, ranks
+from shardlab import ranks
+from shardlab.gpt.model import GPT, IGNORED, Config
 from shardlab.layout import AXES, Layout
-from shardlab.model import GPT, IGNORED, Config
+from shardlab.measure import link
 
 SIDES: dict[str, type[Side]] = {
     "one process": Side,

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import gpu, ranks
+from shardlab import ranks
+from shardlab.common import gpu
 
 
 def here(thing: Any) -> Any:

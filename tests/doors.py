@@ -19,14 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import checkpoint, collectives, count, data_parallel, experts, gemm, layout, link, machines, memory, mesh, pipeline, zero
-from shardtools import parity
+from shardlab import (
+    checkpoint,
+    collectives,
+    data_parallel,
+    experts,
+    gemm,
+    layout,
+    memory,
+    mesh,
+    pipeline,
+    zero,
+)
 from shardlab import context_parallel as cp
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
-from shardlab.model import GPT, loss
-from shardlab.shapes import Config
+from shardlab.common import machines
+from shardlab.common.shapes import Config
+from shardlab.gpt.model import GPT, loss
+from shardlab.measure import count, link
+from shardtools import parity
 
 PLAIN = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4)

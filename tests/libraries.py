@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardlab import deepspeed_engine, ranks
-from shardlab.model import loss
+from shardlab.gpt.model import loss
 
 
 class Ddp(Data):

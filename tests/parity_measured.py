@@ -22,10 +22,10 @@ from parity_mistakes import MISTAKES, PROGRAMS, Mistake
 from parity_programs import MORE, Wrong, parallel, plain, reference
 
 from shardlab import context_parallel as cp
-from shardtools import parity
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
+from shardtools import parity
 
 STEPS = 20
 SHOWS = 0.01  # by so much a loss is off that one would look at

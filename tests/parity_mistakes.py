@@ -41,11 +41,13 @@ from sides import Side
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from shardlab import buckets, experts, pipeline, show
 from shardlab import context_parallel as cp
+from shardlab import experts, pipeline
 from shardlab import tensor_parallel as tp
+from shardlab.common import show
+from shardlab.data_parallel import buckets
+from shardlab.gpt.model import Config
 from shardlab.layout import Layout
-from shardlab.model import Config
 from shardlab.tensor_parallel import dropout
 
 

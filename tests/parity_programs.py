@@ -34,12 +34,12 @@ from shardlab import data_parallel as dp
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
+from shardlab.gpt.model import Config
 from shardlab.layout import Layout
-from shardlab.model import Config
+from shardlab.tensor_parallel import core as tp_core
 from shardtools.parity.core import Matcher
 from shardtools.parity.programs import judged, matched, recorded
 from shardtools.parity.record import Record
-from shardlab.tensor_parallel import core as tp_core
 
 GPT2 = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 LLAMA = Config(

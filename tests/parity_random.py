@@ -16,8 +16,8 @@ import torch
 from contract import FLOAT32, Row
 from torch import Tensor, nn
 
+from shardlab.gpt.model import Config
 from shardlab.layout import Layout
-from shardlab.model import Config
 
 Plan = Callable[[Random, int], dict[str, Any]]  # of so many ranks: what else is drawn
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

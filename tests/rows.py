@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from contract import CUT64, FLOAT32, FLOAT64, SAME, Row, within
 
+from shardlab.common.shapes import Yarn
+from shardlab.gpt.model import PRESETS, Config
 from shardlab.layout import Layout
-from shardlab.model import PRESETS, Config
 from shardlab.pipeline import NAMES
-from shardlab.shapes import Yarn
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(

@@ -23,8 +23,8 @@ from shardlab import data_parallel as dp
 from shardlab import experts, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.gpt.model import GPT, IGNORED, loss
 from shardlab.layout import ledger
-from shardlab.model import GPT, IGNORED, loss
 
 SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, what else the model is given

@@ -14,11 +14,12 @@ from devices import here
 from torch import nn
 
 from shardlab import context_parallel as cp
-from shardlab import count, data_parallel, experts, link, mesh, pipeline, ranks, zero
+from shardlab import data_parallel, experts, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
+from shardlab.gpt.model import GPT, Config, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, Config, loss
+from shardlab.measure import count, link
 
 DENSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24)

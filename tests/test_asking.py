@@ -7,9 +7,9 @@ import re
 import pytest
 
 from shardcourse import build
-from shardlab import show
 from shardcourse.build import pace, quizzes
 from shardcourse.build.reading import Writer
+from shardlab.common import show
 
 ROOT = show.ROOT
 FILES = [ROOT / f"lessons/{name}.md" for name in build.lessons(ROOT)]

@@ -11,7 +11,8 @@ import pytest
 from commands import benchmark
 from timed import on_time
 
-from shardlab import pipeline, show
+from shardlab import pipeline
+from shardlab.common import show
 
 TOPICS = [
     "data_parallel", "elastic", "experts", "mesh", "pipeline", "tensor_parallel", "tensor_types",

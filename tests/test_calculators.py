@@ -10,8 +10,8 @@ import re
 import pytest
 from throwaway import Book
 
-from shardlab import show
 from shardlab.__main__ import main
+from shardlab.common import show
 
 EXT = show.ROOT / "book/_ext"
 PYTHON = "_build/html/_static/python/python.js"

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from shardcourse import build
-from shardlab import show
 from shardcourse.build import index
+from shardlab.common import show
 
 ROOT = show.ROOT
 

@@ -18,7 +18,7 @@ from answers import ROWS, Swap
 from shardcourse import exercises as check_module
 from shardcourse.exercises import Verdict, Wrong, check, forms
 from shardcourse.exercises.forms import Number, run_answer, same
-from shardlab.show import ROOT
+from shardlab.common.show import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
 CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

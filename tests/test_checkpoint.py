@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import ranks, text
+from shardlab import ranks
 from shardlab.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -43,9 +43,10 @@ from shardlab.checkpoint import (
     simulated_lost_fraction,
 )
 from shardlab.checkpoint import folder as folders
+from shardlab.common import text
 from shardlab.data_parallel import DataParallel
 from shardlab.gemm import grid
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.ranks import worker
 from shardlab.zero import shard
 

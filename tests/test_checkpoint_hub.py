@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import count, ranks
+from shardlab import ranks
 from shardlab.checkpoint import (
     CheckpointError,
     config_of,
@@ -30,10 +30,11 @@ from shardlab.checkpoint import (
     save_hub,
 )
 from shardlab.checkpoint.pieces import pieces
+from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
 from shardlab.layout.boxes import common, elements, shape, stretch, whole, within
+from shardlab.measure import count
 from shardlab.mesh import Parallel, join, predicted_pieces
-from shardlab.model import GPT, PRESETS, Config
 from shardlab.tensor_parallel import parallelize
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 32, "ffn": 48, "vocab": 64, "seq": 32}

@@ -31,12 +31,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed import on_time
 
-from shardlab import link
 from shardlab.__main__ import main
+from shardlab.common.machines import MACHINES
+from shardlab.measure import link
 from shardtools.cluster import doctor, slurm
 from shardtools.cluster.doctor import checks, examine, folder, pairs
 from shardtools.cluster.doctor.verdicts import BAD, Findings, listed
-from shardlab.machines import MACHINES
 
 COMMAND = [sys.executable, "-m", "shardlab", "doctor"]
 CPU = ("--device", "cpu", "--timeout", "20")

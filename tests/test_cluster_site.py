@@ -12,10 +12,10 @@ from commands import ran
 from test_cluster_slurm import ended, losses
 from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, put
 
-from shardlab import show
-from shardtools.cluster import site, slurm
+from shardlab.common import show
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS
+from shardtools.cluster import site, slurm
 from shardtools.strategy.emit import Limits, emit, job
 from shardtools.strategy.emit.job import FILE, SITE
 from shardtools.strategy.emit.target import Target

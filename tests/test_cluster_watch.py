@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed import on_time
 
-from shardlab import show
+from shardlab.common import show
 from shardtools.cluster.watch import flight, report, sample, straggler, timeline
 
 COLORS = show.RANK_COLORS

@@ -16,8 +16,9 @@ from devices import here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlab import collectives, count, ranks
+from shardlab import collectives, ranks
 from shardlab.collectives import CostModel, bytes_sent, split
+from shardlab.measure import count
 
 ROOT = Path(__file__).parents[1]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # half a unit in the last place

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import context_parallel as cp
-from shardlab import count, ranks
+from shardlab import ranks
 from shardlab.context_parallel import core, kernel
+from shardlab.measure import count
 
 WAYS = {"ring": cp.ring_attention, "ulysses": cp.all_to_all_attention}
 SIZES = (1, 2, 4)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import count, memory, ranks
+from shardlab import memory, ranks
+from shardlab.common.shapes import PRESETS
 from shardlab.context_parallel import average_gradients, distribute, shard
 from shardlab.context_parallel.fit import (
     WAYS,
@@ -20,9 +21,9 @@ from shardlab.context_parallel.fit import (
     grain,
     tokens_that_fit,
 )
+from shardlab.gpt.model import GPT, Config, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, Config, loss
-from shardlab.shapes import PRESETS
+from shardlab.measure import count
 
 LLAMA = PRESETS["llama-3-8b"]
 TWO, EIGHT = Layout(cp=2), Layout(cp=8)

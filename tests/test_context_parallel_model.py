@@ -8,8 +8,9 @@ from devices import here
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import context_parallel as cp
-from shardlab import count, ranks
-from shardlab.model import GPT, Config, rotate
+from shardlab import ranks
+from shardlab.gpt.model import GPT, Config, rotate
+from shardlab.measure import count
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 2, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}

@@ -18,18 +18,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab import context_parallel as cp
-from shardlab import count, data_parallel, experts, gemm, layout, memory, mesh, pipeline, ranks, zero
-from shardtools import strategy
+from shardlab import data_parallel, experts, gemm, layout, memory, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
+from shardlab.common.shapes import PRESETS, Yarn
 from shardlab.context_parallel.fit import context_moments, tokens_that_fit
+from shardlab.gpt.model import GPT, Attention, Config, FeedForward, loss
 from shardlab.layout import Layout
+from shardlab.measure import count
 from shardlab.mesh import picture
-from shardlab.model import GPT, Attention, Config, FeedForward, loss
 from shardlab.pipeline import Action, Pipeline, Sleeping, asleep, distribute, schedule, simulate
-from shardlab.shapes import PRESETS, Yarn
 from shardlab.tensor_types.declared import parse
+from shardtools import strategy
 
 PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175b"))
@@ -480,7 +481,7 @@ def routed(group: Any, one: Any) -> Table:
         "experts=3: 2 ranks do not divide them; allowed are [1, 3]": lambda: experts.parallelize(
             GPT(replace(SPARSE, experts=3)), group
         ),
-        "allowed is a GPT of shardlab.model with config.experts": lambda: experts.parallelize(
+        "allowed is a GPT of shardlab.gpt.model with config.experts": lambda: experts.parallelize(
             GPT(PLAIN), group
         ),
         "allowed is what `parallelize` returned": lambda: experts.full_state_dict(GPT(SPARSE)),

@@ -11,7 +11,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardlab import count, ranks
+from shardlab import ranks
+from shardlab.measure import count
 
 
 def test_every_operation_is_counted():

@@ -12,9 +12,10 @@ from sides import SMALL, Toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import buckets as shared
-from shardlab import count, link, ranks
 from shardlab import data_parallel as dp
+from shardlab import ranks
+from shardlab.data_parallel import buckets as shared
+from shardlab.measure import count, link
 
 
 def run(fn, size, *args, timeout=60):

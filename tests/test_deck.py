@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from shardlab import show
 from shardcourse.build import paths
+from shardlab.common import show
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck

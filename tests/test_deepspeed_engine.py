@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import count, ranks
 from shardlab import deepspeed_engine as de
+from shardlab import ranks
 from shardlab.deepspeed_engine import start
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.measure import count
 
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
 

@@ -15,8 +15,8 @@ from test_book import Page
 from throwaway import Book
 
 from shardcourse import build
-from shardlab import show
 from shardcourse.build.exercises import exercises, imports, parts
+from shardlab.common import show
 
 TOPICS = build.lessons(show.ROOT)
 INDEX = (show.ROOT / "book/index.md").read_text("utf-8")

@@ -11,9 +11,10 @@ from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import count, experts, ranks
-from shardlab.model import GPT, Config, loss, parameter_count
-from shardlab.shapes import PRESETS
+from shardlab import experts, ranks
+from shardlab.common.shapes import PRESETS
+from shardlab.gpt.model import GPT, Config, loss, parameter_count
+from shardlab.measure import count
 
 SMALL = Config(
     vocab=64, seq=12, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24, mlp="swiglu"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from shardlab import folder_lock, show
+from shardlab.common import folder_lock, show
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from shardlab import folder_lock
+from shardlab.common import folder_lock
 held = folder_lock.hold(Path(sys.argv[1]), "a training job")
 parent = os.getpid()
 if os.fork() == 0:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import on_time
 
-from shardlab import count, gemm, link, ranks
+from shardlab import gemm, ranks
 from shardlab.gemm import Machine
+from shardlab.measure import count, link
 
 HALF_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 sizes = st.integers(1, 17)

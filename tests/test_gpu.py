@@ -11,9 +11,10 @@ import torch.distributed as dist
 from rows import ROWS, on_gpus
 from torch import nn
 
-from shardlab import data_parallel, link, ranks
-from shardtools import parity
+from shardlab import data_parallel, ranks
 from shardlab import tensor_parallel as tp
+from shardlab.measure import link
+from shardtools import parity
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ import torch
 from commands import ran
 from grade_mutants import MUTANTS
 
+from shardlab.common.show import ROOT
 from shardtools.grade import core, report
 from shardtools.grade.command import PARTS
-from shardlab.show import ROOT
 
 RIGHT = Path(__file__).parent / "grade_right"
 ENGINES = sorted(path.name for path in RIGHT.iterdir())

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import count, ranks, text
-from shardlab.count.pretended import _shard, measured_step
-from shardlab.model import GPT, PRESETS, loss
+from shardlab import ranks
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, loss
+from shardlab.measure import count
+from shardlab.measure.count.pretended import _shard, measured_step
 
 CONFIG = PRESETS["nano"]
 

@@ -12,7 +12,7 @@ from shardlab import context_parallel as cp
 from shardlab import data_parallel, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab.model import GPT, Config, loss
+from shardlab.gpt.model import GPT, Config, loss
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 # Of a value on a GPU, each of these waits for what computes it; of the CPU's, none shows.

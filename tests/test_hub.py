@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from shardtools import hub
 from shardlab.__main__ import main
+from shardlab.layout.structure import Structure
+from shardtools import hub
 from shardtools.hub import core, cuts
 from shardtools.hub.ahead import with_modules
 from shardtools.hub.ask import Builder
-from shardlab.layout.structure import Structure
 
 CONFIGS = Path(__file__).parent / "configs"
 COUNTS = {row["name"]: row for row in csv.DictReader((CONFIGS / "counts.csv").open())}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlab import __main__
 from shardcourse.build import index, lesson, pairs, paths
+from shardlab import __main__
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardlab.launcher import Place, place
+from shardlab.common.launcher import Place, place
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SRUN = {

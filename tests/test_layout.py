@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import experts, layout, memory, pipeline, ranks, sequence_parallel, tensor_parallel
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt.model import GPT
 from shardlab.layout import Layout, Stage, ledger, stages, structure
 from shardlab.layout.entries import held
-from shardlab.model import GPT
-from shardlab.shapes import PRESETS, Config
 
 GATED = Config(
     96, 16, 3, 4, 32, 2, 48, "swiglu", "rms", False, False,

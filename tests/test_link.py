@@ -12,7 +12,8 @@ import torch.distributed as dist
 from timed import on_time
 from torch import nn
 
-from shardlab import count, link, ranks
+from shardlab import ranks
+from shardlab.measure import count, link
 
 pytestmark = pytest.mark.alone
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import memory, model
+from shardlab import memory
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt import model
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS, Config
 
 LLAMA = PRESETS["llama-3-8b"]
 SMALL_LLAMA = Config(

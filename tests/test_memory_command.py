@@ -7,8 +7,8 @@ import pytest
 from commands import ran
 
 from shardlab import memory
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ["parameters", "gradients", "optimizer", "activations", "buffers", "total"]

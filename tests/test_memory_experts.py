@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt.model import GPT
 from shardlab.layout import Layout, stages
 from shardlab.memory import in_experts
-from shardlab.model import GPT
-from shardlab.shapes import PRESETS, Config
 
 MIXTRAL = PRESETS["mixtral-8x7b"]
 MICRO = replace(PRESETS["micro"], experts=4)

@@ -23,10 +23,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory
+from shardlab import memory
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout, ledger
+from shardlab.measure import count
 from shardlab.memory.step import muon_temporaries
-from shardlab.model import GPT, PRESETS, Config, loss
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LLAMA = Config(

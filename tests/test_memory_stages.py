@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab import memory, pipeline
+from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import SCHEDULES, Layout, Stage, stages
 from shardlab.memory import in_flight
-from shardlab.shapes import PRESETS, Config
 
 
 def shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:

@@ -11,10 +11,11 @@ from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab import count, mesh, ranks
+from shardlab import mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training, export
+from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
-from shardlab.model import GPT, Config
+from shardlab.measure import count
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
 DEGREES = st.integers(1, 4)

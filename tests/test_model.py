@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from shardlab import text
-from shardlab.model import GPT, PRESETS, Config, Experts, FeedForward, loss, parameter_count, rotate
-from shardlab.router import drop
+from shardlab.common import text
+from shardlab.gpt.model import (
+    GPT,
+    PRESETS,
+    Config,
+    Experts,
+    FeedForward,
+    loss,
+    parameter_count,
+    rotate,
+)
+from shardlab.gpt.router import drop
 
 SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", experts=4)
 
@@ -126,7 +135,7 @@ def test_dropout_acts_in_training_alone():
 
 
 def test_the_model_knows_nothing_of_parallelism(root):
-    source = (root / "code/shardlab/model.py").read_text()
+    source = (root / "code/shardlab/gpt/model.py").read_text()
     assert "distributed" not in source and "import shardlab" not in source
     assert source.count("\n") < 200
     assert isinstance(GPT(PRESETS["nano"]), nn.Module)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardlab.checkpoint import config_of, load_hub
+from shardlab.common.shapes import Yarn
+from shardlab.gpt.model import GPT, Config, parameter_count
 from shardlab.layout.entries import ledger
-from shardlab.model import GPT, Config, parameter_count
-from shardlab.shapes import Yarn
 
 BOTH: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4}
 BOTH |= {"intermediate_size": 40, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}

@@ -12,9 +12,9 @@ import pytest
 from commands import without_jupyter
 from throwaway import Book
 
-from shardlab import __main__
 from shardcourse import build
 from shardcourse.build import pairs
+from shardlab import __main__
 
 
 def test_what_is_made_is_in_step(root):

@@ -29,17 +29,18 @@ from parity_programs import (
 )
 
 import shardlab
+from shardcourse.build.index import read
 from shardlab import context_parallel as cp
+from shardlab import ranks
+from shardlab.common import show
+from shardlab.gpt.model import GPT, Config
+from shardlab.train import core as script_of_ranks
+from shardlab.train import one_gpu as plain_script
 from shardtools import parity
-from shardlab import ranks, show
-from shardlab.model import GPT, Config
 from shardtools.parity.places import by_columns, by_rows, in_any_order, pieces, proposals
 from shardtools.parity.programs import judged, matched, recorded, refuse_other_runs, refuse_plain
 from shardtools.parity.record import Record
 from shardtools.parity.scripts import ASKED
-from shardcourse.build.index import read
-from shardlab.train import core as script_of_ranks
-from shardlab.train import one_gpu as plain_script
 
 # Each day every topic has a right program; of all of them the rest once a week. Or it has none:
 TOPICS: dict[str, tuple[str, ...] | str] = {

@@ -16,11 +16,11 @@ from parity_programs import GPT2, batch, plain_loss, row
 from torch import Tensor, nn
 
 from shardlab import data_parallel as dp
-from shardtools import parity
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
+from shardlab.gpt.model import GPT
 from shardlab.layout import Layout
-from shardlab.model import GPT
+from shardtools import parity
 from shardtools.parity.programs import judged, matched, recorded
 
 DEEP = row("data", GPT2, Layout(dp=2))

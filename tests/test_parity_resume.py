@@ -19,10 +19,10 @@ from parity_programs import DROPS, GPT2, batch, plain_loss, row, watched
 from sides import optimizer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shardtools import parity
 from shardlab import ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
+from shardtools import parity
 from shardtools.parity.core import Judge
 from shardtools.parity.programs import matched, recorded, refuse_before, refuse_parallel
 

@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from shardlab import show
+from shardlab.common import show
 
 HANGS = """
 import ctypes, os, subprocess, time

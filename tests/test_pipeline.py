@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from timed import on_time
 from torch import nn
 
-from shardlab import count, link, ranks
-from shardlab.model import GPT, Config, loss
+from shardlab import ranks
+from shardlab.gpt.model import GPT, Config, loss
+from shardlab.measure import count, link
 from shardlab.pipeline import (
     NAMES,
     Pipeline,

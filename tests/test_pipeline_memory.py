@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from shardlab import count, memory, ranks
+from shardlab import memory, ranks
+from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
-from shardlab.model import GPT, Config
+from shardlab.measure import count
 from shardlab.pipeline import cut, distribute, live, schedule
 from shardlab.pipeline.deferred import defer, run
 

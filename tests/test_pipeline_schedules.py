@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab import ranks
+from shardlab.common.show.drawing import canvas
 from shardlab.pipeline import (
     NAMES,
     Action,
@@ -32,7 +33,6 @@ from shardlab.pipeline import (
     with_messages,
 )
 from shardlab.pipeline.picture import rows
-from shardlab.show.drawing import canvas
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)

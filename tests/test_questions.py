@@ -10,7 +10,7 @@ import yaml
 from throwaway import HEADER, Book
 
 from shardcourse import build
-from shardlab import show
+from shardlab.common import show
 
 ROOT = show.ROOT
 PAGES = {  # page: the least number of questions

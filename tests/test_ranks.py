@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import gpu, ranks, zero
+from shardlab import ranks, zero
+from shardlab.common import gpu
 from shardlab.ranks import RankError, p2p, run, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -13,9 +13,9 @@ import pytest
 from throwaway import HEADER
 
 from shardcourse import build
-from shardlab import show
 from shardcourse.build import lab
 from shardcourse.build.reading import reading
+from shardlab.common import show
 
 PAGES = build.pages(show.ROOT)
 CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"

@@ -26,7 +26,7 @@ from throwaway import HEADER, LESSON, Book
 
 from shardcourse import build
 from shardcourse.build import facts
-from shardlab.show.timed import BUSY, UNSEEN
+from shardlab.common.show.timed import BUSY, UNSEEN
 
 
 @pytest.fixture
@@ -124,9 +124,7 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
     text = book.recording.read_text()
     assert build.changed(build.load(book.recording), "small", book.root) == []
     book.recording.write_text(text.replace("the answer is", "another cell"))
-    assert build.changed(build.load(book.recording), "small", book.root) == [
-        "code cell 2 changed"
-    ]
+    assert build.changed(build.load(book.recording), "small", book.root) == ["code cell 2 changed"]
     for broken in (text[:-100], "", "{}", "[]"):
         book.recording.write_text(broken)
         assert build.load(book.recording) is None
@@ -244,9 +242,7 @@ def test_a_kernel_that_dies_at_its_start_and_a_full_disk_name_the_page(
         "code/sitecustomize.py",
         "import os; 'ipykernel_launcher' in os.sys.orig_argv[2:3] and os._exit(9)",
     )
-    with pytest.raises(
-        build.LessonError, match=r"lessons/small\.md could not be executed: .*died"
-    ):
+    with pytest.raises(build.LessonError, match=r"lessons/small\.md could not be executed: .*died"):
         build.execute("small", book.root)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", Mock(side_effect=full))

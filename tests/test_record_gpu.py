@@ -20,10 +20,10 @@ from rehearsal import lessons
 from throwaway import HEADER, Book
 
 from shardcourse import build
-from shardlab import show
 from shardcourse.build import carry
 from shardcourse.build import gpu as command
 from shardcourse.build.gpu import child, machine, steps
+from shardlab.common import show
 
 rehearsed = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a GPU is pretended on torch's build without CUDA"

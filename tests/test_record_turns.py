@@ -174,7 +174,9 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, 
             book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
         # Whoever runs the tests in the background may have had them ignore an interrupt.
         script = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        script += "import pathlib\nfrom shardlab import record\nfrom shardcourse.build import facts\n"
+        script += (
+            "import pathlib\nfrom shardlab import record\nfrom shardcourse.build import facts\n"
+        )
         script += "facts.cores = lambda: 2\n"
         script += "def nothing(*_): pass\n"
         script += f"root = pathlib.Path({str(book.root)!r})\n"

@@ -20,9 +20,10 @@ import pytest
 import torch
 from commands import printed_to, ran
 
-from shardtools import options
-from shardlab import ranks, show
+from shardlab import ranks
 from shardlab.__main__ import COMMANDS
+from shardlab.common import show
+from shardtools import options
 from shardtools.cluster.command import PARTS
 
 

@@ -11,7 +11,7 @@ import yaml
 from docutils.core import publish_doctree
 from myst_parser.parsers.docutils_ import Parser
 
-from shardlab import show
+from shardlab.common import show
 
 # The little of a browser that the script asks for; it prints results and summary.
 PAGE = """

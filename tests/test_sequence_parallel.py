@@ -11,10 +11,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab import count, gpu, ranks
+from shardlab import ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab.model import GPT, Config, loss
+from shardlab.common import gpu
+from shardlab.gpt.model import GPT, Config, loss
+from shardlab.measure import count
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}

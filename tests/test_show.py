@@ -10,15 +10,16 @@ import matplotlib.pyplot as plt
 import pytest
 from matplotlib.colors import to_hex
 
-from shardlab import count, show, text
-from shardlab.show import drawing
+from shardlab.common import show, text
+from shardlab.common.show import drawing
+from shardlab.measure import count
 
 
 def test_source_links_to_its_file_and_line(root):
     shown = show.source(text.batch)
-    lines = (root / "code/shardlab/text.py").read_text().splitlines()
+    lines = (root / "code/shardlab/common/text.py").read_text().splitlines()
     line = next(i for i, text_ in enumerate(lines, 1) if text_.startswith("def batch"))
-    assert f'href="../code/shardlab/text.py#L{line}"' in shown.html
+    assert f'href="../code/shardlab/common/text.py#L{line}"' in shown.html
     assert f"text.py, line {line}" in shown.html
     assert "def batch(" in shown.text and 'class="highlight"' in shown.html
 
@@ -53,7 +54,7 @@ def test_methods_stand_at_the_left_margin():
 def test_a_script_prints_one_line(capsys):
     show.source(text.batch)
     out = capsys.readouterr().out
-    assert out.startswith("source: code/shardlab/text.py:") and out.count("\n") == 1
+    assert out.startswith("source: code/shardlab/common/text.py:") and out.count("\n") == 1
 
 
 def test_source_of_something_without():

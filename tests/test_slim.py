@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from docutils import nodes
 
-from shardlab import show
+from shardlab.common import show
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shardlab import ranks, show, stale, text
+from shardlab import ranks
+from shardlab.common import show, stale, text
 
 PROGRAM = """
 import pathlib, sys, {first}
-from shardlab import ranks, show, stale
+from shardlab import ranks
+from shardlab.common import show, stale
 import shardlab.added
 path = pathlib.Path(shardlab.added.__file__)
 def rank():

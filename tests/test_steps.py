@@ -11,7 +11,8 @@ import pytest
 from forked import draw
 from throwaway import Book
 
-from shardlab import context_parallel, pipeline, show
+from shardlab import context_parallel, pipeline
+from shardlab.common import show
 
 FOLDER = show.ROOT / "figures/steps"
 TOPICS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "sheet")

@@ -7,9 +7,10 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardlab import memory, model, pipeline, ranks, sequence_parallel, tensor_parallel, zero
+from shardlab import memory, pipeline, ranks, sequence_parallel, tensor_parallel, zero
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt import model
 from shardtools import strategy
-from shardlab.shapes import PRESETS, Config
 from shardtools.strategy import MACHINES, RUNGS, Layout, Plan
 
 GPT3, A100 = PRESETS["gpt-3-175b"], MACHINES["a100"]

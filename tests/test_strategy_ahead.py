@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardlab import memory
-from shardtools.hub.ahead import with_modules
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, structure
-from shardlab.machines import MACHINES
-from shardlab.shapes import PRESETS
+from shardtools.hub.ahead import with_modules
 from shardtools.strategy import files, models
 from shardtools.strategy.core import seconds
 from shardtools.strategy.cost import flops

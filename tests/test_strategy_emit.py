@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from shardlab import deepspeed_engine as de
 from shardlab import ranks
-from shardtools.cluster import slurm
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS, Yarn
 from shardlab.deepspeed_engine import start
 from shardlab.deepspeed_engine.core import COURSE_PLAN
 from shardlab.deepspeed_engine.pipe import layers
+from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
-from shardlab.machines import MACHINES
-from shardlab.model import GPT, loss
-from shardlab.shapes import PRESETS, Yarn
+from shardtools.cluster import slurm
 from shardtools.strategy.emit import FILES, deepspeed, emit
 
 HERE = Path(__file__).parent

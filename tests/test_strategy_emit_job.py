@@ -11,10 +11,10 @@ import pytest
 from commands import ran
 from test_cluster_slurm import ended, losses, state, until
 
-from shardtools.cluster import slurm
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
-from shardlab.machines import MACHINES
-from shardlab.shapes import PRESETS
+from shardtools.cluster import slurm
 from shardtools.strategy.emit import Limits, job
 from shardtools.strategy.emit.job import FILE, SITE, in_seconds
 from shardtools.strategy.emit.target import Target

@@ -14,10 +14,10 @@ import pytest
 import torch
 from test_strategy_emit import NANO, ROUNDED, alone
 
+from shardlab.common.machines import MACHINES
+from shardlab.common.show import ROOT
 from shardlab.deepspeed_engine import start
 from shardlab.layout import Layout
-from shardlab.machines import MACHINES
-from shardlab.show import ROOT
 from shardtools.strategy.emit import Limits, job, loop
 from shardtools.strategy.emit.target import Target
 

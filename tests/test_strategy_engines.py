@@ -15,7 +15,7 @@ import pytest
 
 from shardlab import memory
 from shardlab.__main__ import main
-from shardlab.shapes import PRESETS
+from shardlab.common.shapes import PRESETS
 from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
 from shardtools.strategy.core import seconds
 from shardtools.strategy.cost import flops

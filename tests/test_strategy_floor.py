@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardlab import memory
-from shardtools import strategy
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import structure
-from shardlab.shapes import PRESETS
+from shardtools import strategy
 from shardtools.strategy import MACHINES, PROFILES, Layout, files, known
 from shardtools.strategy.rates import PUBLISHED
 

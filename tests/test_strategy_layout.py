@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
 from shardlab.memory import estimate, in_experts
-from shardlab.shapes import PRESETS
 from shardtools.strategy import Layout
 
 

@@ -9,10 +9,10 @@ import torch
 from commands import ran
 from timed import on_time
 
+from shardlab.common.machines import MACHINES, named
+from shardlab.common.shapes import PRESETS
+from shardlab.gpt.model import GPT, loss
 from shardtools import strategy
-from shardlab.machines import MACHINES, named
-from shardlab.model import GPT, loss
-from shardlab.shapes import PRESETS
 from shardtools.strategy import PROFILES, Layout
 from shardtools.strategy.rates import known, read
 

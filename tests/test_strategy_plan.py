@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed import on_time
 
-from shardlab.shapes import PRESETS
+from shardlab.common.shapes import PRESETS
 from shardtools.strategy import MACHINES, PROFILES, Layout, predict
 from shardtools.strategy.plan import layouts, plan
 from shardtools.strategy.predict import room

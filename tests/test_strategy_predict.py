@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from shardlab import memory
+from shardlab.common.shapes import PRESETS, Config
 from shardtools import strategy
-from shardlab.shapes import PRESETS, Config
 from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn
 from shardtools.strategy.core import layer
 from shardtools.strategy.footprint import activations, footprint, fullest

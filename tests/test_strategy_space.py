@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from commands import ran
 
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, stages, written
-from shardlab.shapes import PRESETS
 from shardtools.strategy import MACHINES, PROFILES, alone, plan, predict
 from shardtools.strategy.cost import flops
 from shardtools.strategy.plan import Plan, Planned

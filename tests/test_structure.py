@@ -12,12 +12,12 @@ from test_layout import GATED
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab import memory
-from shardtools import strategy
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt.model import GPT
 from shardlab.layout import Layout, structure
 from shardlab.layout.structure import Core, own_config
-from shardlab.machines import MACHINES
-from shardlab.model import GPT
-from shardlab.shapes import PRESETS, Config
+from shardtools import strategy
 
 MIXED = replace(GATED, layers=5, dense_layers=2)
 SHAPES = {

@@ -13,9 +13,10 @@ from devices import here, random_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, ranks
+from shardlab import ranks
 from shardlab import tensor_parallel as tp
-from shardlab.model import GPT, PRESETS, Config, FeedForward, loss
+from shardlab.gpt.model import GPT, PRESETS, Config, FeedForward, loss
+from shardlab.measure import count
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory, ranks, tensor_parallel
+from shardlab import memory, ranks, tensor_parallel
+from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Config
+from shardlab.measure import count
 from shardlab.sequence_parallel import ALONG_SEQUENCE, sum_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,8 +13,9 @@ from commands import benchmark
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardlab import link, ranks, tensor_parallel
-from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab import ranks, tensor_parallel
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.measure import link
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = replace(PRESETS["nano"], seq=16, heads=4, vocab=96)

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import context_parallel as cp_
 from shardlab import data_parallel as dp_
-from shardlab import ranks, show, zero
+from shardlab import ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp_
 from shardlab import tensor_types as tt
-from shardlab.model import GPT, Config, loss
+from shardlab.common import show
+from shardlab.gpt.model import GPT, Config, loss
 from shardlab.tensor_types.declared import parse
 
 GPT2 = Config(vocab=64, seq=16, layers=1, heads=4, hidden=32, tied=False)

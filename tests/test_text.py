@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from shardlab import text
+from shardlab.common import text
 
 
 def test_it_is_real_text_and_the_same_in_every_process():

@@ -15,7 +15,7 @@ import pytest
 from commands import without_jupyter
 
 from shardcourse import build
-from shardlab import show
+from shardlab.common import show
 
 PAGE = (show.ROOT / "book/setup.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -228,8 +228,8 @@ def test_deepspeed_in_one_run_after_another(tmp_path: Path) -> None:
 
         from shardlab import deepspeed_engine as de
         from shardlab.layout import Layout
-        from shardlab import text
-        from shardlab.model import GPT, PRESETS
+        from shardlab.common import text
+        from shardlab.gpt.model import GPT, PRESETS
 
         def work(way):
             torch.manual_seed(0)

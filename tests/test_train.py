@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shardlab import count, ranks, show, text
-from shardlab.model import GPT, PRESETS
+from shardlab import ranks
+from shardlab.common import show, text
+from shardlab.gpt.model import GPT, PRESETS
+from shardlab.measure import count
 from shardlab.train import core, ddp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Options, Refused, Training, checkpoints
 

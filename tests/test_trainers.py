@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardlab import ranks, text, zero
-from shardtools.cluster import slurm
-from shardlab.model import GPT, PRESETS, loss
+from shardlab import ranks, zero
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.trainers.scaler import LossScaler
+from shardtools.cluster import slurm
 
 EVENTS = {"good": 1.0, "inf": math.inf, "minus": -math.inf, "nan": math.nan}
 

@@ -13,14 +13,15 @@ from commands import ran
 from test_strategy_emit import MEGATRON, TORCHTITAN
 from test_strategy_emit_job import ENGINES, NEEDS
 
-from shardlab import layout, show
-from shardtools.cluster import slurm
+from shardlab import layout
+from shardlab.common import show
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
-from shardlab.machines import MACHINES
-from shardlab.shapes import PRESETS
+from shardlab.train.take_home import Options
+from shardtools.cluster import slurm
 from shardtools.strategy import PROFILES, advice, alone
 from shardtools.strategy.emit import emit
-from shardlab.train.take_home import Options
 
 PAGE = (show.ROOT / "book/your_job.md").read_text("utf-8")
 SHELL = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

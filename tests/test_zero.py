@@ -12,9 +12,11 @@ from test_data_parallel import gap, toy_batch, toy_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory, ranks, text, zero
+from shardlab import memory, ranks, zero
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.measure import count
 
 STAGES = (1, 2, 3)
 

@@ -13,7 +13,7 @@ import nbformat
 from forked import forked
 
 from shardcourse import build
-from shardlab import show
+from shardlab.common import show
 
 # What a build imports, half of its time, once for all builds.
 for _name in (

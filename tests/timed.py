@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardlab.show.timed import UNSEEN, unseen
+from shardlab.common.show.timed import UNSEEN, unseen
 
 
 class NotSeen(AssertionError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcourse.build.pace import outside, sections
-from shardlab.show.changes import changed
+from shardlab.common.show.changes import changed
 
 ROOT = Path(__file__).resolve().parents[1]
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table

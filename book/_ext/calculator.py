@@ -44,8 +44,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from shardlab import memory, pipeline
-from shardlab.machines import MACHINES
-from shardlab.shapes import PRESETS
+from shardlab.common.machines import MACHINES
+from shardlab.common.shapes import PRESETS
 
 CODE = Path(memory.__file__).parents[2]
 BROWSER = Path(__file__).parent / "browser"

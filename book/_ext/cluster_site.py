@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.errors import ConfigError
 
-from shardlab import show
+from shardlab.common import show
 from shardtools.cluster import site
 
 _SAVED = re.compile(r'href="data:text/plain;base64,([^"]+)" download="([^"]+\.sbatch)"')

@@ -1,6 +1,6 @@
 """Pages of the course's own source files, with line numbers, and the links that lead to them.
 
-`shardlab.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads to the
+`shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads to the
 file in a checkout. In the site such a link leads to a page made here, or to the repository when
 its address is known.
 """

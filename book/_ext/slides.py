@@ -23,8 +23,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 from shardcourse import exercises
-from shardlab import show
 from shardcourse.build import index, pace, paths
+from shardlab.common import show
 
 REVEAL = "_static/reveal"
 _FILES = ("dist/reset.css", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js", "LICENSE")

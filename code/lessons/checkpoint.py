@@ -59,7 +59,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import count, ranks, show, text
+from shardlab.measure import count
+from shardlab import ranks
+from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardlab.checkpoint import (
     MANIFEST,
@@ -82,7 +84,7 @@ from shardlab.checkpoint import (
 )
 from shardlab.layout import Layout
 from shardlab.mesh import Parallel, join, predicted_pieces
-from shardlab.model import GPT, PRESETS, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, loss, parameter_count
 
 show.style()
 with warnings.catch_warnings():

@@ -48,13 +48,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shardlab import elastic, ranks, show, text
+from shardlab import elastic, ranks
+from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardtools.cluster import captured, doctor
 from shardtools.cluster.doctor import checks, pairs
 from shardtools.cluster.slurm import sessions
 from shardtools.cluster.watch import flight, hang, report, sample, straggler, timeline
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process

@@ -37,10 +37,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import context_parallel as cp
-from shardlab import count, link, memory, ranks, show, text
+from shardlab.measure import count, link
+from shardlab import memory, ranks
+from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 show.style()
 

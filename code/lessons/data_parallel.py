@@ -49,8 +49,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardlab import count, link, ranks, show, text
-from shardlab.buckets import deal
+from shardlab.measure import count, link
+from shardlab import ranks
+from shardlab.common import show, text
+from shardlab.data_parallel.buckets import deal
 from shardcourse.exercises import check
 from shardlab.collectives import CostModel
 from shardlab.data_parallel import (
@@ -65,7 +67,7 @@ from shardlab.data_parallel import (
     overlap,
     step_seconds,
 )
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 show.style()
 
@@ -183,7 +185,7 @@ assert apart == [0.0] * 4
 #
 # Two cases are missing in these lines: parameters that are frozen, and those that have no gradient on some rank.
 # An all-reduce waits for every rank: if a rank without a gradient skipped one, the others would wait for it.
-# The package's [average_gradients](../code/shardlab/buckets.py) handles both cases, and one of the exercises goes a step further.
+# The package's [average_gradients](../code/shardlab/data_parallel/buckets.py) handles both cases, and one of the exercises goes a step further.
 #
 # ````{admonition} Checked: "copies synchronise their weights"
 # :class: checked
@@ -254,7 +256,7 @@ show.source(Bucket.place, Bucket.launch)
 # Backward goes through the layers from the last to the first.
 # The last layer's gradients are ready early, and in step 2 they wait until the first layer's are ready as well.
 # In step 3 a hook on each parameter puts its gradient into its bucket, and a full bucket is sent at once.
-# `_arrived` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finish` when backward is over, through a small class, [Backward](../code/shardlab/buckets.py).
+# `_arrived` is this hook, and its loop sends the buckets that are full. At the first gradient the hook also asks autograd to call `_finish` when backward is over, through a small class, [Backward](../code/shardlab/data_parallel/buckets.py).
 
 # %%
 show.source(DataParallel._arrived, DataParallel._finish)
@@ -645,7 +647,7 @@ show.table(
 # On a slow link they wait for the wire.
 #
 # The table has both, measured in one run in which steps with and without overlap alternate.
-# The link is emulated: the all-reduces are real, and each is reported as complete only when a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/link/__init__.py)).
+# The link is emulated: the all-reduces are real, and each is reported as complete only when a wire of 50 µs and 1 Gbit/s would be done ([link](../code/shardlab/measure/link/__init__.py)).
 
 # %% tags=["hide-input", "measured"]
 # Table: a step with and without overlap, on loopback and a slow link

@@ -43,13 +43,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab import count, memory, ranks, show, text
+from shardlab.measure import count
+from shardlab import memory, ranks
+from shardlab.common import show, text
 from shardlab import deepspeed_engine as de
 from shardcourse.exercises import check
 from shardlab.data_parallel import drift
 from shardlab.deepspeed_engine import breakdown, lab
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 show.style()
 SHAPE, STEPS = PRESETS["nano"], 5

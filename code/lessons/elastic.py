@@ -41,7 +41,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardlab import elastic, ranks, show
+from shardlab import elastic, ranks
+from shardlab.common import show
 from shardcourse.exercises import check
 from shardtools.cluster.slurm import sessions
 from shardlab.elastic import born, core, host

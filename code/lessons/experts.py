@@ -39,13 +39,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardlab import buckets, collectives, count, experts, ranks, router, show, text
+from shardlab.data_parallel import buckets
+from shardlab import collectives, experts, ranks
+from shardlab.measure import count
+from shardlab.gpt import router
+from shardlab.common import show, text
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
 from shardcourse.exercises import check
-from shardlab.machines import MACHINES
-from shardlab.model import GPT, Config, Experts, FeedForward, loss, parameter_count
-from shardlab.shapes import PRESETS
+from shardlab.common.machines import MACHINES
+from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, parameter_count
+from shardlab.common.shapes import PRESETS
 
 show.style()
 SMALL = Config(
@@ -207,7 +211,7 @@ show.source(experts.exchange, experts.core._Exchange)
 show.source(experts.Route, experts.route)
 
 # %% [markdown]
-# `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.model.Experts`, which is the loop above.
+# `ExpertParallel` takes the router and this rank's experts from the plain layer, `shardlab.gpt.model.Experts`, which is the loop above.
 # An expert computes its rows in the order of ranks, and those of a rank in the order of tokens. That is their order in the whole batch of one process, so sums over tokens in its gradients are added in the same order.
 
 # %%

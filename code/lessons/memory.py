@@ -49,13 +49,15 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import count, memory, show, text
+from shardlab.measure import count
+from shardlab import memory
+from shardlab.common import show, text
 from shardtools import hub
 from shardcourse.exercises import check
 from shardlab.layout import Layout
 from shardtools.commands.memory import add_command
-from shardlab.model import GPT, PRESETS, Config, loss
-from shardlab.show import measured as pictures
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.common.show import measured as pictures
 
 show.style()
 
@@ -442,7 +444,7 @@ show.source(
 # %% [markdown]
 # ## A whole step, predicted and measured
 #
-# Now a whole step. On the CPU, [`count.held`](../code/shardlab/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
+# Now a whole step. On the CPU, [`count.held`](../code/shardlab/measure/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
 # The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
 
 # %%

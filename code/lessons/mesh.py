@@ -67,17 +67,19 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import gelu
 
-from shardlab import count, mesh, ranks, show, zero
+from shardlab.measure import count
+from shardlab import mesh, ranks, zero
+from shardlab.common import show
 from shardlab import tensor_parallel as tp
-from shardlab.buckets import add_up
+from shardlab.data_parallel.buckets import add_up
 from shardcourse.exercises import check
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout, orders
 from shardlab.mesh import Parallel, PlacedDropout, picture
 from shardtools.commands.mesh import add_command
 from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
-from shardlab.model import GPT, loss
-from shardlab.shapes import PRESETS, Config
+from shardlab.gpt.model import GPT, loss
+from shardlab.common.shapes import PRESETS, Config
 
 show.style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32)
@@ -358,7 +360,7 @@ show.table(rows, head)
 #
 # ![What counts for the gradient norm, on two stages with two tensor ranks each. Parts of matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor ranks, and count on the first. The tied embedding is on both stages, and counts on the first.](../figures/mesh_norm.svg)
 #
-# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_joint_norm`](../code/shardlab/buckets.py).
+# Which rank counts what is decided here. The sum and the scaling are those of the other lessons, [`clip_by_joint_norm`](../code/shardlab/data_parallel/buckets.py).
 
 # %% tags=["hide-input"]
 # Shows who counts what

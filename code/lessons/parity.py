@@ -49,10 +49,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardlab import data_parallel, deepspeed_engine, experts, ranks
 from shardtools import parity
-from shardlab import sequence_parallel, show, tensor_parallel, text, zero
+from shardlab import sequence_parallel, tensor_parallel, zero
+from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardcourse.exercises.parity import batches, four_reports, start
-from shardlab.model import GPT, Config, loss
+from shardlab.gpt.model import GPT, Config, loss
 from shardtools.parity import across, core, noise, recording, rounding
 from shardtools.parity.programs import judged, matched, recorded
 from shardtools.parity.record import Record

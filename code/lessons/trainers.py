@@ -38,9 +38,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardlab import deepspeed_engine as de
-from shardlab import ranks, show, text
+from shardlab import ranks
+from shardlab.common import show, text
 from shardcourse.exercises import check
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.trainers.scaler import LossScaler
 
 with warnings.catch_warnings():  # in a notebook, of missing widgets

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
-from . import gpu, ranks
-from .arguments import (
+from . import ranks
+from .common import gpu
+from .common.arguments import (
     check_all,
     check_count,
     check_kind,

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import MOST, check_whole, told
+from shardlab.common.arguments import MOST, check_whole, told
 
 LARGEST = 64 * 10**6  # bytes of a file that is read whole
 _LIKENESS = {

@@ -37,11 +37,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardtools import options
 from shardlab import ranks
-from shardlab.model import GPT
-
+from shardlab.gpt.model import GPT
 from shardlab.train import one_gpu
+from shardtools import options
 
 # 47 windows: two steps of 16 an epoch; a sampler that fills up makes three of them.
 SMALL = {"steps": 6, "every": 3, "limit": 64 * 47 + 1, "sample": 2}

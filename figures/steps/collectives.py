@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sheet import INK, Place, cells, keep
 
-from shardlab.show.drawing import Cell, arrow, canvas, names, title, words
+from shardlab.common.show.drawing import Cell, arrow, canvas, names, title, words
 
 RANKS = 4
 SIZE, GAP = 0.36, 0.3  # of a piece, and between ranks, where messages show

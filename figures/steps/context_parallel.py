@@ -8,8 +8,8 @@ from matplotlib.path import Path as Outline
 from sheet import EMPTY, INK, Place, boxes, keep
 
 from shardlab import context_parallel as cp
-from shardlab import show
-from shardlab.show.drawing import arrow, canvas, on, title, words
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, canvas, on, title, words
 
 RANKS, PIECES = 4, 8
 MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]

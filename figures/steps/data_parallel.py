@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sheet import INK, Place, boxes, cells, keep
 
-from shardlab.show.drawing import Cell, canvas, names, title, words
+from shardlab.common.show.drawing import Cell, canvas, names, title, words
 
 RANKS = (0, 1, 2, 3)
 BUCKETS = ("embedding", "block 1", "block 2", "head")  # in the model's order

@@ -11,9 +11,9 @@ from matplotlib.path import Path as Outline
 from sheet import INK, boxes, keep
 
 from shardlab import pipeline
+from shardlab.common.show.drawing import canvas, on, title, words
 from shardlab.pipeline.picture import IDLE, KIND_COLORS, box
 from shardlab.pipeline.simulate import Span, Timeline
-from shardlab.show.drawing import canvas, on, title, words
 
 STAGES, MICROBATCHES = 4, 6
 LEFT, TOP, HELD = 0.66, 0.48, 2.18  # of the rows: their left; tops of both tables

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
-from shardlab import show
-from shardlab.show.drawing import Cell
+from shardlab.common import show
+from shardlab.common.show.drawing import Cell
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -37,7 +37,7 @@ def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
 
 
 def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
-    """Pieces as `shardlab.show.drawing.cell` draws them: one stripe for each rank in a piece."""
+    """Pieces as `shardlab.common.show.drawing.cell` draws them: one stripe for each rank in a piece."""
     listed = list(held)
     fills: dict[str, list[Place]] = {}
     for (x, y, wide, high), ranks in listed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sheet import Place, cells, keep
 
-from shardlab.show.drawing import Cell, canvas, title, words
+from shardlab.common.show.drawing import Cell, canvas, title, words
 
 RANKS = (0, 1)
 # Tensors from left to right: width, and along which way they are cut: columns, rows, not at all.

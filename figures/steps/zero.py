@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sheet import Place, cells, keep
 
-from shardlab.show.drawing import Cell, canvas, names, title, words
+from shardlab.common.show.drawing import Cell, canvas, names, title, words
 
 RANKS, BLOCKS = 4, (1, 2, 3)
 ALL = tuple(range(RANKS))

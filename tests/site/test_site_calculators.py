@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import expect
 from test_site_pages import AXE, RULES
 
-from shardlab import show
+from shardlab.common import show
+from shardlab.common.shapes import PRESETS
 from shardlab.pipeline import NAMES
-from shardlab.shapes import PRESETS
 
 KINDS = {"memory": "memory", "schedule": "pipeline", "strategy": "strategy"}  # where they stand
 SLOW = 60_000  # ms: until Python is there, where tests share two cores

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from playwright.sync_api import Page
 
-from shardlab import show
+from shardlab.common import show
 
 # The root is the landing page again; of the pages of source files, a short and a long one.
-OTHERS = ["index", "search", "genindex", "code/shardlab/shapes", "tests/test_book"]
+OTHERS = ["index", "search", "genindex", "code/shardlab/common/shapes", "tests/test_book"]
 AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 # Nearly all of axe's time goes into contrast, word by word: of words that stand in the same

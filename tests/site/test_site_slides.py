@@ -15,7 +15,7 @@ from test_site_pages import violations
 from visiting import Visit
 
 from shardcourse import build
-from shardlab import show
+from shardlab.common import show
 
 sys.path.append(str(show.ROOT / "book/_ext"))
 import deck

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from shardlab import show
 from shardcourse.build import index
+from shardlab.common import show
 
 COURSE = index.read(show.ROOT)
 

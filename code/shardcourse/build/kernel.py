@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlab import folder_lock
-from shardlab.show.timed import BUSY, UNSEEN, slowdown
+from shardlab.common import folder_lock
+from shardlab.common.show.timed import BUSY, UNSEEN, slowdown
 
 from . import facts
 from .key import Key, Reader, cell_hash, code_cells, notebook, reach, source

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab import show
+from shardlab.common import show
 
 _EXERCISES: dict[str, Callable[[Any], str | None]] = {}
 _MISTAKES: dict[str, list[str]] = {}

@@ -9,8 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardcourse.exercises.forms import (
+    REAL,
+    Part,
+    Seen,
+    Trial,
+    calls_at_most,
+    cases,
+    close,
+    nobody_waits,
+    number,
+    on_ranks,
+)
 from shardlab import ranks
-from shardcourse.exercises.forms import REAL, Part, Seen, Trial, calls_at_most, cases, close, nobody_waits, number, on_ranks
 from shardlab.collectives import CostModel
 
 # Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends all but its own

@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcourse.exercises import Wrong
-from shardcourse.exercises.forms import Kind, Part, Seen, Trial, calls_at_most, cases, nobody_waits, on_ranks
+from shardcourse.exercises.forms import (
+    Kind,
+    Part,
+    Seen,
+    Trial,
+    calls_at_most,
+    cases,
+    nobody_waits,
+    on_ranks,
+)
 
 
 def _zigzag(seq: int, rank: int, size: int) -> list[int]:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab import count
 from shardcourse.exercises import Wrong
 from shardcourse.exercises.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
 from shardlab.data_parallel import DataParallel
+from shardlab.measure import count
 
 _SIZE = 4 * 124e6  # bytes of gradients
 number("ddp_bytes", 2 * 7 / 8 * _SIZE, "bytes", rel=0.005,

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import deepspeed_engine, memory, text
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import Number, cases, number, run_answer
+from shardlab import deepspeed_engine, memory
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, loss
 
 number("deepspeed_accumulation", 16, "micro-batches",
        says="Right: 512 = 4 × 16 × 8, since 64 GPUs hold 64 / (4 × 2) = 8 copies.", wrong={

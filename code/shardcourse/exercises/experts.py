@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import experts, ranks
 from shardcourse.exercises import Wrong
 from shardcourse.exercises.forms import WHOLE, Kind, Part, Trial, cases, number, on_ranks
-from shardlab.router import drop
-from shardlab.shapes import PRESETS, Config
+from shardlab import experts, ranks
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt.router import drop
 
 number("experts_tokens", 300 * 256 / 8, "tokens",
        says="Right: of eight rows for each token, an expert gets one in 256.", wrong={

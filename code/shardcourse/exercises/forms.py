@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import count, ranks
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.messages import Messages, Posted, stuck
+from shardlab import ranks
+from shardlab.measure import count
 
 PATIENCE = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
 _WAITS = (

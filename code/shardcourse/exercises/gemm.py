@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardcourse.exercises.forms import (
+    Kind,
+    Part,
+    Seen,
+    Trial,
+    calls_at_most,
+    cases,
+    nobody_waits,
+    number,
+    on_ranks,
+)
 from shardlab import gemm
-from shardcourse.exercises.forms import Kind, Part, Seen, Trial, calls_at_most, cases, nobody_waits, number, on_ranks
 
 # Values below 10 and sums of at most ten products in float64: rounding stays below 1e-13.
 _TOLERANCE = 1e-11

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 from shardcourse.exercises import Wrong
-from shardlab.machines import Machine
-from shardlab.shapes import Config
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 
 
 def laid_out(

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from shardlab import count, memory, text
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import REAL, WHOLE, Kind, called, cases, number
+from shardlab import memory
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, PRESETS, Config, loss
+from shardlab.measure import count
 
 _FLOAT32 = "18 bytes each: that is right for gradients in float32, and here they are in bfloat16."
 number("state_gigabytes", 24, "GB", rel=0.001,

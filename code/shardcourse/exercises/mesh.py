@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import mesh
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import Kind, cases, run_answer, same
+from shardlab import mesh
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardtools.commands.mesh import add_command, job_of
 from shardlab.mesh.job import Job, batch_of, model_of
-from shardlab.shapes import Config
+from shardtools.commands.mesh import add_command, job_of
 
 
 def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import ranks
-from shardtools import strategy
 from shardcourse.exercises import exercise
 from shardcourse.exercises.forms import Kind, Part, Trial, cases, number, on_ranks
 from shardcourse.exercises.layouts import laid_out
-from shardlab.shapes import PRESETS
+from shardlab import ranks
+from shardlab.common.shapes import PRESETS
+from shardtools import strategy
 from shardtools.strategy import MACHINES
 
 _ON_GRID = 2e-4  # float32, values up to about 100, sums made in another order

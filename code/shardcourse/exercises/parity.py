@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardtools import parity
-from shardlab import ranks
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import blanks, called, number
+from shardlab import ranks
+from shardtools import parity
 from shardtools.parity import places
 
 _TIMEOUT = 60.0  # seconds, for what takes tenths of one

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab import pipeline, ranks
 from shardcourse.exercises import Wrong
 from shardcourse.exercises.forms import WHOLE, Kind, Part, Seen, Trial, cases, number, on_ranks
+from shardlab import pipeline, ranks
 
 _P, _M = 8, 32
 _IDLE = (_P - 1) / (_M + _P - 1)

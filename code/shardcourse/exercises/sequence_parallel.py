@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardcourse.exercises.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
-from shardlab.model import GPT
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
+from shardlab.gpt.model import GPT
 
 _SBH, _T = 2048 * 12_288, 8
 number("sequence_bytes", _SBH * 34 / _T, "bytes", rel=0.001,

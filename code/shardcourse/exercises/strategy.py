@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from shardtools import strategy
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import called, number
 from shardcourse.exercises.layouts import laid_out
-from shardlab.shapes import PRESETS
+from shardlab.common.shapes import PRESETS
+from shardtools import strategy
 
 _NEAR = 0.05  # of the two constants: measurements scatter by 1 %
 

@@ -14,11 +14,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab import memory, ranks
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import WHOLE, Kind, Part, Seen, Trial, called, calls_at_most, cases, number, on_ranks
+from shardcourse.exercises.forms import (
+    WHOLE,
+    Kind,
+    Part,
+    Seen,
+    Trial,
+    called,
+    calls_at_most,
+    cases,
+    number,
+    on_ranks,
+)
+from shardlab import memory, ranks
+from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Layout
-from shardlab.shapes import PRESETS, Config
 
 _TOLERANCE = 1e-5  # float32, values up to about 10, sums made in another order
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab import ranks
-from shardlab import tensor_types as tt
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import Kind, blanks, cases, run_answer
+from shardlab import ranks
+from shardlab import tensor_types as tt
 from shardlab.tensor_types.adjoint import disproof
 
 _TIMEOUT = 20.0  # seconds, for what takes milliseconds: who waits that long waits for ever

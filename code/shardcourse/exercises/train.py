@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab import ranks
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import Number, Part, Trial, blanks, called, number, on_ranks
+from shardlab import ranks
 from shardlab.train import one_gpu, sampler
 from shardtools import steps
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import memory
 from shardcourse.exercises.forms import WHOLE, Part, Trial, cases, number, on_ranks, pair
+from shardlab import memory
 from shardlab.layout import Layout
 
 _PARAMS, _RANKS = 13e9, 32

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardlab import gpu
+from shardlab.common import gpu
 from shardlab.ranks.agree import check_whole
 
 from .folder import CheckpointError, open_plain

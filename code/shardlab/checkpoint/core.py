@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardlab import folder_lock
+from shardlab.common import folder_lock
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks.agree import check_whole
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 
-from shardlab.arguments import check_count, check_number, check_whole
+from shardlab.common.arguments import check_count, check_number, check_whole
 
 
 def best_interval(save: float, mtbf: float) -> float:

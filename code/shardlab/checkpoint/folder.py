@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from shardlab.arguments import check_kind
+from shardlab.common.arguments import check_kind
 from shardlab.ranks.agree import check_whole
 
 FORMAT, VERSION = "shardlab checkpoint", 2

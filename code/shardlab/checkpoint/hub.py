@@ -22,9 +22,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shardlab.arguments import check_kind, check_one_of, check_whole, given
+from shardlab.common.arguments import check_kind, check_one_of, check_whole, given
+from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, Piece, common, moved, shape, within
-from shardlab.shapes import Config
 from shardlab.zero.wrapper import Sharded
 
 from . import names, safe

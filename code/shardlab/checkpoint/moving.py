@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.arguments import check_kind, check_whole, given, told
+from shardlab.common.arguments import check_kind, check_whole, given, told
 from shardlab.layout.boxes import Box, Piece, common, elements, within
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered

@@ -22,11 +22,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.arguments import check_kind, check_one_of
+from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, whole
 from shardlab.layout.entries import Entry, ledger
 from shardtools.options import read_json
-from shardlab.shapes import Config
 
 from . import ropes
 

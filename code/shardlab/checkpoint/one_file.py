@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardlab.arguments import check_kind
+from shardlab.common.arguments import check_kind
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from math import log
 from typing import Any
 
-from shardlab.arguments import SIZES, check_number, check_whole
-from shardlab.shapes import Yarn
+from shardlab.common.arguments import SIZES, check_number, check_whole
+from shardlab.common.shapes import Yarn
 
 TYPES = "default", "yarn"
 

@@ -40,10 +40,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab import buckets
-from shardlab.arguments import check_kind, check_one_of, check_whole
-from shardlab.count import clock
-from shardlab.model import GPT, Attention
+from shardlab.common.arguments import check_kind, check_one_of, check_whole
+from shardlab.data_parallel import buckets
+from shardlab.gpt.model import GPT, Attention
+from shardlab.measure.count import clock
 from shardlab.ranks import check_group, check_same, check_trained, exchange
 
 from .kernel import block_attention, block_gradients
@@ -270,7 +270,7 @@ def distribute(
             raise ValueError(f"{name}={value}: allowed is None with a context cut")
     parts = [part for part in model.modules() if isinstance(part, Attention)]
     if not parts:
-        raise ValueError(f"model={type(model).__name__}: allowed is a shardlab.model.GPT")
+        raise ValueError(f"model={type(model).__name__}: allowed is a shardlab.gpt.model.GPT")
     for part in parts:
         if "forward" in vars(part):
             raise ValueError("model: is distributed already; allowed is a plain one")

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout
 from shardlab.memory import PRECISIONS, estimate, in_flight
-from shardlab.shapes import Config
 
 from .predict import attention_memory
 

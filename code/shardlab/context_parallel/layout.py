@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
 from shardlab.ranks.agree import check_group, check_same_once
 from shardlab.ranks.renamed import all_gather_single
 

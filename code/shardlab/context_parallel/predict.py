@@ -8,7 +8,7 @@ size of a head, e bytes an element.
 
 from __future__ import annotations
 
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
 
 from .core import blocks
 from .layout import check_seq, key_repeats

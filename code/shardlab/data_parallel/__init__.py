@@ -4,7 +4,7 @@
 - `overlap`: when a rank computed and when its wire was busy, traced and drawn.
 """
 
-from shardlab.buckets import MIB
+from shardlab.data_parallel.buckets import MIB
 
 from .core import (
     Bucket,

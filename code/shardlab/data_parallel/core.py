@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import buckets, ranks
-from shardlab.arguments import (
+from shardlab import ranks
+from shardlab.common.arguments import (
     check_all,
     check_callable,
     check_flag,
@@ -33,7 +33,8 @@ from shardlab.arguments import (
     check_number,
     check_numbers,
 )
-from shardlab.buckets import MIB, Backward, copy_from_rank_0
+from shardlab.data_parallel import buckets
+from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
 
 
 def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:

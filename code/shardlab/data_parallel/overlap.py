@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import link, show, text
-from shardlab.buckets import MIB
-from shardlab.model import GPT, PRESETS, loss
+from shardlab.common import show, text
+from shardlab.data_parallel.buckets import MIB
+from shardlab.gpt.model import GPT, PRESETS, loss
+from shardlab.measure import link
 
 from .core import Bucket, DataParallel, assign_buckets, average_in_buckets
 

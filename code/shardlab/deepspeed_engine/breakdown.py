@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardlab import show
+from shardlab.common import show
 from shardlab.ranks.agree import check_whole
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab import model as plain
 from shardlab import ranks
-from shardlab.arguments import check_kind
+from shardlab.common.arguments import check_kind
+from shardlab.gpt import model as plain
 from shardlab.layout import ALONE, Layout
 
 from . import schema

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.arguments import check_one_of
-from shardlab.count import clock, held
+from shardlab.common.arguments import check_one_of
 from shardlab.layout import Layout
+from shardlab.measure.count import clock, held
 from shardtools.options import Parser, any_encoding
 
 from .breakdown import (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.model import GPT, loss
+from shardlab.gpt.model import GPT, loss
 
 from .start import prepare, quiet
 

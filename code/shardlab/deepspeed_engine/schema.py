@@ -18,7 +18,7 @@ from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
 from shardlab import ranks
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
 from shardlab.layout import Layout
 
 from .start import prepare, quiet

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import PROCESSES, RANKS, check_number, check_whole
+from shardlab.common.arguments import PROCESSES, RANKS, check_number, check_whole
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab import buckets
-from shardlab.arguments import check_all, check_kind
-from shardlab.model import GPT, Experts
+from shardlab.common.arguments import check_all, check_kind
+from shardlab.data_parallel import buckets
+from shardlab.gpt.model import GPT, Experts
+from shardlab.gpt.router import Router
 from shardlab.ranks import check_group, check_number, check_same
-from shardlab.router import Router
 
 Group = dist.ProcessGroup
 
@@ -161,7 +161,9 @@ def parallelize(model: GPT, group: Group) -> GPT:
     _, ranks = check_group(group)
     if not isinstance(model, GPT) or not model.config.experts:
         given = type(model).__name__
-        raise ValueError(f"model={given}: allowed is a GPT of shardlab.model with config.experts")
+        raise ValueError(
+            f"model={given}: allowed is a GPT of shardlab.gpt.model with config.experts"
+        )
     if hasattr(model, "expert_group"):
         raise ValueError("model: its experts are dealt out already; allowed is one that has all")
     check_experts(model.config.experts, ranks)

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardlab import memory
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardlab.shapes import Config
 
 from .core import check_experts
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardlab.buckets import clip_by_joint_norm
-from shardlab.model import GPT
+from shardlab.data_parallel.buckets import clip_by_joint_norm
+from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
 from shardlab.ranks.gather import named

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardlab.arguments import check_kind as check_kinds
-from shardlab.arguments import check_whole, told
+from shardlab.common.arguments import check_kind as check_kinds
+from shardlab.common.arguments import check_whole, told
 
 
 def check_way(way: str, allowed: Sequence[str]) -> None:

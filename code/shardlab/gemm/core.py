@@ -26,10 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
-from shardlab.arguments import (
-    check_flag,
-    check_whole,
-)
+from shardlab.common.arguments import check_flag, check_whole
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import time_limit
 from shardlab.ranks.gather import reduce_scatter

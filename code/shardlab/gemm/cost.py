@@ -16,11 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from shardlab.arguments import (
-    check_number,
-    told,
-)
-from shardlab.link import ring_seconds
+from shardlab.common.arguments import check_number, told
+from shardlab.measure.link import ring_seconds
 
 from .checks import check_way
 from .core import CUTS, panels, shard_sizes, shard_slice

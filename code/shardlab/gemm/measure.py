@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup as Group
 
-from shardlab import gpu, ranks
-from shardlab.arguments import check_one_of
+from shardlab import ranks
+from shardlab.common import gpu
+from shardlab.common.arguments import check_one_of
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 

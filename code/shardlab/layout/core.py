@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from shardlab.arguments import (
+from shardlab.common.arguments import (
     check_callable,
     check_count,
     check_flag,
@@ -27,7 +27,7 @@ from shardlab.arguments import (
     listed,
     told,
 )
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 from .stages import Stage, check_rule, check_schedule, route, stages
 from .structure import Structure

@@ -18,8 +18,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardlab.arguments import check_kind
-from shardlab.shapes import Config
+from shardlab.common.arguments import check_kind
+from shardlab.common.shapes import Config
 
 from .boxes import Box, share, whole
 

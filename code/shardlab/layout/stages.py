@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardlab.arguments import check_count, check_one_of, is_whole, told
-from shardlab.shapes import Config
+from shardlab.common.arguments import check_count, check_one_of, is_whole, told
+from shardlab.common.shapes import Config
 
 from .structure import Structure, structure
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from shardlab.arguments import check_count, told
-from shardlab.shapes import Config
+from shardlab.common.arguments import check_count, told
+from shardlab.common.shapes import Config
 
 from .entries import COPIED, Entry, of_kind, outside
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardlab.arguments import check_kind, told
+from shardlab.common.arguments import check_kind, told
 
 from .core import AXES, OFFLOADS, Layout
 from .stages import SCHEDULES, STAGE_RULES

@@ -9,7 +9,7 @@
 - the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
 - `format_bytes` (units): GB is 10^9 bytes, GiB is 2^30.
 
-Everything is in bytes, on one rank. `shardlab.count` measures the same.
+Everything is in bytes, on one rank. `shardlab.measure.count` measures the same.
 """
 
 from .activations import Activations, activations

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_one_of, check_whole
+from shardlab.common.arguments import check_one_of, check_whole
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, computed_again, structure
-from shardlab.shapes import Config
 
 from .core import (
     PRECISIONS,

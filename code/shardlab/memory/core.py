@@ -47,9 +47,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardlab.arguments import check_kind, check_one_of
+from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout
-from shardlab.shapes import Config
 
 from .units import ceil_div, whole
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardlab.arguments import check_kind, check_whole, given
+from shardlab.common.arguments import check_kind, check_whole, given
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
 from shardlab.layout.entries import Entry, held
 from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
-from shardlab.shapes import Config
 
 from .units import ceil_div
 

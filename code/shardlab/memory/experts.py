@@ -14,7 +14,7 @@ many as those that come.
 
 from __future__ import annotations
 
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 from .core import Sizes, wide_tensors
 

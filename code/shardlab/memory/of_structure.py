@@ -10,10 +10,10 @@ the course's own model, whose every moment is known.
 
 from __future__ import annotations
 
-from shardlab.arguments import check_kind, check_one_of, check_whole
+from shardlab.common.arguments import check_kind, check_one_of, check_whole
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
 from shardlab.layout.structure import Kind, check_expert_degree
-from shardlab.shapes import Config
 
 from .activations import tokens_of
 from .core import check_recipe, states_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from fractions import Fraction
 
-from shardlab.arguments import check_count, check_flag, check_kind, check_one_of, check_whole
+from shardlab.common.arguments import check_count, check_flag, check_kind, check_one_of, check_whole
 from shardlab.layout import ALONE, Layout
 
 from .core import OPTIMIZERS, check_recipe, states

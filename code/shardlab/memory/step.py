@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.arguments import check_count, check_whole
+from shardlab.common.arguments import check_count, check_whole
+from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Stage, Structure, structure
 from shardlab.layout.entries import Entry, of_layer, outside
 from shardlab.layout.structure import check_expert_degree
-from shardlab.shapes import Config
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.arguments import MOST, check_number, check_one_of, check_whole
+from shardlab.common.arguments import MOST, check_number, check_one_of, check_whole
 
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
 # 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".

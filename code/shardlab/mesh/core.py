@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
-from shardlab.arguments import check_kind, check_whole
-from shardlab.buckets import add_up, clip_by_joint_norm
+from shardlab.common.arguments import check_kind, check_whole
+from shardlab.data_parallel.buckets import add_up, clip_by_joint_norm
+from shardlab.gpt.model import GPT, IGNORED
 from shardlab.layout import Layout
-from shardlab.model import GPT, IGNORED
 from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_same, device
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab import gpu
-from shardlab.arguments import check_kind, check_whole
-from shardlab.buckets import in_backward
+from shardlab.common import gpu
+from shardlab.common.arguments import check_kind, check_whole
+from shardlab.data_parallel.buckets import in_backward
 
 
 class PlacedDropout:

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import count, memory, ranks, text
-from shardlab.arguments import check_kind, check_whole
-from shardlab.count import clock
+from shardlab import memory, ranks
+from shardlab.common import text
+from shardlab.common.arguments import check_kind, check_whole
+from shardlab.common.shapes import Config
+from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
-from shardlab.model import GPT, loss
-from shardlab.shapes import Config
+from shardlab.measure import count
+from shardlab.measure.count import clock
 
 from .core import Parallel, join
 from .predict import check_cuts, predicted_sent, predicted_states

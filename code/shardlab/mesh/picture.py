@@ -5,10 +5,10 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from shardlab import show
-from shardlab.arguments import check_whole
+from shardlab.common import show
+from shardlab.common.arguments import check_whole
+from shardlab.common.show.drawing import canvas, on, title, words
 from shardlab.layout import Layout
-from shardlab.show.drawing import canvas, on, title, words
 
 from .groups import panels, said
 

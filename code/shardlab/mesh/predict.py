@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlab import tensor_parallel
-from shardlab.arguments import check_kind, check_whole, given
-from shardlab.buckets import MIB, deal
+from shardlab.common.arguments import check_kind, check_whole, given
+from shardlab.common.shapes import Config
+from shardlab.data_parallel.buckets import MIB, deal
 from shardlab.layout import Layout, Stage, entries
 from shardlab.layout.boxes import Box, stretch, whole
-from shardlab.shapes import Config
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # those with whole backwards
 ITEM = 4  # bytes

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab import count
-from shardlab.arguments import check_callable, check_kind
+from shardlab.common.arguments import check_callable, check_kind
 from shardlab.layout.boxes import Piece, whole
 from shardlab.layout.entries import ledger
+from shardlab.measure import count
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import joined, named
 from shardlab.tensor_parallel import shard_slice

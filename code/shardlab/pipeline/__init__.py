@@ -14,6 +14,7 @@ The rest stands around these two:
 """
 
 from shardtools.commands.schedule import text
+
 from .schedules import (
     NAMES,
     Action,

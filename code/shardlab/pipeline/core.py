@@ -22,10 +22,11 @@ import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardlab import gpu, ranks
-from shardlab.arguments import check_callable, check_flag, check_kind, given
-from shardlab.buckets import average_gradients, copy_from_rank_0
-from shardlab.model import IGNORED
+from shardlab import ranks
+from shardlab.common import gpu
+from shardlab.common.arguments import check_callable, check_flag, check_kind, given
+from shardlab.data_parallel.buckets import average_gradients, copy_from_rank_0
+from shardlab.gpt.model import IGNORED
 from shardlab.ranks import agree, p2p
 from shardlab.ranks.gather import gathered
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.arguments import check_kind
+from shardlab.common.arguments import check_kind
 
 Task = Callable[[], None]
 

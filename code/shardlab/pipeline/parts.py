@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.arguments import check_callable, check_flag, check_kind, is_whole, told
-from shardlab.model import GPT
+from shardlab.common.arguments import check_callable, check_flag, check_kind, is_whole, told
+from shardlab.gpt.model import GPT
 from shardlab.ranks import Single, agree, check_group
 from shardlab.ranks.gather import gathered, named
 

@@ -19,9 +19,9 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from shardlab.arguments import check_all, check_flag, check_number
-from shardlab.show import INK, RANK_COLORS
-from shardlab.show.drawing import canvas, on, title
+from shardlab.common.arguments import check_all, check_flag, check_number
+from shardlab.common.show import INK, RANK_COLORS
+from shardlab.common.show.drawing import canvas, on, title
 
 from .simulate import Span, Timeline
 

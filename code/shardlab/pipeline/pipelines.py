@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.arguments import check_flag, check_kind, check_number, check_numbers, given
-from shardlab.model import GPT, loss
+from shardlab.common.arguments import check_flag, check_kind, check_number, check_numbers, given
+from shardlab.gpt.model import GPT, loss
 from shardlab.ranks.agree import check_same, check_whole
 
 from .core import Loss, Pipeline

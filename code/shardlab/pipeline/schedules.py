@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.arguments import RANKS, check_count, check_flag, check_kind, check_whole, told
+from shardlab.common.arguments import RANKS, check_count, check_flag, check_kind, check_whole, told
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("RF", "SF", "RB", "SB")

@@ -21,7 +21,7 @@ from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardlab.arguments import check_kind, check_numbers, check_whole
+from shardlab.common.arguments import check_kind, check_numbers, check_whole
 
 from .schedules import Action, Schedule
 from .validate import before, live, result, validate

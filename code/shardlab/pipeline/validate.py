@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardlab.arguments import check_all, check_flag, check_kind
+from shardlab.common.arguments import check_all, check_flag, check_kind
 
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 

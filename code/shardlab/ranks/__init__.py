@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from shardlab import gpu, stale
-from shardlab.launcher import local_rank_of
-from shardlab.show.timed import slowdown
+from shardlab.common import gpu, stale
+from shardlab.common.launcher import local_rank_of
+from shardlab.common.show.timed import slowdown
 
 from . import blame, pretended, stacks, start, torchrun, worker
 from .agree import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardlab.arguments import check_bytes, check_number, check_whole
+from shardlab.common.arguments import check_bytes, check_number, check_whole
 
 from . import worker
 from .gather import gathered

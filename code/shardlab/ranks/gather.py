@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 from .p2p import carrier, irecv, isend
 from .renamed import all_gather_single, reduce_scatter_single

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 
 class Message:

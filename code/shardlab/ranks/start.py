@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 from . import worker
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 from . import start, values, worker
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 from . import calls
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.arguments import check_flag, check_kind
-from shardlab.buckets import add_up
+from shardlab.common.arguments import check_flag, check_kind
+from shardlab.data_parallel.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single

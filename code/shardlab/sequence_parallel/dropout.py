@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab import gpu
-from shardlab.arguments import check_kind, check_number
+from shardlab.common import gpu
+from shardlab.common.arguments import check_kind, check_number
 from shardlab.ranks import check_group
 
 

@@ -8,7 +8,7 @@ In formulas: B batch, S tokens in all, H hidden, L layers, t ranks, e bytes an e
 
 from __future__ import annotations
 
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 from .core import check_seq
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.arguments import check_kind, check_one_of
-from shardlab.latent import LatentAttention
+from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.gpt.latent import LatentAttention
+from shardlab.gpt.model import GPT, Attention, FeedForward
 from shardlab.layout.entries import COPIED
-from shardlab.model import GPT, Attention, FeedForward
 from shardlab.ranks import check_group, check_same
 
 from .copied import used

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardlab.arguments import check_kind, check_one_of
-from shardlab.model import IGNORED
+from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.gpt.model import IGNORED
 from shardlab.ranks import check_group, check_same_once
 
 Group = dist.ProcessGroup

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardlab import gpu
-from shardlab.latent import LatentAttention
-from shardlab.model import Attention
+from shardlab.common import gpu
+from shardlab.gpt.latent import LatentAttention
+from shardlab.gpt.model import Attention
 
 Group = dist.ProcessGroup
 DROPOUTS = "equal", "own"

@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.arguments import check_all, check_callable, check_flag, check_one_of, given, told
+from shardlab.common.arguments import (
+    check_all,
+    check_callable,
+    check_flag,
+    check_one_of,
+    given,
+    told,
+)
 from shardlab.ranks import check_group
 
 from .copied import used

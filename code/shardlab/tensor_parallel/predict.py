@@ -22,9 +22,9 @@ from __future__ import annotations
 from math import gcd
 
 from shardlab import memory
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.layout.entries import COPIED
-from shardlab.shapes import Config
 
 WIDTHS = "heads", "ffn_width", "vocab"  # what the ranks divide, besides what follows
 

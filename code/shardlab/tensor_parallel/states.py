@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.arguments import check_kind, given, is_whole
-from shardlab.buckets import clip_by_joint_norm
-from shardlab.model import GPT
+from shardlab.common.arguments import check_kind, given, is_whole
+from shardlab.data_parallel.buckets import clip_by_joint_norm
+from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import check_state
 from shardlab.ranks.gather import joined

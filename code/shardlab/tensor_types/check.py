@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import ranks
-from shardlab.arguments import RANKS, check_callable, check_number, check_whole
+from shardlab.common.arguments import RANKS, check_callable, check_number, check_whole
 
 from .core import checking
 from .messages import Mismatch

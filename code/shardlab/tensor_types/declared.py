@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from shardlab.arguments import check_kind
+from shardlab.common.arguments import check_kind
 
 from .messages import Mismatch, located
 

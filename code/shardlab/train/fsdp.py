@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlab.model import GPT, PRESETS, loss
-from shardlab.text import Windows, parts
+from shardlab.common.text import Windows, parts
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train.core import averaged, evaluate
 from shardlab.train.one_gpu import generate, given
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from shardlab.model import GPT, PRESETS, loss
-from shardlab.text import Windows, parts
+from shardlab.common.text import Windows, parts
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 
 def main(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlab.model import GPT, PRESETS, loss
-from shardlab.text import Windows, parts
+from shardlab.common.text import Windows, parts
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train.one_gpu import evaluate, generate, given
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
-from shardlab import show
-from shardlab.text import Windows
+from shardlab.common import show
+from shardlab.common.text import Windows
 
 from .core import LitGPT
 

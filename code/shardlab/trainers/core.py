@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from shardlab.model import GPT, PRESETS, Config, loss
-from shardlab.text import Windows, parts
+from shardlab.common.text import Windows, parts
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 
 class LitGPT(L.LightningModule):

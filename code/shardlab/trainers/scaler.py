@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlab.arguments import check_number, check_whole
+from shardlab.common.arguments import check_number, check_whole
 from shardlab.ranks import check_group
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shardlab.arguments import check_flag, told
+from shardlab.common.arguments import check_flag, told
 
 from .core import Unit, Zero1, Zero2, Zero3
 from .flat import Flat, all_gather

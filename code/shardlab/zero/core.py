@@ -25,7 +25,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlab import ranks
-from shardlab.buckets import MIB, copy_from_rank_0, in_backward
+from shardlab.data_parallel.buckets import MIB, copy_from_rank_0, in_backward
 
 from .flat import Flat
 from .gradients import Gradients, Reducer

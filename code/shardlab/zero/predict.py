@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.arguments import check_kind, check_whole
+from shardlab.common.arguments import check_kind, check_whole
 
 from .core import Zero3
 from .wrapper import Sharded

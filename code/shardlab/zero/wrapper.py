@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
-from shardlab.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
+from shardlab.data_parallel.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
 from shardlab.layout.boxes import Box, Piece, whole
 from shardlab.ranks.agree import check_state
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from shardlab.common.arguments import is_whole, told
 from shardtools import options
-from shardlab.arguments import is_whole, told
 
 JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
 LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import memory
-from shardtools import options
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
 from shardlab.memory.units import whole
-from shardlab.shapes import PRESETS
+from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 # Options that say something about activations, and so need a model's shape.

@@ -23,11 +23,10 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardtools import options
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, read
-from shardlab.shapes import Config
-
 from shardlab.mesh.groups import said
+from shardtools import options
 
 if TYPE_CHECKING:
     from shardlab.mesh.job import Job

@@ -24,11 +24,10 @@ import sys
 from bisect import bisect_right
 from functools import partial
 
-from shardtools import options
-from shardlab.arguments import check_flag, check_kind, check_whole
-
+from shardlab.common.arguments import check_flag, check_kind, check_whole
 from shardlab.pipeline.schedules import NAMES, schedule
 from shardlab.pipeline.simulate import Span, Timeline, simulate
+from shardtools import options
 
 WHOLE = ("stages", "microbatches", "chunks")
 MOST = 100_000  # forwards: up to a minute of a core; a picture or a table of more is none
@@ -130,8 +129,7 @@ def _facts(timeline: Timeline) -> dict[str, object]:
 
 
 def _write(timeline: Timeline, given: str) -> None:
-    from shardlab import show
-
+    from shardlab.common import show
     from shardlab.pipeline.picture import WIDE, draw, summary
 
     # A page's width, or as much more as numbers in the boxes need.

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shardlab.common.arguments import MOST
 from shardtools import options
-from shardlab.arguments import MOST
 
 from . import core, data_parallel, experts, pipeline, report, tensor_parallel, zero
 

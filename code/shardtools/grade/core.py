@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import count, ranks
+from shardlab import ranks
+from shardlab.measure import count
 
 TWO_GROUPS = "two groups at once"  # ranks 0 and 2, and 1 and 3: no rank's number is its place
 FLOAT32 = "float32"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab import count
+from shardlab.measure import count
 
 from .core import FLOAT32, TWO_GROUPS, Budget, Case, Part, Seen, Values, note
 

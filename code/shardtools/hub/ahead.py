@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardlab.arguments import check_whole
+from shardlab.common.arguments import check_whole
 from shardlab.layout.entries import Entry
 from shardlab.layout.structure import Structure
 

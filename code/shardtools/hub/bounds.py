@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-from shardlab.arguments import LAYERS, RANKS, is_whole, told
+from shardlab.common.arguments import LAYERS, RANKS, is_whole, told
 
 BYTES = 10**6  # of a file; the longest of published ones has 32,000
 DEPTH = 8  # of what nests in it

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from shardlab.arguments import told
+from shardlab.common.arguments import told
 
 
 def main(seconds: int, memory: int) -> None:

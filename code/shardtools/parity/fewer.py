@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from shardlab.arguments import check_kind, check_whole
+from shardlab.common.arguments import check_kind, check_whole
 
 
 def first_layers(model: nn.Module, layers: int = 2) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardlab import ranks as launch
-from shardlab.arguments import PROCESSES, check_callable, check_number, check_whole
+from shardlab.common.arguments import PROCESSES, check_callable, check_number, check_whole
 
 from .core import Judge, Matcher
 from .noise import DECIDES, DRAWS, FACTOR, Noise, eps, largest

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import folder_lock
+from shardlab.common import folder_lock
 
 from .recording import Key, Part, Sink
 

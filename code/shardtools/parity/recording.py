@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from shardlab import gpu
-from shardlab.arguments import check_all, check_callable, check_kind, check_whole
+from shardlab.common import gpu
+from shardlab.common.arguments import check_all, check_callable, check_kind, check_whole
 
 from .rounding import Rounding, neighbours
 

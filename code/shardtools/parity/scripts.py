@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab import launcher
+from shardlab.common import launcher
 
 from .core import Matcher
 from .noise import Noise, largest

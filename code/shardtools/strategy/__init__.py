@@ -12,8 +12,8 @@
 The standard library alone: whoever only plans does not have to load torch. Bytes, and seconds.
 """
 
+from shardlab.common.machines import MACHINES, Machine
 from shardlab.layout import Layout
-from shardlab.machines import MACHINES, Machine
 
 from .advice import fullness, slowness
 from .chart import RUNGS, choose, rung, rungs

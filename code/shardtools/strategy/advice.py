@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_tensor_degree
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from .core import Seconds
 from .plan import Plan, planned

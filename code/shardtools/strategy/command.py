@@ -62,14 +62,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardtools import options
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
+from shardlab.common.machines import MACHINES, check_named
+from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Layout, Structure, computed_again, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree
-from shardlab.machines import MACHINES, check_named
-from shardlab.shapes import PRESETS, Config
+from shardtools import options
 
 from . import report
 from .advice import told

@@ -21,13 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
-from shardlab.arguments import check_whole
+from shardlab.common.arguments import check_whole
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Stage, Structure, structure
 from shardlab.layout.core import computed_again
 from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
-from shardlab.machines import Machine
 from shardlab.memory.units import ceil_div
-from shardlab.shapes import Config
 
 ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
 DAY = 86_400.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, TypeVar
 
+from shardlab.common.arguments import check_one_of
 from shardtools import options
-from shardlab.arguments import check_one_of
 from shardtools.cluster import site
 
 from . import report

@@ -17,12 +17,12 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
+from shardlab.common.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
+from shardlab.common.machines import Machine, check_named, named
+from shardlab.common.shapes import Config
 from shardlab.layout import SCHEDULES, Layout, Structure, structure
 from shardlab.layout.core import OPERATORS
-from shardlab.machines import Machine, check_named, named
 from shardtools.options import read_json, read_text
-from shardlab.shapes import Config
 
 from . import models
 from .job import DTYPES, Job

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Stage, Structure, structure
 from shardlab.layout.structure import Kind
-from shardlab.machines import Machine
 from shardlab.memory.counting import Held, by_kind, held_by
-from shardlab.shapes import Config
 
 from .profile import Profile
 

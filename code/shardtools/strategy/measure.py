@@ -15,7 +15,7 @@ from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
 
-from shardlab.machines import Machine, named
+from shardlab.common.machines import Machine, named
 
 from .rates import Rate, Rates, known
 
@@ -127,8 +127,8 @@ def _launch(torch: Any, device: Any) -> tuple[float, float]:
 
     The layer is so small that there is nothing else to wait for.
     """
-    from shardlab.model import Block
-    from shardlab.shapes import Config
+    from shardlab.common.shapes import Config
+    from shardlab.gpt.model import Block
 
     config = Config(hidden=64, heads=4, mlp="swiglu", norm="rms", bias=False)
     layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)

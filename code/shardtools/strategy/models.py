@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import told
+from shardlab.common.arguments import told
+from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Structure, structure
 from shardlab.layout.entries import Entry
 from shardlab.layout.structure import Core, Kind, Routed
-from shardlab.shapes import PRESETS, Config
 
 PUBLISHED = Path(__file__).parent / "published" / "models.json"
 

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardlab.arguments import SIZES, check_kind, check_one_of, check_whole
+from shardlab.common.arguments import SIZES, check_kind, check_one_of, check_whole
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, structure
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from . import host
 from .cost import flops

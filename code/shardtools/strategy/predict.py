@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.arguments import check_kind, check_whole
+from shardlab.common.arguments import check_kind, check_whole
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.layout.structure import Structure, check_expert_degree, cut_sizes
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from .core import Seconds, seconds
 from .footprint import Bytes, first_and_fullest, footprint, on_host

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from shardlab.common.machines import MACHINES
 from shardlab.layout.structure import Kind, Product
-from shardlab.machines import MACHINES
 
 from .job import Job
 from .rates import Values

@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from shardlab.machines import Machine
+from shardlab.common.machines import Machine
 from shardtools.options import read_json
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlab import memory
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Structure
 from shardlab.layout.words import written
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from . import host
 from .cost import DAY, floor

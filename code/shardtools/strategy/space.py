@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import gcd, isqrt
 from typing import Any
 
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, structure
 from shardlab.layout.structure import check_tensor_degree
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from .profile import Profile
 

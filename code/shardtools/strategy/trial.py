@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import prod
 
 from shardlab import mesh, ranks
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, written
 from shardlab.layout.structure import own_config
-from shardtools.commands.mesh import as_predicted, told
 from shardlab.mesh.job import Job, rounding, run
-from shardlab.shapes import Config
+from shardtools.commands.mesh import as_predicted, told
 
 MOST_RANKS = 8  # two of each axis that a mesh cuts along
 STEPS = 5

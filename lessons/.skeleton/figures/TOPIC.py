@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab import show
-from shardlab.show.drawing import arrow, board, canvas, names, title
+from shardlab.common import show
+from shardlab.common.show.drawing import arrow, board, canvas, names, title
 
 HERE = Path(__file__).parent
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from shardlab.model import PRESETS
+from shardlab.gpt.model import PRESETS
 
 from .common import folder
 

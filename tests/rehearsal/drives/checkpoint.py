@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import count, ranks
+from shardlab import ranks
 from shardlab.checkpoint import (
     Checkpoints,
     Training,
@@ -20,9 +20,10 @@ from shardlab.checkpoint import (
     save_hub,
 )
 from shardlab.data_parallel import DataParallel
+from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
+from shardlab.measure import count
 from shardlab.mesh import Parallel, join, predicted_pieces
-from shardlab.model import GPT, loss
 
 from .common import GPT2, LLAMA, batch, folder, model, near, on, world
 

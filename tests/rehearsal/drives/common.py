@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rehearsal.machine import waits
 from shardlab import ranks
-from shardlab.model import GPT, Config, loss
+from shardlab.gpt.model import GPT, Config, loss
 
 __all__ = [
     "alike",

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from shardlab import data_parallel as dp
 from shardlab import ranks
-from shardlab.model import loss
+from shardlab.gpt.model import loss
 
 from .common import alike, batch, local_batch, losses, near, twice, world
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from shardlab import ranks, show
+from shardlab import ranks
+from shardlab.common import show
 
 from .common import on, on_caller
 

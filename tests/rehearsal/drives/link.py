@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardlab import link, ranks
+from shardlab import ranks
+from shardlab.measure import link
 
 from .common import near, on, world
 

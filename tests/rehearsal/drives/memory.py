@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-import shardlab.count.speed as speed
-from shardlab import count, ranks
-from shardlab.model import loss
+import shardlab.measure.count.speed as speed
+from shardlab import ranks
+from shardlab.gpt.model import loss
+from shardlab.measure import count
 
 from .common import batch, model
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlab import count, mesh, ranks
+from shardlab import mesh, ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
+from shardlab.measure import count
 
 from .common import GPT2, LLAMA, batch, folder, near, on, solution, twice, world
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlab.model import loss
-from shardlab.shapes import PRESETS
+from shardlab.common.shapes import PRESETS
+from shardlab.gpt.model import loss
 
 from .common import batch, model
 

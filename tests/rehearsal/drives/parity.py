@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardlab import data_parallel as dp
 from shardlab import ranks
-from shardlab.model import loss
+from shardlab.gpt.model import loss
 from shardtools.parity.programs import judged, matched, recorded
 
 from .common import GPT2, batch, model, on, world

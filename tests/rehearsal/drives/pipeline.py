@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from shardlab import pipeline, ranks
 from shardcourse.exercises import pipeline as checks
+from shardlab import pipeline, ranks
 
 from .common import GPT2, alike, batch, model, on, solution, twice, world
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from shardlab import tensor_parallel as tp
-from shardlab.model import GPT, loss
+from shardlab.gpt.model import GPT, loss
 
 from .common import GPT2, LLAMA, batch, model, near, twice, world
 

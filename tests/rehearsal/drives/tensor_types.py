@@ -7,7 +7,7 @@ import torch
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
-from shardlab.model import GPT
+from shardlab.gpt.model import GPT
 from shardlab.tensor_types import programs
 from shardlab.tensor_types.adjoint import disproof
 

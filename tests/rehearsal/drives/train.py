@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlab.model import GPT, PRESETS
+from shardlab.gpt.model import GPT, PRESETS
 from shardlab.train import core, one_gpu, take_home
 
 from .common import folder, on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardlab import zero
-from shardlab.model import loss
+from shardlab.gpt.model import loss
 
 from .common import batch, local_batch, model, world
 

@@ -26,12 +26,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlab import folder_lock, show
-from shardtools import options
-
 from shardcourse.build import course, selected
 from shardcourse.build.carry import FIGURES, RECORDED, WORK, archive, replace
 from shardcourse.build.kernel import environment
+from shardlab.common import folder_lock, show
+from shardtools import options
+
 from . import machine
 from .steps import PARTS, Step, planned
 

@@ -18,6 +18,7 @@ from typing import Any
 from shardcourse.build import about, changed, code_cells, load, notebook, reach
 from shardcourse.build.carry import FIGURES, RECORDED, WORK, replace
 from shardcourse.build.key import Key, reach_of_program
+
 from . import machine
 
 # Each part: how many seconds a step may take before it counts as hanging, and the packages that it

@@ -6,8 +6,9 @@ from job import start
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab import tensor_parallel, text
-from shardlab.model import GPT, PRESETS, loss
+from shardlab import tensor_parallel
+from shardlab.common import text
+from shardlab.gpt.model import GPT, PRESETS, loss
 
 SETTINGS = {"tensor_paralel_size": 2, "sequences": 7}
 

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtools import options
 from shardlab import ranks
-from shardlab.arguments import MOST, check_number
-from shardlab.launcher import place
-from shardlab.machines import MACHINES, Machine, check_named, named
+from shardlab.common.arguments import MOST, check_number
+from shardlab.common.launcher import place
+from shardlab.common.machines import MACHINES, Machine, check_named, named
+from shardtools import options
 
 from . import checks
 from .consult import Settings, consult

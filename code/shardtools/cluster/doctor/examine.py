@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch
 
-from shardlab.count import clock
-from shardlab.count.speed import processor
+from shardlab.measure.count import clock
+from shardlab.measure.count.speed import processor
 
 Facts = dict[str, Any]
 LIMITS = ("nofile", "nproc", "memlock", "core")

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlab.launcher import Place
+from shardlab.common.launcher import Place
 
 _TICK = 0.02  # seconds between two looks at the store
 

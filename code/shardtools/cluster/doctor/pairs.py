@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.count import clock
+from shardlab.measure.count import clock
 from shardlab.ranks.p2p import carrier
 
 from . import examine

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlab.machines import Machine
+from shardlab.common.machines import Machine
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 

@@ -31,8 +31,8 @@ from pathlib import Path
 
 import psutil
 
+from shardlab.common.arguments import PROCESSES, check_whole
 from shardtools import options
-from shardlab.arguments import PROCESSES, check_whole
 
 from . import configuration, daemons
 

@@ -21,7 +21,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from shardlab import show
+from shardlab.common import show
 from shardtools.cluster import slurm
 
 JOBS = Path(__file__).parents[1] / "jobs"

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlab.arguments import check_number
+from shardlab.common.arguments import check_number
 
 PREFIX = "trace_"
 # The watchdog's files, then torch's own in ~/.cache/torch, as of torch 2.13 and before.

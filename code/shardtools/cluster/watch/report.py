@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from shardlab import show
+from shardlab.common import show
 
 Line = dict[str, Any]
 

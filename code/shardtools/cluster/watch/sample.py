@@ -28,10 +28,10 @@ from typing import Any
 
 import psutil
 
+from shardlab.common import show
+from shardlab.common.arguments import check_number, check_whole
+from shardlab.common.launcher import local_rank_of, rank_of
 from shardtools import options
-from shardlab import show
-from shardlab.arguments import check_number, check_whole
-from shardlab.launcher import local_rank_of, rank_of
 
 from .report import report
 

@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from shardlab import show
+from shardlab.common import show
 
 from .flight import Call
 

@@ -28,7 +28,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from shardlab import show
+from shardlab.common import show
 
 Span = tuple[float, float]  # begin and end, in seconds
 _PHASES = ("forward", "backward", "optimizer")  # names that a script gives with record_function

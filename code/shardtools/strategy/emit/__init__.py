@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from shardlab.arguments import check_one_of
+from shardlab.common.arguments import check_one_of
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
-from shardlab.machines import Machine
-from shardlab.shapes import Config
 
 from . import course, deepspeed, fsdp2, megatron, slurm, torchtitan
 from .job import Limits, job

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 from math import log
 
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 from .target import Target, beside
 

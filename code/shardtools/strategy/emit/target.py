@@ -6,12 +6,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shardlab.arguments import check_whole, listed
+from shardlab.common.arguments import check_whole, listed
+from shardlab.common.machines import Machine
+from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, structure
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
-from shardlab.machines import Machine
-from shardlab.shapes import Config
-
 from shardtools.strategy.profile import PROFILES
 
 WIDTH = 100  # columns of what is written

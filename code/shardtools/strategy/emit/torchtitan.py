@@ -8,7 +8,7 @@ that torchtitan does not know is an error at once.
 
 from __future__ import annotations
 
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 from .target import Target, beside, filled
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardlab.attention import attend, rotate
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
+from shardlab.gpt.attention import attend, rotate
 
 
 class LatentAttention(nn.Module):

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardlab import gpu
-from shardlab.arguments import check_count, check_kind, check_number
+from shardlab.common import gpu
+from shardlab.common.arguments import check_count, check_kind, check_number
 from shardlab.ranks import check_group, named
 
 from .wire import Helper, Moment, Wire

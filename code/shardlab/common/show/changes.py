@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from shardlab import stale
+from shardlab.common import stale
 
 from . import ROOT, Shown, _below_root, _shown
 

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.attention import Attention, rotate
-from shardlab.latent import LatentAttention
-from shardlab.router import Router
-from shardlab.shapes import PRESETS, Config
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.gpt.attention import Attention, rotate
+from shardlab.gpt.latent import LatentAttention
+from shardlab.gpt.router import Router
 
 __all__ = ["GPT", "PRESETS", "Attention", "Block", "Config", "loss", "parameter_count", "rotate"]
 

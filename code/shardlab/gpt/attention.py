@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.shapes import Config, Yarn
+from shardlab.common.shapes import Config, Yarn
 
 
 class Attention(nn.Module):

@@ -9,7 +9,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from shardlab import count, show
+from shardlab.common import show
+from shardlab.measure import count
 
 from .drawing import on
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardlab import gpu
+from shardlab.common import gpu
 
 
 class Moment:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab import gpu
-from shardlab.arguments import check_flag, check_kind, check_number, given
+from shardlab.common import gpu
+from shardlab.common.arguments import check_flag, check_kind, check_number, given
 
 Holder = Tensor | nn.Module | torch.optim.Optimizer
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import stale
+from shardlab.common import stale
 
 from .timed import timed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from shardlab.arguments import check_count, check_number, given, listed, told
+from shardlab.common.arguments import check_count, check_number, given, listed, told
 
 GIB = 2**30
 

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import model as plain
 from shardlab import ranks
-from shardlab.arguments import (
+from shardlab.common.arguments import (
     check_count,
     check_flag,
     check_kind,
@@ -29,7 +28,8 @@ from shardlab.arguments import (
     check_one_of,
     check_whole,
 )
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
+from shardlab.gpt import model as plain
 
 from .storage import held, states
 

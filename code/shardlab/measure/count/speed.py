@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardlab import gpu
-from shardlab.arguments import check_kind, check_number
+from shardlab.common import gpu
+from shardlab.common.arguments import check_kind, check_number
 
 
 def machine() -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, log
 
-from shardlab.arguments import (
+from shardlab.common.arguments import (
     LAYERS,
     RANKS,
     SIZES,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.shapes import Config
+from shardlab.common.shapes import Config
 
 
 class Router(nn.Module):

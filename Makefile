@@ -104,10 +104,11 @@ lesson: $(INSTALLED) ## write the skeleton of a planned lesson, which builds (TO
 pairs: $(INSTALLED) ## after an edit: write scripts anew from lessons, contents and map from book/topics.yml
 	$(BIN)/python -m shardlab pairs
 
-lint: $(INSTALLED) ## check format, style, spelling and pairs
+lint: $(INSTALLED) ## check format, style, spelling, imports and pairs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m shardlab pairs --check
 
 format: $(INSTALLED) ## put the code into the house's format

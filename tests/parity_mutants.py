@@ -38,7 +38,7 @@ from shardtools.parity.record import Record
 CHANGED = 1e-9  # of a tensor's size; float64 rounds at 1e-16, and no row's noise comes near
 SECONDS = 20  # that a mutant may take: then it hangs
 CORES = {  # by topic: the files that a step goes through
-    "data_parallel": ("data_parallel.core", "buckets"),
+    "data_parallel": ("data_parallel.core", "data_parallel.buckets"),
     "zero": ("zero.core", "zero.flat", "zero.gradients", "zero.units", "zero.wrapper"),
     "tensor_parallel": ("tensor_parallel.core", "tensor_parallel.cross_entropy",
                         "tensor_parallel.gather", "tensor_parallel.overlap"),

@@ -11,7 +11,7 @@ import pytest
 from throwaway import Book
 
 from shardlab.__main__ import main
-from shardlab.common import show
+from shardlab.common import PACKAGES, show
 
 EXT = show.ROOT / "book/_ext"
 PYTHON = "_build/html/_static/python/python.js"
@@ -190,7 +190,7 @@ def test_all_that_is_imported_in_the_browser_is_there(monkeypatch) -> None:
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         for used in directive._imports(path, package):
             module, _, wanted = used.partition(".")
-            assert module in {*directive.LIBRARY, *stand_ins, "shardlab"}, (path, used)
+            assert module in {*directive.LIBRARY, *stand_ins, *PACKAGES}, (path, used)
             if module in stand_ins and wanted and used not in directive.LIBRARY:
                 assert hasattr(stand_ins[module], wanted), (path, used)
             elif module in library and wanted.isidentifier():  # what is new may be missing there
@@ -279,7 +279,7 @@ def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> 
     modules, _ = json.JSONDecoder().raw_decode(held)
     assert "shardlab.memory.core" in modules and "shardtools.strategy.plan" in modules
     for name, (_, source, *_) in modules.items() if modules.pop("$timestamp") == 0 else ():
-        if name.partition(".")[0] == "shardlab":
+        if name.partition(".")[0] in PACKAGES:
             path = show.ROOT.joinpath("code", *name.split("."))
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             assert source == path.read_text("utf-8"), name

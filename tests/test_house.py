@@ -1,7 +1,6 @@
-"""The house keeps its own rules: floors, rooms, sizes, pins."""
+"""The house keeps its own rules: rooms, sizes, pins. What imports what, `make lint` holds."""
 
 import ast
-import graphlib
 import json
 import re
 import shutil
@@ -14,104 +13,14 @@ from forked import draw
 
 import shardlab
 from shardcourse.build import index
+from shardlab.common import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "code/shardlab"
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
 
-INDEX = index.read(ROOT)
-FLOOR_OF = {
-    name: height for height, floor in enumerate(INDEX.floors) for name in INDEX.modules(floor)
-}
 # The lesson on the whole subject uses every module; the one that it brings is another's.
-BRINGS = {name: topic.module for name, topic in INDEX.topics.items() if topic.module}
-
-
-def unit(parts: list[str]) -> str | None:
-    """The floor plan's name for the module shardlab.<parts>; None for shardlab itself."""
-    if parts[:1] == ["check"] and parts[1:] and parts[1] in TOPICS:
-        return f"check.{parts[1]}"
-    return parts[0] if parts else None
-
-
-def floor(name: str) -> float:
-    """The checks of a topic stand half a floor above the topic."""
-    if name.startswith("check."):
-        topic = name.removeprefix("check.")
-        return max(FLOOR_OF[BRINGS.get(topic, topic)], FLOOR_OF["check"]) + 0.5
-    return FLOOR_OF[name]
-
-
-def imported(path: Path) -> set[str]:
-    """The units of the package that the file imports, wherever in it the import stands."""
-    inside = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    package = inside[:-1]  # of a module and of an __init__ alike: the folder that it stands in
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            base = ["shardlab", *package[: len(package) - node.level + 1]]
-            base += node.module.split(".") if node.module else []
-            names = [[*base, alias.name] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [[*(node.module or "").split("."), alias.name] for alias in node.names]
-        else:
-            continue
-        found |= {unit(name[1:]) for name in names if name[0] == "shardlab"} - {None}
-    return found
-
-
-MODULES = sorted(PACKAGE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
-def test_a_module_imports_only_from_the_floors_below(path: Path) -> None:
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    own = unit([part for part in parts if part != "__init__"])
-    if own is None:
-        assert not imported(path), "shardlab/__init__.py imports nothing: every floor imports it"
-        return
-    known = FLOOR_OF.keys() | BRINGS.keys()
-    assert own.removeprefix("check.") in known, f"{own} has no floor: see book/topics.yml"
-    for other in imported(path) & (FLOOR_OF.keys() | {unit(["check", t]) for t in TOPICS}):
-        same = other == own or floor(other) == floor(own) == 0
-        assert same or floor(other) < floor(own), f"{own} must not import {other}"
-
-
-def modules_imported(path: Path) -> set[Path]:
-    """The package's files that the file imports, wherever in it, but for the sake of types."""
-    found: set[Path] = set()
-    nodes = list(ast.parse(path.read_text("utf-8")).body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        nodes += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            folders = path.relative_to(PACKAGE.parent).parts[:-1]
-            base = list(folders[: len(folders) - node.level + 1]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            names = [[*base, alias.name] for alias in node.names]
-        else:
-            continue
-        for name in names:  # of a module, or of what stands in one
-            places = [PACKAGE.parent.joinpath(*name[:end]) for end in (len(name), len(name) - 1)]
-            files = [f for p in places for f in (p.with_suffix(".py"), p / "__init__.py")]
-            found |= set([file for file in files if file in MODULES][:1])
-    return found - {path}
-
-
-def test_no_modules_import_one_another_in_a_circle() -> None:
-    """Nor by an import inside of a function: who reads one would have to have read the other."""
-    order = graphlib.TopologicalSorter({path: modules_imported(path) for path in MODULES})
-    try:
-        order.prepare()
-    except graphlib.CycleError as error:
-        circle = [path.relative_to(PACKAGE).as_posix() for path in error.args[1]]
-        pytest.fail(" is imported by ".join(circle))
+BRINGS = {name: topic.module for name, topic in index.read(ROOT).topics.items() if topic.module}
+MODULES = sorted(path for name in PACKAGES for path in (ROOT / "code" / name).rglob("*.py"))
 
 
 def test_no_module_is_longer_than_500_lines() -> None:
@@ -127,7 +36,8 @@ def test_code_is_no_package() -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_topic_has_all_its_rooms(topic: str) -> None:
     module = BRINGS.get(topic, topic)
-    assert (PACKAGE / f"{module}.py").exists() or (PACKAGE / module / "__init__.py").exists()
+    places = [ROOT / "code" / name / module for name in PACKAGES]
+    assert any(p.with_suffix(".py").exists() or (p / "__init__.py").exists() for p in places)
     for room in (
         f"code/lessons/{topic}.py",
         f"code/shardcourse/exercises/{topic}.py",

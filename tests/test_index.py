@@ -27,11 +27,11 @@ def small(tmp_path: Path) -> Path:
 
 
 def good() -> dict:
-    first = {"topic": "first", "title": "One", "able": "do it", "floor": 1}
+    first = {"topic": "first", "title": "One", "able": "do it"}
     second = {**first, "topic": "second", "needs": ["first"]}
     third = {**first, "topic": "third", "after": ["second"], "planned": True}
     parts = [{"part": "All", "topics": [first, second, third], "pages": ["book/page"]}]
-    return {"parts": parts, "floors": [{"floor": 1, "what": "everything"}]}
+    return {"parts": parts}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def good() -> dict:
             "'second'.*unexpected keyword argument 'requires'; known are topic, title",
         ),
         (1, {"able": None}, "'second'.*missing 1 required positional argument: 'able'"),
-        (1, {"floor": 7}, r"'second': floor=7: allowed are \[1\], or the `module:` of a topic"),
+        (1, {"module": "third_one"}, "'second': module='third_one': allowed is the module of"),
         (2, {"planned": False}, "'third': there is no lessons/third.md, and it is not `planned"),
         (1, {"planned": True}, "'second': it is planned, and lessons/second.md is there"),
         (2, {"topic": "Third-One"}, "'Third-One': a name is of lower-case words, joined by _"),
@@ -102,7 +102,6 @@ def test_what_is_out_of_step_is_named(root: Path, small: Path, monkeypatch, caps
     mark = "<!-- topics: {} -->\n<!-- end -->\n"
     (small / "_toc.yml").write_text("")
     (small / "README.md").write_text("before\n" + mark.format("lessons") + "after\n")
-    (small / "CONTRIBUTING.md").write_text(mark.format("floors"))
     (small / "book/index.md").write_text(mark.format("map"))
     with pytest.raises(ValueError, match="index.md: wanted is <!-- topics: table --> … <!-- e"):
         index.made(small)
@@ -286,7 +285,6 @@ ENTRY = """\
         title: A novelty
         able: do what nobody did
         needs: [collectives]
-        floor: 2
         planned: true
 """
 

@@ -28,7 +28,6 @@ from parity_programs import (
     reference,
 )
 
-import shardlab
 from shardcourse.build.index import read
 from shardlab import context_parallel as cp
 from shardlab import ranks
@@ -436,12 +435,13 @@ def test_a_folder_holds_what_memory_would(tmp_path):
 
 
 PLAIN = """
-import torch, shardlab
+import torch
+from shardtools import parity
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-shardlab.watch(model, optimizer)
+parity.watch(model, optimizer)
 x = torch.randn(8, 4)
 for _ in range(2):
     optimizer.zero_grad()
@@ -487,7 +487,7 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     assert "folder='kept': no comparison wrote 'rank-9.pt'" in says(PLAIN, "--folder", "kept")
     assert mine.read_text() == "mine" and (tmp_path / "kept/rank-1.pt").exists()
     mine.unlink()
-    assert "plain: it never called shardlab.watch" in says("pass", "--folder", "kept")
+    assert "plain: it never called parity.watch" in says("pass", "--folder", "kept")
     assert not (tmp_path / "kept/index.pt").exists()
     failed = says("raise KeyError('which')")  # without a folder: all that it printed is shown
     assert "line 1, in <module>" in failed and "KeyError: 'which'\n" in failed
@@ -504,4 +504,4 @@ def test_a_folder_that_holds_other_files_is_refused_before_anything_starts(tmp_p
 def test_without_the_command_a_script_runs_as_it_is(monkeypatch):
     monkeypatch.delenv(ASKED, raising=False)
     model = torch.nn.Linear(2, 2)
-    assert shardlab.watch(model, None) is model and not model._forward_hooks
+    assert parity.watch(model, None) is model and not model._forward_hooks

@@ -15,7 +15,7 @@ from throwaway import HEADER
 from shardcourse import build
 from shardcourse.build import lab
 from shardcourse.build.reading import reading
-from shardlab.common import show
+from shardlab.common import PACKAGES, show
 
 PAGES = build.pages(show.ROOT)
 CELL = "```{code-cell} ipython3\n:tags: [hide-input]\n\n# Sets up\nx = 1\n```\n"
@@ -91,10 +91,8 @@ TOPICS = """\
 parts:
   - part: One
     topics:
-      - {topic: one, title: One, able: do one, floor: 1}
-      - {topic: other, title: Other, able: do other, floor: 1}
-floors:
-  - {floor: 1, what: all}
+      - {topic: one, title: One, able: do one}
+      - {topic: other, title: Other, able: do other}
 """
 
 
@@ -239,7 +237,7 @@ def imported(path: Path) -> set[str]:
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             found.add(node.module.partition(".")[0])
-    return found - sys.stdlib_module_names - {"shardlab"}
+    return found - sys.stdlib_module_names - {*PACKAGES}
 
 
 def test_what_lessons_import_is_declared(root):
@@ -254,9 +252,8 @@ def test_what_lessons_import_is_declared(root):
 
     always, press = names(project["dependencies"]), names(extras["record"])
     engine, lightning = names(extras["deepspeed"]), names(extras["lightning"])
-    package = root / "code/shardlab"
-    for path in [*package.rglob("*.py"), *(root / "code/lessons").glob("*.py")]:
-        allowed = always | (press if package / "record" in path.parents else set())
+    for path in (root / "code").rglob("*.py"):
+        allowed = always | (press if root / "code/shardcourse/build" in path.parents else set())
         beside = "deepspeed_engine" in str(path) or path.name == "experts.py"
         # Where a model is DeepSpeed's already; its lesson runs an engine, and a model of the hub's.
         beside |= path.parent.name == "parity" or path.name == "parity.py"
@@ -275,6 +272,6 @@ def test_what_lessons_import_is_declared(root):
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_reads_what_only_the_course_has(name, root):
     files = build.reach(name, root).files
-    assert [path for path in files if not path.startswith("code/shardlab/")] == []
+    assert [path for path in files if not path.startswith("code/shard")] == []
     cells = "\n".join(cell.source for cell in build.code_cells(build.notebook(name, root)))
     assert "show.ROOT" not in cells and "runpy" not in cells

@@ -54,8 +54,7 @@ def test_what_a_page_shows_is_found_without_an_import(path):
 
 @each
 def test_most_of_the_core_is_on_the_page(path):
-    package = ROOT / "code/shardlab" / path.stem
-    core = next((f for f in (package / "core.py", package.with_suffix(".py")) if f.exists()), None)
+    core = visible.core_of(path.stem)
     if path.stem in WITHOUT_CORE:
         assert core is None
         return

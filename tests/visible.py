@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardcourse.build.pace import outside, sections
+from shardlab.common import PACKAGES
 from shardlab.common.show.changes import changed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,6 +139,13 @@ def minutes(text: str) -> float:
     return sum(section.minutes for section in sections(text, ROOT))
 
 
+def core_of(topic: str) -> Path | None:
+    """Return the file with what a lesson teaches, if it has one."""
+    places = [ROOT / "code" / name / topic for name in PACKAGES[:2]]
+    files = [file for p in places for file in (p / "core.py", p.with_suffix(".py"))]
+    return next((file for file in files if file.exists()), None)
+
+
 def main(paths: list[str]) -> None:
     """Print the figures of each lesson, and what counts as proof in it."""
     for path in map(Path, paths):
@@ -146,12 +154,10 @@ def main(paths: list[str]) -> None:
         share = f"{proof} of {total} visible lines ({100 * proof / total:.1f} %)"
         print(f"{path}: {share} are proof")
         print(f"  {words(text)} words: {minutes(text):.0f} minutes")
-        package = path.resolve().parents[1] / "code/shardlab" / path.stem
-        core = next((f for f in (package / "core.py", package.with_suffix(".py")) if f.exists()), 0)
-        if core:
+        if core := core_of(path.stem):
             there, lines = share_of_core(text, core)
             part = f"{there} of {lines} lines ({100 * there / lines:.0f} %)"
-            print(f"  of {core.relative_to(package.parent)} {part} are on the page")
+            print(f"  of {core.relative_to(ROOT)} {part} are on the page")
         for cell in cells(text):
             if cell.folded:
                 if not cell.source.startswith("# "):

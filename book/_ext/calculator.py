@@ -44,6 +44,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from shardlab import memory, pipeline
+from shardlab.common import PACKAGES
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 
@@ -223,7 +224,7 @@ def reached() -> dict[str, Path]:
             continue
         path = CODE.joinpath(*name.split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if name.partition(".")[0] == "shardlab" and path.is_file():
+        if name.partition(".")[0] in PACKAGES and path.is_file():
             found[name] = path
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             todo += [name.rpartition(".")[0], *_imports(path, package)]

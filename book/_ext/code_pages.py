@@ -1,8 +1,8 @@
 """Pages of the course's own source files, with line numbers, and the links that lead to them.
 
-`shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads to the
-file in a checkout. In the site such a link leads to a page made here, or to the repository when
-its address is known.
+`shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads
+to the file in a checkout. In the site such a link leads to a page made here, or to the repository
+when its address is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from repository import address
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-FOLDERS = ("code/shardlab", "code/lessons", "figures", "benchmarks", "tests")
+from shardlab.common import PACKAGES
+
+FOLDERS = (*(f"code/{name}" for name in PACKAGES), "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
 _KEPT = "code_pages.json"  # hashes of what they were made of, beside the doctrees
 _LINK = re.compile(rf'href="(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?"')

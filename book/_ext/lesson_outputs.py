@@ -2,8 +2,8 @@
 
 Before Sphinx reads any page, for each lesson, the first of these that there is:
 
-1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardcourse.build`), unless the
-   environment says RECORDED=0;
+1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardcourse.build`), unless
+   the environment says RECORDED=0;
 2. what an earlier build executed, _build/executed/<topic>.ipynb, when its key fits and Python,
    torch and DeepSpeed are the same versions;
 3. the lesson executed now, on the CPU, and kept as 2: two at a time, and nothing beside a cell

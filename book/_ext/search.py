@@ -79,7 +79,7 @@ def _prose(node: nodes.Element) -> str:
 def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
     """(file, name, line) of the public functions and classes of the package."""
     for path in sources(root):
-        if path.startswith("code/shardlab/"):
+        if path.startswith("code/shard"):
             for node in ast.parse((root / path).read_text("utf-8")).body:
                 if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
                     yield path, node.name, node.lineno

@@ -59,10 +59,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shardlab.measure import count
-from shardlab import ranks
-from shardlab.common import show, text
 from shardcourse.exercises import check
+from shardlab import ranks
 from shardlab.checkpoint import (
     MANIFEST,
     CheckpointError,
@@ -82,9 +80,11 @@ from shardlab.checkpoint import (
     save_hub,
     simulated_lost_fraction,
 )
-from shardlab.layout import Layout
-from shardlab.mesh import Parallel, join, predicted_pieces
+from shardlab.common import show, text
 from shardlab.gpt.model import GPT, PRESETS, loss, parameter_count
+from shardlab.layout import Layout
+from shardlab.measure import count
+from shardlab.mesh import Parallel, join, predicted_pieces
 
 show.style()
 with warnings.catch_warnings():

@@ -48,14 +48,14 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardcourse.exercises import check
 from shardlab import elastic, ranks
 from shardlab.common import show, text
-from shardcourse.exercises import check
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardtools.cluster import captured, doctor
 from shardtools.cluster.doctor import checks, pairs
 from shardtools.cluster.slurm import sessions
 from shardtools.cluster.watch import flight, hang, report, sample, straggler, timeline
-from shardlab.gpt.model import GPT, PRESETS, loss
 
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process

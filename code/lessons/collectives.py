@@ -50,12 +50,12 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 
-from shardlab import collectives, ranks
-from shardlab.measure import count, link
-from shardlab.common import show
 from shardcourse.exercises import check
+from shardlab import collectives, ranks
 from shardlab.collectives import CostModel
+from shardlab.common import show
 from shardlab.gpt.model import PRESETS, parameter_count
+from shardlab.measure import count, link
 
 LATENCY, BANDWIDTH = 5e-3, 100e6  # of the slow link: seconds, bytes per second
 

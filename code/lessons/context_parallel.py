@@ -36,13 +36,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardcourse.exercises import check
 from shardlab import context_parallel as cp
-from shardlab.measure import count, link
 from shardlab import memory, ranks
 from shardlab.common import show, text
-from shardcourse.exercises import check
-from shardlab.layout import Layout
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count, link
 
 show.style()
 

@@ -49,12 +49,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from shardlab.measure import count, link
-from shardlab import ranks
-from shardlab.common import show, text
-from shardlab.data_parallel.buckets import deal
 from shardcourse.exercises import check
+from shardlab import ranks
 from shardlab.collectives import CostModel
+from shardlab.common import show, text
 from shardlab.data_parallel import (
     MIB,
     Bucket,
@@ -67,7 +65,9 @@ from shardlab.data_parallel import (
     overlap,
     step_seconds,
 )
+from shardlab.data_parallel.buckets import deal
 from shardlab.gpt.model import GPT, PRESETS, loss
+from shardlab.measure import count, link
 
 show.style()
 

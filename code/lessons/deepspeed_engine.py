@@ -43,15 +43,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.measure import count
+from shardcourse.exercises import check
+from shardlab import deepspeed_engine as de
 from shardlab import memory, ranks
 from shardlab.common import show, text
-from shardlab import deepspeed_engine as de
-from shardcourse.exercises import check
 from shardlab.data_parallel import drift
 from shardlab.deepspeed_engine import breakdown, lab
-from shardlab.layout import Layout
 from shardlab.gpt.model import GPT, PRESETS, loss
+from shardlab.layout import Layout
+from shardlab.measure import count
 
 show.style()
 SHAPE, STEPS = PRESETS["nano"], 5

@@ -41,12 +41,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardcourse.exercises import check
 from shardlab import elastic, ranks
 from shardlab.common import show
-from shardcourse.exercises import check
-from shardtools.cluster.slurm import sessions
 from shardlab.elastic import born, core, host
 from shardlab.elastic.job import Job, free_port
+from shardtools.cluster.slurm import sessions
 
 TEMPORARY = tempfile.TemporaryDirectory(prefix="elastic-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)

@@ -39,17 +39,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardlab.data_parallel import buckets
+from shardcourse.exercises import check
 from shardlab import collectives, experts, ranks
-from shardlab.measure import count
-from shardlab.gpt import router
-from shardlab.common import show, text
 from shardlab import deepspeed_engine as de
 from shardlab import tensor_parallel as tp
-from shardcourse.exercises import check
+from shardlab.common import show, text
 from shardlab.common.machines import MACHINES
-from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, parameter_count
 from shardlab.common.shapes import PRESETS
+from shardlab.data_parallel import buckets
+from shardlab.gpt import router
+from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, parameter_count
+from shardlab.measure import count
 
 show.style()
 SMALL = Config(

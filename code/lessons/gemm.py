@@ -43,12 +43,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
-from shardlab import collectives, gemm, ranks
-from shardlab.measure import count, link
-from shardlab.common import show
 from shardcourse.exercises import check
-from shardlab.measure.count import speed
+from shardlab import collectives, gemm, ranks
+from shardlab.common import show
 from shardlab.common.show import measured as pictures
+from shardlab.measure import count, link
+from shardlab.measure.count import speed
 
 show.style()
 

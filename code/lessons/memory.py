@@ -49,15 +49,15 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.measure import count
+from shardcourse.exercises import check
 from shardlab import memory
 from shardlab.common import show, text
-from shardtools import hub
-from shardcourse.exercises import check
-from shardlab.layout import Layout
-from shardtools.commands.memory import add_command
-from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.common.show import measured as pictures
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count
+from shardtools import hub
+from shardtools.commands.memory import add_command
 
 show.style()
 

@@ -67,19 +67,19 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import gelu
 
-from shardlab.measure import count
-from shardlab import mesh, ranks, zero
-from shardlab.common import show
-from shardlab import tensor_parallel as tp
-from shardlab.data_parallel.buckets import add_up
 from shardcourse.exercises import check
+from shardlab import mesh, ranks, zero
+from shardlab import tensor_parallel as tp
 from shardlab.checkpoint import Checkpoints, Training
-from shardlab.layout import Layout, orders
-from shardlab.mesh import Parallel, PlacedDropout, picture
-from shardtools.commands.mesh import add_command
-from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
-from shardlab.gpt.model import GPT, loss
+from shardlab.common import show
 from shardlab.common.shapes import PRESETS, Config
+from shardlab.data_parallel.buckets import add_up
+from shardlab.gpt.model import GPT, loss
+from shardlab.layout import Layout, orders
+from shardlab.measure import count
+from shardlab.mesh import Parallel, PlacedDropout, picture
+from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
+from shardtools.commands.mesh import add_command
 
 show.style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32)

@@ -43,17 +43,17 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardlab.measure import count
-from shardlab import memory, ranks, zero
-from shardlab.common import show, text
-from shardtools import strategy
-from shardlab import deepspeed_engine as de
-from shardlab import tensor_parallel as tp
 from shardcourse.exercises import check
+from shardlab import deepspeed_engine as de
+from shardlab import memory, ranks, zero
+from shardlab import tensor_parallel as tp
+from shardlab.common import show, text
 from shardlab.data_parallel import DataParallel
-from shardlab.layout import Layout
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardtools import strategy
 
 show.style()
 GB = 1e9

@@ -47,20 +47,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardlab import data_parallel, deepspeed_engine, experts, ranks
-from shardtools import parity
-from shardlab import sequence_parallel, tensor_parallel, zero
-from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardcourse.exercises.parity import batches, four_reports, start
+from shardlab import (
+    data_parallel,
+    deepspeed_engine,
+    experts,
+    ranks,
+    sequence_parallel,
+    tensor_parallel,
+    zero,
+)
+from shardlab.common import show, text
 from shardlab.gpt.model import GPT, Config, loss
+from shardlab.sequence_parallel import ALONG_SEQUENCE
+from shardlab.tensor_parallel import copy_to, reduce_from
+from shardtools import parity
 from shardtools.parity import across, core, noise, recording, rounding
 from shardtools.parity.programs import judged, matched, recorded
 from shardtools.parity.record import Record
 from shardtools.parity.recording import Key
 from shardtools.parity.report import called
-from shardlab.sequence_parallel import ALONG_SEQUENCE
-from shardlab.tensor_parallel import copy_to, reduce_from
 
 show.style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32, bias=False, tied=False)
@@ -743,16 +750,17 @@ show.table(rows, head, caption="Ten published mistakes, each beside a right prog
 #
 # ## Two scripts
 #
-# Your programs are scripts, and one is started by a launcher. Each says `shardlab.watch(model, optimizer)` once; started in the ordinary way, that does nothing.
+# Your programs are scripts, and one is started by a launcher. Each says `parity.watch(model, optimizer)` once; started in the ordinary way, that does nothing.
 
 # %%
 PLAIN = """\
-import torch, shardlab
+import torch
+from shardtools import parity
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-shardlab.watch(model, optimizer)
+parity.watch(model, optimizer)
 x = torch.randn(8, 4)
 for _ in range(2):
     optimizer.zero_grad()

@@ -48,14 +48,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 
-from shardlab.measure import count, link
+from shardcourse.exercises import check
+from shardlab import deepspeed_engine as de
 from shardlab import memory, pipeline, ranks
 from shardlab.common import show, text
-from shardlab import deepspeed_engine as de
 from shardlab.data_parallel.buckets import average_gradients
-from shardcourse.exercises import check
-from shardlab.layout import Layout
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count, link
 from shardlab.pipeline import core, deferred
 
 show.style()

@@ -39,14 +39,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
 
-from shardlab.measure import count
+from shardcourse.exercises import check
 from shardlab import memory, ranks
-from shardlab.common import show, text
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardcourse.exercises import check
-from shardlab.layout import Layout
+from shardlab.common import show, text
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count
 
 show.style()
 

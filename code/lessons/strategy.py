@@ -40,17 +40,17 @@ from math import ceil, log
 import torch
 import torch.distributed as dist
 
-from shardlab.measure import count
+from shardcourse.exercises import check
 from shardlab import memory, mesh, ranks
 from shardlab.common import show
-from shardtools import strategy
-from shardcourse.exercises import check
+from shardlab.common.shapes import PRESETS, Config
+from shardlab.common.show import measured
+from shardlab.gpt.model import GPT, loss
+from shardlab.measure import count
 from shardlab.measure.count import speed
 from shardlab.mesh.job import batch_of, model_of
 from shardlab.mesh.states import counted, held
-from shardlab.gpt.model import GPT, loss
-from shardlab.common.shapes import PRESETS, Config
-from shardlab.common.show import measured
+from shardtools import strategy
 from shardtools.strategy import MACHINES, Layout, core, files, learn
 from shardtools.strategy.command import add_command
 from shardtools.strategy.fit import fit

@@ -53,13 +53,13 @@ from torch.nn import functional as F
 from torch.nn.functional import gelu
 from torch.profiler import profile
 
-from shardlab import collectives, memory, ranks
-from shardlab.measure import count, link
-from shardlab.common import show, text
-from shardlab import tensor_parallel as tp
 from shardcourse.exercises import check
-from shardlab.layout import Layout
+from shardlab import collectives, memory, ranks
+from shardlab import tensor_parallel as tp
+from shardlab.common import show, text
 from shardlab.gpt.model import GPT, PRESETS, Attention, Config, loss, rotate
+from shardlab.layout import Layout
+from shardlab.measure import count, link
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
 from shardlab.tensor_parallel.dropout import _own

@@ -39,11 +39,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shardlab import context_parallel, data_parallel, ranks, sequence_parallel
-from shardlab.common import show
-from shardlab import tensor_parallel
-from shardlab import tensor_types as tt
 from shardcourse.exercises import check
+from shardlab import (
+    context_parallel,
+    data_parallel,
+    ranks,
+    sequence_parallel,
+    tensor_parallel,
+)
+from shardlab import tensor_types as tt
+from shardlab.common import show
 from shardlab.gpt.model import GPT, Config, loss
 from shardlab.sequence_parallel import ALONG_SEQUENCE
 from shardlab.sequence_parallel.core import _Enter, _Leave

@@ -51,12 +51,12 @@ from torch.distributed.checkpoint import state_dict as by_name
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from shardlab import ranks
-from shardlab.common import show, text
 from shardcourse.exercises import check
 from shardcourse.exercises.train import four_scripts
-from shardlab.gpt.model import GPT, PRESETS, loss
+from shardlab import ranks
+from shardlab.common import show, text
 from shardlab.common.show.changes import changes
+from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train import core, ddp, fsdp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Training
 

@@ -37,10 +37,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
+from shardcourse.exercises import check
 from shardlab import deepspeed_engine as de
 from shardlab import ranks
 from shardlab.common import show, text
-from shardcourse.exercises import check
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.trainers.scaler import LossScaler
 

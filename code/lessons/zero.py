@@ -45,13 +45,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardlab.measure import count, link
+from shardcourse.exercises import check
 from shardlab import memory, ranks, zero
 from shardlab.common import show, text
-from shardcourse.exercises import check
 from shardlab.data_parallel import DataParallel, drift
-from shardlab.layout import Layout
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.layout import Layout
+from shardlab.measure import count, link
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
 show.style()

@@ -37,7 +37,7 @@ def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
 
 
 def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
-    """Pieces as `shardlab.common.show.drawing.cell` draws them: one stripe for each rank in a piece."""
+    """Pieces as `show.drawing.cell` draws them: one stripe for each rank in a piece."""
     listed = list(held)
     fills: dict[str, list[Place]] = {}
     for (x, y, wide, high), ranks in listed:

@@ -22,7 +22,7 @@ CODE = Path(__file__).parents[2] / "code"
 
 @dataclass(frozen=True)
 class Seed:
-    """In `file` of shardlab, `seeded` stands in the place of `honest`."""
+    """In `file` of code/, `seeded` stands in the place of `honest`."""
 
     name: str
     file: str
@@ -41,7 +41,7 @@ def finding(kind: str) -> str:
 SEEDS = [
     Seed(
         "positions on the CPU",
-        "attention.py",
+        "shardlab/gpt/attention.py",
         "positions_S = torch.arange(sequence, device=x_BASD.device)",
         "positions_S = torch.arange(sequence)",
         "model_parallelism.plain_model",
@@ -49,7 +49,7 @@ SEEDS = [
     ),
     Seed(
         "a mask on the CPU",
-        "context_parallel/kernel.py",
+        "shardlab/context_parallel/kernel.py",
         "dtype=torch.bool, device=q_BAQD.device).triu(1)",
         "dtype=torch.bool).triu(1)",
         "context_parallel.block",
@@ -57,7 +57,7 @@ SEEDS = [
     ),
     Seed(
         "a count on the CPU for a group of nccl",
-        "data_parallel/core.py",
+        "shardlab/data_parallel/core.py",
         "total = torch.full((), count, device=loss_sum.device)",
         "total = torch.full((), count)",
         "data_parallel.joined_batch",
@@ -65,7 +65,7 @@ SEEDS = [
     ),
     Seed(
         "one bucket is not waited for",
-        "data_parallel/core.py",
+        "shardlab/data_parallel/core.py",
         "for bucket in self.buckets:\n            bucket.wait()\n        self._start",
         "for bucket in self.buckets[:-1]:\n            bucket.wait()\n        self._start",
         "contract.data",
@@ -73,7 +73,7 @@ SEEDS = [
     ),
     Seed(
         "the host's generator",
-        "count/speed.py",
+        "shardlab/measure/count/speed.py",
         "torch.randn(side, side, device=device).to(dtype)",
         "torch.randn(side, side, device=device, generator=torch.Generator()).to(dtype)",
         "memory.rates",
@@ -81,7 +81,7 @@ SEEDS = [
     ),
     Seed(
         "numpy of a tensor on the GPU",
-        "data_parallel/core.py",
+        "shardlab/data_parallel/core.py",
         "    return worst.item()",
         "    return float(worst.numpy())",
         "data_parallel.drift",
@@ -89,7 +89,7 @@ SEEDS = [
     ),
     Seed(
         "a device for each rank, whether there is one or not",
-        "ranks/worker.py",
+        "shardlab/ranks/worker.py",
         "gpu.module().set_device(local_rank % gpu.module().device_count())",
         "gpu.module().set_device(local_rank)",
         "ranks.a_device_for_each",
@@ -98,7 +98,7 @@ SEEDS = [
     ),
     Seed(
         "a clock that nobody synchronises",
-        "count/speed.py",
+        "shardlab/measure/count/speed.py",
         "        gpu.module().synchronize(device)\n",
         "        pass\n",
         "memory.machine_and_seconds",
@@ -106,7 +106,7 @@ SEEDS = [
     ),
     Seed(
         "a copy to the host that is read too early",
-        "ranks/p2p.py",
+        "shardlab/ranks/p2p.py",
         "return tensor.cpu() if _through_host(tensor, group) else tensor",
         'return tensor.to("cpu", non_blocking=True) if _through_host(tensor, group) else tensor',
         "ranks.messages",
@@ -115,7 +115,7 @@ SEEDS = [
     ),
     Seed(
         "a file that wants a GPU",
-        "checkpoint/one_file.py",
+        "shardlab/checkpoint/one_file.py",
         "_write(path, {name: tensor.cpu() for name, tensor in full.items()})",
         "_write(path, dict(full))",
         "checkpoint.weights_for_a_machine_without_a_gpu",
@@ -123,7 +123,7 @@ SEEDS = [
     ),
     Seed(
         "a list is copied to the GPU at each bucket",
-        "zero/gradients.py",
+        "shardlab/zero/gradients.py",
         "torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "contract.zero",
@@ -131,7 +131,7 @@ SEEDS = [
     ),
     Seed(
         "dropout in place, which is another kernel",
-        "sequence_parallel/dropout.py",
+        "shardlab/sequence_parallel/dropout.py",
         "if gpu.is_on(x_BsH.device) and self.p < 1:",
         "if False:",
         "sequence_parallel.token_dropout",
@@ -140,7 +140,7 @@ SEEDS = [
     ),
     Seed(
         "what is under way is overwritten after an error",
-        "data_parallel/core.py",
+        "shardlab/data_parallel/core.py",
         "            bucket.work.wait()\n            for parameter in bucket.parameters:",
         "            for parameter in bucket.parameters:",
         "data_parallel.after_an_interrupted_backward",
@@ -148,7 +148,7 @@ SEEDS = [
     ),
     Seed(
         "under torchrun, outside of a run, cuda:0 for all",
-        "ranks/__init__.py",
+        "shardlab/ranks/__init__.py",
         "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)",
         "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus if inside is not None else 0)",
         "ranks.under_torchrun",
@@ -156,7 +156,7 @@ SEEDS = [
     ),
     Seed(
         "tied weights: both ends receive first, in different groups",
-        "pipeline/core.py",
+        "shardlab/pipeline/core.py",
         "        if peer < self.stage:\n            calls.reverse()",
         "        calls.reverse()",
         "contract.pipeline",
@@ -165,7 +165,7 @@ SEEDS = [
     ),
     Seed(
         "a ring in which all send first",
-        "ranks/p2p.py",
+        "shardlab/ranks/p2p.py",
         "dist.batch_isend_irecv(both) if both else []",
         "[one.op(one.tensor, one.peer, one.group) for one in reversed(both)]",
         "collectives.shards",
@@ -174,7 +174,7 @@ SEEDS = [
     ),
     Seed(
         "links whose two ends both send first",
-        "cluster/doctor/pairs.py",
+        "shardtools/cluster/doctor/pairs.py",
         "ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]",
         "ways = [ranks.isend, ranks.irecv]",
         "cluster.links",
@@ -182,7 +182,7 @@ SEEDS = [
     ),
     Seed(
         "a link's time that is taken while it works",
-        "cluster/doctor/pairs.py",
+        "shardtools/cluster/doctor/pairs.py",
         "return (clock(device) - begin) / (2 * times)",
         "return (clock(torch.device('cpu')) - begin) / (2 * times)",
         "cluster.links",
@@ -192,10 +192,10 @@ SEEDS = [
 
 
 def _copy(seed: Seed, folder: str) -> None:
-    shutil.copytree(
-        CODE / "shardlab", f"{folder}/shardlab", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    path = Path(folder, "shardlab", seed.file)
+    for name in ("shardlab", "shardtools", "shardcourse"):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(CODE / name, f"{folder}/{name}", ignore=left_out)
+    path = Path(folder, seed.file)
     text = path.read_text("utf-8")
     assert seed.honest in text, f"{seed.file} does not hold {seed.honest!r}: mend the table"
     path.write_text(text.replace(seed.honest, seed.seeded), "utf-8")

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardtools.options import LARGEST, written
+from shardlab.common.files import LARGEST
+from shardtools.options import written
 
 RECORDED = Path("book/recorded")
 FIGURES = Path("benchmarks/recorded")

@@ -34,7 +34,6 @@ class Topic:
     able: str
     needs: Sequence[str] = ()
     after: Sequence[str] = ()
-    floor: int | str = ""
     module: str = ""
     exercises: int = 0
     later: Mapping[str, str] = field(default_factory=dict)
@@ -51,20 +50,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Floor:
-    """A floor of the package: what all on it are, and the modules that are no topic's."""
-
-    floor: int | str
-    what: str
-    modules: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Index:
-    """The parts of the course in their order, and the floors from below."""
+    """The parts of the course in their order."""
 
     parts: Sequence[Part]
-    floors: Sequence[Floor]
 
     @property
     def topics(self) -> dict[str, Topic]:
@@ -80,11 +69,6 @@ class Index:
         """The topics with a lesson that need this one."""
         return [topic for topic in self.here if name in topic.needs]
 
-    def modules(self, floor: Floor) -> list[str]:
-        """The modules on a floor."""
-        own = [name for name, topic in self.topics.items() if topic.floor == floor.floor]
-        return [*own, *floor.modules]
-
 
 def read(root: Path) -> Index:
     """The index of the course in the folder `root`.
@@ -97,12 +81,11 @@ def read(root: Path) -> Index:
         data = _made(Index, yaml.safe_load((root / TOPICS).read_text("utf-8")))
     except yaml.YAMLError as error:
         raise ValueError(f"{TOPICS} is no YAML: {error}") from None
-    floors = [_made(Floor, floor) for floor in data.floors]
     parts = []
     for entry in data.parts:
         part = _made(Part, entry)
         parts.append(Part(part.part, [_made(Topic, topic) for topic in part.topics], part.pages))
-    index = Index(parts, floors)
+    index = Index(parts)
     _check(index, root)
     return index
 
@@ -119,7 +102,7 @@ def _made(kind: type, entry: Any) -> Any:
 
 def _check(index: Index, root: Path) -> None:
     """Raise ValueError when entries do not fit one another, or what lies in `root`."""
-    here, floors = lessons(root), [floor.floor for floor in index.floors]
+    here = lessons(root)
     topics = [topic for part in index.parts for topic in part.topics]
     names = [topic.topic for topic in topics]
     for place, (name, topic) in enumerate(zip(names, topics, strict=True)):
@@ -128,8 +111,8 @@ def _check(index: Index, root: Path) -> None:
             wrong = "a name is of lower-case words, joined by _"
         elif name in before:
             wrong = "it stands there twice"
-        elif topic.floor not in floors and topic.module not in names:
-            wrong = f"floor={topic.floor!r}: allowed are {floors}, or the `module:` of a topic"
+        elif topic.module and topic.module not in names:
+            wrong = f"module={topic.module!r}: allowed is the module of a topic"
         elif topic.planned and name in here:
             wrong = f"it is planned, and lessons/{name}.md is there"
         elif not topic.planned and name not in here:
@@ -199,7 +182,6 @@ def made(root: Path) -> dict[Path, str]:
         ("book/index.md", "map"): [f"![{drawing['alt'](index)}](../figures/index_map.svg)"],
         ("book/index.md", "table"): _table(index),
         ("README.md", "lessons"): _lessons(index),
-        ("CONTRIBUTING.md", "floors"): _floors(index),
     }
     here = pages(index, root)
     if through := ways(index, root, here):
@@ -276,12 +258,3 @@ _BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTIL
 def _files(part: Part) -> list[str]:
     """The files of a part, in their order."""
     return [*(f"lessons/{topic.topic}" for topic in part.topics if not topic.planned), *part.pages]
-
-
-def _floors(index: Index) -> list[str]:
-    """CONTRIBUTING's table of the floors."""
-    lines = ["| floor | modules | what they are |", "|---|---|---|"]
-    for floor in index.floors:
-        names = ", ".join(f"`{name}`" for name in index.modules(floor))
-        lines.append(f"| {floor.floor} | {names} | {floor.what} |")
-    return lines

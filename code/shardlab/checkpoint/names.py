@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.files import read_json
 from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, whole
 from shardlab.layout.entries import Entry, ledger
-from shardtools.options import read_json
 
 from . import ropes
 

@@ -1,4 +1,4 @@
-"""Notices that a file of the package has changed since this process imported it.
+"""Notices that a file of the course has changed since this process imported it.
 
 A notebook's kernel goes on with what it imported, while `show.source` reads the file: then the page
 would print new code and run the old. So `show.source` and `ranks.run` ask here.
@@ -12,13 +12,15 @@ import time
 from types import ModuleType
 from typing import Any
 
+from . import PACKAGES
+
 _BEGIN = time.time()  # what is older than this was imported as it is
 _seen: dict[str, tuple[Any, tuple[int, int]]] = {}  # module -> its spec, the file that was imported
 _said: set[str] = set()
 
 
 def notice() -> None:
-    """Say, once for each file, which files of the package have changed since they were imported."""
+    """Say, once for each file, which files of the course have changed since they were imported."""
     for path in changed():
         if path not in _said:
             _said.add(path)
@@ -31,7 +33,7 @@ def changed() -> list[str]:
     found = []
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if not path or name.partition(".")[0] != __package__:
+        if not path or name.partition(".")[0] not in PACKAGES:
             continue
         try:
             stat = os.stat(path)

@@ -15,6 +15,7 @@ Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -32,7 +33,6 @@ from shardlab import ranks
 from shardlab.common.arguments import check_one_of
 from shardlab.layout import Layout
 from shardlab.measure.count import clock, held
-from shardtools.options import Parser, any_encoding
 
 from .breakdown import (
     NUMBERS,
@@ -350,8 +350,7 @@ def tried(ways: Iterable[str], *given: Any, **options: Any) -> tuple[list[Report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    any_encoding()  # of what it prints
-    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--price", type=float, help="of a GPU hour: adds what tokens cost")

@@ -5,7 +5,7 @@
 - `states`: whole state dicts in and out, and the norm of gradients;
 - `predict`: parameters held and used, bytes sent, and who waits for whom.
 
-The plain layer with all experts is `shardlab.gpt.model.Experts`, its router `shardlab.gpt.router.Router`.
+The plain layer with all experts is `gpt.model.Experts`, its router `gpt.router.Router`.
 """
 
 from .core import (

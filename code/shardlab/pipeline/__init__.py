@@ -10,10 +10,8 @@ The rest stands around these two:
 - parts: a plain GPT in parts (`cut`), and what a rank holds of it;
 - pipelines: `distribute` (a GPT over ranks), `asleep` (stages that sleep instead of computing);
 - deferred: the split backward, `defer`;
-- picture, command: timelines drawn (`draw`), or in a terminal (`text`).
+- picture, terminal: timelines drawn (`draw`), or in characters (`text`).
 """
-
-from shardtools.commands.schedule import text
 
 from .schedules import (
     NAMES,
@@ -35,6 +33,7 @@ from .schedules import (
     zb_v,
 )
 from .simulate import Span, Timeline, balance, simulate
+from .terminal import text
 from .validate import from_text, live, validate
 
 __all__ = [

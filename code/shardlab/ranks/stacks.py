@@ -8,6 +8,7 @@ of its own. Threads that merely help, such as the one that holds the lifeline, t
 from __future__ import annotations
 
 import concurrent.futures._base
+import os
 import queue
 import re
 import sysconfig
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 
+from shardlab.common import PACKAGES
+
 Frame = tuple[str, int, str]  # file, line, function
 Stack = list[Frame]  # innermost first
 
@@ -25,7 +28,7 @@ _LIBRARIES = tuple(
     {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
 )
-_COURSE = str(Path(__file__).parents[1])
+_COURSE = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in PACKAGES)
 # Python's own, in which a thread waits for another one, never for another rank.
 THREADING = {threading.__file__, queue.__file__, concurrent.futures._base.__file__}
 

@@ -21,7 +21,7 @@ from shardtools import options
 # What each part is called by its user, and the module that brings it.
 PARTS = {
     **dict.fromkeys(("up", "status", "down"), "cluster.slurm.command"),
-    "run": "elastic.run",
+    "run": "commands.elastic",
     "watch": "cluster.watch.sample",
     "hang": "cluster.watch.hang",
     "files": "cluster.site",
@@ -41,7 +41,7 @@ def _main(chosen: argparse.Namespace) -> int:
         near = options.nearest(chosen.part, PARTS)
         raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
     parser = options.Parser(prog="python -m shardlab cluster")
-    module = import_module(f"shardlab.{PARTS[chosen.part]}")
+    module = import_module(f"shardtools.{PARTS[chosen.part]}")
     getattr(module, f"add_{chosen.part}")(parser.add_subparsers())
     part = parser.parse_args([chosen.part, *chosen.rest])
     return part.command(part)

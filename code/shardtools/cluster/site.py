@@ -21,6 +21,7 @@ from shlex import quote
 from typing import Any
 
 from shardlab.common.arguments import is_whole, told
+from shardlab.common.files import read_text
 from shardtools import options
 
 JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
@@ -300,7 +301,7 @@ def read(given: str | Path, name: str = "site") -> Site:
     """The site of a file. Raises ValueError for a file, a key or a value that cannot be."""
     import yaml  # here: nothing else of the course's commands needs it
 
-    text = options.read_text(name, given, "YAML files")
+    text = read_text(name, given, "YAML files")
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:

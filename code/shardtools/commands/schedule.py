@@ -18,29 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shutil
 import sys
-from bisect import bisect_right
 from functools import partial
 
-from shardlab.common.arguments import check_flag, check_kind, check_whole
 from shardlab.pipeline.schedules import NAMES, schedule
-from shardlab.pipeline.simulate import Span, Timeline, simulate
+from shardlab.pipeline.simulate import Timeline, simulate
+from shardlab.pipeline.terminal import text
 from shardtools import options
 
 WHOLE = ("stages", "microbatches", "chunks")
 MOST = 100_000  # forwards: up to a minute of a core; a picture or a table of more is none
 MOST_STAGES = 1_000
 TIMES = ("forward", "backward_input", "backward_weight", "hop")
-
-# How `text` draws a timeline in characters.
-FILL = {"F": "░", "B": "▓", "I": "▓", "W": "▒"}
-WORDS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
-IDLE = "·"
-# Backgrounds by kind, and a lighter one for chunks after the first (xterm's 256 colours).
-COLORS = {"F": (74, 117), "B": (166, 216), "I": (166, 216), "W": (221, 229)}
-SEQUENCE = re.compile("\033\\[[0-9;]*m")  # takes no room on a line
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -151,91 +141,3 @@ def _times(name: str, given: str) -> float | list[float]:
             "with commas"
         ) from None
     return values if len(values) > 1 else values[0]
-
-
-def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
-    """`timeline`, drawn in characters, no line longer than `width`.
-
-    A column is a stretch of time, and shows what the stage does in the middle of it; a pass is
-    named where its columns suffice, and is one letter where they do not. With `color`, escape
-    sequences of a terminal tell kinds apart as well.
-
-    Raises ValueError for a width below 40.
-    """
-    check_kind(Timeline, timeline=timeline)
-    check_whole(40, 10_000, width=width)
-    check_flag(color=color)
-    of = timeline.schedule
-    first = min(spans[0].begin for spans in timeline.spans)
-    long = max(spans[-1].end for spans in timeline.spans) - first
-    name = len(f"stage {of.stages - 1}")
-    room = width - name - 1
-    each = _column(timeline, long, room)
-    columns = min(room, math.ceil(long / each - 1e-9)) if long else room
-    lines = []
-    for stage, spans in enumerate(timeline.spans):
-        stub = f"stage {stage}"
-        lines.append(f"{stub:<{name}} {_row(spans, first, each, columns, of.chunks, color)}")
-    end = f"{long:.5g}"
-    lines.append(f"{'time':<{name}} 0{'─' * (columns - len(end) - 1)}{end}")
-    kinds = [kind for kind in WORDS if any(s.kind == kind for row in timeline.spans for s in row)]
-    key = [_paint(kind + FILL[kind], kind, 0, color) + f" {WORDS[kind]}" for kind in kinds]
-    lines += _wrapped([*key, f"{IDLE} idle", f"a column is {each:.3g} of time"], width)
-    return "\n".join(lines)
-
-
-def _column(timeline: Timeline, long: float, room: int) -> float:
-    """Time of a column: the least that fits, and if possible every pass has whole columns."""
-    times = [span.end - span.begin for spans in timeline.spans for span in spans]
-    shortest = min((time for time in times if time > 0), default=0.0)
-    if not shortest:
-        return long / room or 1.0
-    whole = math.floor(room * shortest / long + 1e-9)
-    even = all(abs(time / shortest - round(time / shortest)) < 1e-6 for time in times)
-    return shortest / whole if whole and even else long / room
-
-
-def _row(
-    spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int, color: bool
-) -> str:
-    """What the stage does in the middle of every column."""
-    begins = [span.begin for span in spans]
-    shown: list[Span | None] = []
-    for column in range(columns):
-        middle = first + (column + 0.5) * each
-        place = bisect_right(begins, middle) - 1
-        span = spans[place] if place >= 0 else None
-        shown.append(span if span and middle < span.end else None)
-    row, column = "", 0
-    while column < columns:
-        span = shown[column]
-        long = 1
-        while column + long < columns and shown[column + long] is span:
-            long += 1
-        if span is None:
-            row += IDLE * long
-        else:
-            label = f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if chunks > 1 else "")
-            short = label.partition(".")[0]
-            words = next((word for word in (label, short) if len(word) <= long), span.kind)
-            row += _paint(words.ljust(long, FILL[span.kind]), span.kind, span.chunk, color)
-        column += long
-    return row
-
-
-def _paint(words: str, kind: str, chunk: int, color: bool) -> str:
-    if not color:
-        return words
-    shade = COLORS[kind][min(chunk, 1)]
-    # Fills are for those who see no colours; here the number alone is easier to read.
-    return f"\033[48;5;{shade};38;5;16m{words.replace(FILL[kind], ' ')}\033[0m"
-
-
-def _wrapped(entries: list[str], width: int) -> list[str]:
-    """Entries side by side, as many to a line as it holds."""
-    lines: list[list[str]] = [[]]
-    for entry in entries:
-        if lines[-1] and len(SEQUENCE.sub("", "   ".join([*lines[-1], entry]))) > width:
-            lines.append([])
-        lines[-1].append(entry)
-    return ["   ".join(line) for line in lines]

@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shardlab.common.files import read_text
 from shardlab.layout.entries import COPIED, Entry
 from shardlab.layout.structure import Core, Kind, Routed, Structure
-from shardtools.options import read_text
 
 from . import bounds, cuts
 from .ahead import with_modules

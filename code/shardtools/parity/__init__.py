@@ -16,8 +16,9 @@ from .mistakes import MISTAKES, Mistake, mistakes
 from .programs import check, check_resume
 from .recording import Key, Watch
 from .report import Finding, Report
+from .scripts import watch
 
 __all__ = [
     "MISTAKES", "Finding", "Key", "Mistake", "Report", "Watch", "check", "check_resume",
-    "first_layers", "mistakes",
+    "first_layers", "mistakes", "watch",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from .noise import DRAWS
 from .scripts import compared
 
 EPILOG = """\
-both scripts say shardlab.watch(model, optimizer) once, before their first step, and take a few
+both scripts say parity.watch(model, optimizer) once, before their first step, and take a few
 steps on the same batches from the same weights; nothing else of them changes.
 
   python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py

@@ -1,4 +1,4 @@
-"""Two scripts in place of two functions: `shardlab.watch(model, optimizer)` in each, and a folder.
+"""Two scripts in place of two functions: `watch(model, optimizer)` in each, and a folder.
 
     python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 
@@ -105,7 +105,7 @@ def _compared(plain: list[str], parallel: list[str], folder: Path, draws: int) -
     _run(plain, PLAIN, folder)
     if not (folder / INDEX).exists():
         raise ValueError(
-            "plain: it never called shardlab.watch(model, optimizer); needed is one call"
+            "plain: it never called parity.watch(model, optimizer); needed is one call"
         )
     record = Record.load(folder)
     refuse_plain(record)
@@ -120,7 +120,7 @@ def _compared(plain: list[str], parallel: list[str], folder: Path, draws: int) -
     matchers = [torch.load(file, weights_only=False) for file in files]
     if not matchers or len(matchers) != matchers[0].ranks:
         raise ValueError(
-            f"parallel: {len(matchers)} ranks called shardlab.watch(model, optimizer); needed is "
+            f"parallel: {len(matchers)} ranks called parity.watch(model, optimizer); needed is "
             "one call on each"
         )
     return judged(record, matchers)

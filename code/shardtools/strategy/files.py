@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.common.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
+from shardlab.common.files import read_json, read_text
 from shardlab.common.machines import Machine, check_named, named
 from shardlab.common.shapes import Config
 from shardlab.layout import SCHEDULES, Layout, Structure, structure
 from shardlab.layout.core import OPERATORS
-from shardtools.options import read_json, read_text
 
 from . import models
 from .job import DTYPES, Job

@@ -14,8 +14,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from shardlab.common.files import read_json
 from shardlab.common.machines import Machine
-from shardtools.options import read_json
 
 
 @dataclass(frozen=True)

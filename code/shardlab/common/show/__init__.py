@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["timed"]  # beside what is defined here
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 # One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers
 # can tell apart, in an order that keeps neighbours far apart in lightness too.

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
 from shardlab.common import show
-from shardlab.measure import count
 
 from .drawing import on
+
+if TYPE_CHECKING:
+    from shardlab.measure import count
 
 INK = show.INK
 COLORS = show.RANK_COLORS

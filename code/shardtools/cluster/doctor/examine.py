@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from shardlab.common import PACKAGES
 from shardlab.measure.count import clock
 from shardlab.measure.count.speed import processor
 
@@ -44,11 +45,11 @@ def versions(device: torch.device) -> Facts:
 
 
 def sources() -> str:
-    """A short hash of the package's own files: two checkouts are seldom the same."""
-    package = Path(__file__).parents[2]
+    """A short hash of the course's own files: two checkouts are seldom the same."""
+    code = Path(__file__).parents[3]
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    for path in sorted(path for name in PACKAGES for path in (code / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(code)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

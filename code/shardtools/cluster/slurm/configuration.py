@@ -1,4 +1,4 @@
-"""The configuration of the small Slurm of `shardtools.cluster.slurm`: slurm.conf, GPUs, munge's key.
+"""Configuration of the small Slurm of `shardtools.cluster.slurm`: slurm.conf, GPUs, munge's key.
 
 Every address is on the loopback interface, every path in the Slurm's own folder, and the user is
 the one who starts it, so nothing here needs root. Options are explained in slurm.conf(5).

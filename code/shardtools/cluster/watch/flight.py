@@ -39,7 +39,7 @@ PREFIXES = (PREFIX, "comm_lib_trace_rank_", "nccl_trace_rank_")
 STATES = ("scheduled", "started", "completed")  # of a call on a GPU, one after the other
 # Frames of libraries, this course's among them, on whichever machine the record was made.
 _LIBRARY = re.compile(
-    r"/(site|dist)-packages/|/lib/python3|/torch/|/shardlab/(?!cluster/captured/)|^<|^\?\?"
+    r"/(site|dist)-packages/|/lib/python3|/torch/|/shard(lab|tools|course)/(?!cluster/captured/)|^<|^\?\?"
 )
 
 

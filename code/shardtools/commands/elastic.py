@@ -14,9 +14,8 @@ import os
 import sys
 from functools import partial
 
+from shardlab.elastic.job import Job
 from shardtools import options
-
-from .job import Job
 
 
 def add_run(commands: argparse._SubParsersAction) -> None:
@@ -41,7 +40,7 @@ def _main(chosen: argparse.Namespace) -> int:
     job = told(chosen)
     if job.logs:
         options.folder("logs", job.logs)
-    from . import core  # here: torch takes seconds, and bad input is refused at once
+    from shardlab.elastic import core  # here: torch takes seconds, and bad input is refused at once
 
     return core.run(job, partial(print, flush=True))
 

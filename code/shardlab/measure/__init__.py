@@ -1,0 +1,1 @@
+"""What is measured: bytes held and sent, operations, seconds; and an emulated slow link."""

@@ -76,10 +76,6 @@ class Matcher(Sink):
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"plain": None}
 
-    def stepped(self, steps: int) -> None:
-        """As `Sink` says."""
-        self.steps = steps
-
     def forget(self, key: Key) -> bool:
         """As `Sink` says."""
         key = self.plain.name(key)

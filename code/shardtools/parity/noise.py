@@ -106,10 +106,6 @@ class Noise(Sink):
                 if key.phase == "gradient" and alike:
                     self.shared[key] = abs(ratio(part.value, other.value) - 1)
 
-    def stepped(self, steps: int) -> None:
-        """As `Sink` says."""
-        self.steps = steps
-
     def found(self) -> dict[Key, tuple[float, ...]]:
         """Return each tensor's relative differences: of all, of a row, of the factor they share."""
         return {

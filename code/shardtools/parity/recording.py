@@ -69,6 +69,7 @@ class Sink:
 
     def stepped(self, steps: int) -> None:
         """So many steps are through."""
+        self.steps = steps
 
 
 def author_names(name: str) -> str:

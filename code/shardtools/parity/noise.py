@@ -95,7 +95,10 @@ class Noise(Sink):
 
     def see(self, key: Key, part: Part) -> None:
         """Compare it with the same call's; where it has another shape, rounding routes anew."""
-        if not (size := size_of(self.record, key)):
+        size, whole = size_of(self.record, key), self.record.whole(key)
+        if not size:
+            if whole is not None and whole.is_floating_point() and part.value.any():
+                self.squares[key] = self.row[key] = inf  # where rounding alone made it nothing
             return
         for other in self.record.parts.get(key, ()):
             if other.call == part.call:

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ def job(leaves_nothing):
     while len(sample.find(launcher.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     yield launcher.pid
-    subprocess.run(["pkill", "-KILL", "-s", str(launcher.pid)], check=False)
+    os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
 
 
@@ -76,7 +78,7 @@ def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing
     deadline = time.monotonic() + 60
     while len(found := sample.find(job=987654)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    subprocess.run(["pkill", "-KILL", "-s", str(launcher.pid)], check=False)
+    os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
     assert list(found) == [0, 1] and launcher.pid not in found.values()
     monkeypatch.setenv("SLURM_STEP_ID", "1")

@@ -12,8 +12,8 @@ from typing import Any
 
 from forked import forked
 
-from shardlab.__main__ import main
 from shardlab.common import show
+from shardtools.__main__ import main
 
 
 def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:

@@ -10,8 +10,8 @@ import re
 import pytest
 from throwaway import Book
 
-from shardlab.__main__ import main
 from shardlab.common import PACKAGES, show
+from shardtools.__main__ import main
 
 EXT = show.ROOT / "book/_ext"
 PYTHON = "_build/html/_static/python/python.js"

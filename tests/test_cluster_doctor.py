@@ -31,9 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timed import on_time
 
-from shardlab.__main__ import main
 from shardlab.common.machines import MACHINES
 from shardlab.measure import link
+from shardtools.__main__ import main
 from shardtools.cluster import doctor, slurm
 from shardtools.cluster.doctor import checks, examine, folder, pairs
 from shardtools.cluster.doctor.verdicts import BAD, Findings, listed

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from shardlab.__main__ import main
 from shardlab.elastic import core
 from shardlab.elastic.host import Failure, Host, Order, Report, first_cause
 from shardlab.elastic.job import Job, free_port
+from shardtools.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from shardlab.__main__ import main
 from shardlab.layout.structure import Structure
 from shardtools import hub
+from shardtools.__main__ import main
 from shardtools.hub import core, cuts
 from shardtools.hub.ahead import with_modules
 from shardtools.hub.ask import Builder

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shardcourse.build import index, lesson, pairs, paths
-from shardlab import __main__
+from shardtools import __main__
 
 
 @pytest.fixture

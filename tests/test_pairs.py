@@ -14,7 +14,7 @@ from throwaway import Book
 
 from shardcourse import build
 from shardcourse.build import pairs
-from shardlab import __main__
+from shardtools import __main__
 
 
 def test_what_is_made_is_in_step(root):

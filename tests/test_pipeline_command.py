@@ -11,7 +11,7 @@ import pytest
 from commands import ran
 
 from shardlab import pipeline
-from shardlab.__main__ import main
+from shardtools.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 # The first row of the zero bubble paper's Table 9 (arXiv 2401.10241).

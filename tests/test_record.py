@@ -63,12 +63,13 @@ def test_key_holds_what_the_cells_reach(book):
         ("open('figures/data.csv')", "figures/data.csv"),
         ("import runpy; runpy.run_path('../figures/draw.py')", "figures/helper.py"),
         ("from benchmarks import bench", "benchmarks/bench.py"),
-        ("from shardlab import check", "code/shardcourse/exercises/small.py"),
+        ("from shardcourse import exercises", "code/shardcourse/exercises/small.py"),
     ],
 )
 def test_key_follows_imports_and_paths(book, cell, path):
     book.write("code/shardlab/package/__init__.py", "from . import inner\n")
     book.write("code/shardlab/package/inner.py", "from .. import first\n")
+    book.write("code/shardcourse/__init__.py", "")
     book.write("code/shardcourse/exercises/__init__.py", "")
     book.write("code/shardcourse/exercises/small.py", "")
     book.write("code/shardcourse/exercises/other.py", "")
@@ -295,8 +296,8 @@ def test_what_a_killed_execution_leaves_goes_with_the_next_one(book, temporary, 
     book.edit(
         "lessons/small.md", "import answer\n", "import answer\n\nimport time; time.sleep(60)\n"
     )
-    script = "import pathlib; from shardlab import record\n"
-    script += f"record.execute('small', pathlib.Path({str(book.root)!r}))"
+    script = "import pathlib; from shardcourse import build\n"
+    script += f"build.execute('small', pathlib.Path({str(book.root)!r}))"
     killed = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     while not any(temporary.glob("lesson-*/kernel.json")):
         assert killed.poll() is None
@@ -405,7 +406,7 @@ def test_record_needs_no_sphinx(book):
         "import sys\n"
         "for name in ('sphinx', 'myst_nb', 'jupyter_book', 'jupyter_cache'):\n"
         "    sys.modules[name] = None\n"
-        "from shardlab.__main__ import main\n"
+        "from shardtools.__main__ import main\n"
         "sys.exit(main(['record', '--archive', 'carried/all.zip']))\n"
     )
     done = subprocess.run(

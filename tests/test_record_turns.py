@@ -175,21 +175,21 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, 
         # Whoever runs the tests in the background may have had them ignore an interrupt.
         script = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         script += (
-            "import pathlib\nfrom shardlab import record\nfrom shardcourse.build import facts\n"
+            "import pathlib\nfrom shardcourse import build\nfrom shardcourse.build import facts\n"
         )
         script += "facts.cores = lambda: 2\n"
         script += "def nothing(*_): pass\n"
         script += f"root = pathlib.Path({str(book.root)!r})\n"
-        script += "record.execute_all(['small', 'other'], root, nothing, cpu=True)"
-        build = subprocess.Popen(
+        script += "build.execute_all(['small', 'other'], root, nothing, cpu=True)"
+        started = subprocess.Popen(
             [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
         )
         while not all(path.exists() for path in pids):
-            assert build.poll() is None, build.stderr.read()
+            assert started.poll() is None, started.stderr.read()
             time.sleep(0.05)
-        build.send_signal(how)
-        build.communicate(timeout=60)
-        assert build.returncode == -how
+        started.send_signal(how)
+        started.communicate(timeout=60)
+        assert started.returncode == -how
         until = time.monotonic() + 60
         while not all(gone(int(path.read_text())) for path in pids):
             assert time.monotonic() < until, "a kernel is left"

@@ -21,9 +21,9 @@ import torch
 from commands import printed_to, ran
 
 from shardlab import ranks
-from shardlab.__main__ import COMMANDS
 from shardlab.common import show
 from shardtools import options
+from shardtools.__main__ import COMMANDS
 from shardtools.cluster.command import PARTS
 
 
@@ -112,7 +112,7 @@ def test_every_door_refuses_wrong_objects_by_name(tmp_path, monkeypatch):
 for module, _ in COMMANDS.values():
     importlib.import_module(module)  # once: the forks below have it all
 for part in {*PARTS.values()}:
-    importlib.import_module(f"shardlab.{part}")
+    importlib.import_module(f"shardtools.{part}")
 
 FOLDER = "watch", "hang"  # ask for one before all else
 PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
@@ -162,7 +162,7 @@ def test_a_terminal_of_the_plain_locale_gets_plain_characters() -> None:
 
 def test_the_list_and_mistyped_commands_import_no_topic() -> None:
     program = (
-        "import sys; from shardlab.__main__ import main\n"
+        "import sys; from shardtools.__main__ import main\n"
         "assert main([]) == 0 and main(['memori']) == 2\n"
         "assert main(['cluster', 'run', '--at', 'nowhere', 'x.py']) == 2\n"
         "heavy = {'torch', 'numpy', 'psutil', 'yaml', 'shardlab.memory', 'shardcourse.build'}\n"
@@ -187,7 +187,7 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     program = (
         f"import sys; sys.modules[{lacks!r}] = None\n"
-        "from shardlab.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "from shardtools.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     done = fresh(["-c", program], *LACKING[lacks])
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

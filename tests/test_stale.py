@@ -67,7 +67,7 @@ def test_a_module_that_is_loaded_again_is_as_new(tmp_path, monkeypatch):
     path = tmp_path / "again.py"
     path.write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(stale, "__package__", "again")
+    monkeypatch.setattr(stale, "PACKAGES", ("again",))
     monkeypatch.setattr(stale, "_BEGIN", time.time() - 3600)
     module = importlib.import_module("again")
     assert stale.changed() == []

@@ -14,8 +14,8 @@ from statistics import median
 import pytest
 
 from shardlab import memory
-from shardlab.__main__ import main
 from shardlab.common.shapes import PRESETS
+from shardtools.__main__ import main
 from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
 from shardtools.strategy.core import seconds
 from shardtools.strategy.cost import flops

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab.__main__ import main
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import AXES, Layout
 from shardlab.mesh.job import rounding, run
+from shardtools.__main__ import main
 from shardtools.commands.mesh import as_predicted
 from shardtools.strategy.profile import PROFILES
 from shardtools.strategy.space import Space, bases, series

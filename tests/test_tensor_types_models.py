@@ -192,8 +192,6 @@ def test_wrappers_of_data_parallelism_pass():
 # Not over ranks: a product of which backward computes a half, seconds asleep, a GPU's dropout.
 WITHOUT_WORDS = {"pipeline.deferred._Linear", "pipeline.pipelines._Sleep"}
 WITHOUT_WORDS |= {"sequence_parallel.dropout._Fused"}
-# On meta, of one process, without a backward.
-WITHOUT_WORDS |= {f"hub.plugs.{name}" for name in ("_Core", "_Keeps", "_Norm", "_Opaque")}
 
 
 def test_every_operator_states_its_words():

@@ -17,7 +17,7 @@ def test_it_is_real_text_and_the_same_in_every_process():
     data = text.corpus()
     assert data.dtype == torch.uint8 and len(data) > 2_000_000
     assert b"def " in bytes(data[:50_000].tolist())
-    program = "from shardlab import text; import hashlib;"
+    program = "from shardlab.common import text; import hashlib;"
     program += "print(hashlib.sha256(text.corpus().numpy().tobytes()).hexdigest())"
     command = [sys.executable, "-c", program]
     sums = {subprocess.run(command, capture_output=True, text=True).stdout for _ in range(2)}

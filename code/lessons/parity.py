@@ -252,7 +252,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
-# A check that right programs fool three times will be switched off, or loosened until it is quiet. `shardtools.parity` has a rule for each.
+# A check that is wrong three times will be switched off. `shardtools.parity` has a rule for each.
 #
 # ## Rule 1: rounding is measured
 #
@@ -746,11 +746,11 @@ show.table(rows, head, caption="Ten published mistakes, each beside a right prog
 # - **Rank 0 may be fine.** DeepSpeed 1801 clips there, and is wrong on all others; of Megatron-LM 7452 it has a half. Whoever looks at rank 0 alone sees a part of the program.
 # - **One is right up to the optimizer**: DeepSpeed 8437 differs in its updates alone.
 # - **One is of the size of rounding in `bfloat16`.** With `bfloat16` weights, where pytorch 190626 really lives, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published_installed.py).
-# - **The steps have to do what the job does.** Texts of one length hide the first, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 such threads that were read for this course, a plain step cannot show 33, and 31 more are in no single step at all.
+# - **The steps have to do what the job does.** Texts of one length hide the first, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 such threads that were read for this course, a plain step cannot show 33, and 31 more are in no single step.
 #
 # ## Two scripts
 #
-# Your programs are scripts, and one is started by a launcher. Each says `parity.watch(model, optimizer)` once; started in the ordinary way, that does nothing.
+# Your programs are scripts, and one is started by a launcher. Each says `parity.watch(model, optimizer)` once; otherwise that does nothing.
 
 # %%
 PLAIN = """\
@@ -777,7 +777,7 @@ PARALLEL = BEGIN + PLAIN.replace("model(x)", "model(x.chunk(2)[dist.get_rank()])
 # python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 # ```
 #
-# The plain script runs once, and with noise, and writes what it computes to a folder; each rank of the parallel one compares its part as it comes. `--folder` keeps all of it, in a folder that holds nothing else. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
+# The plain script runs once and with noise, and writes to a folder; each rank of the parallel one compares its part. `--folder` keeps all of it, in a folder that holds nothing else. The exit status is 0 where they are equal, 1 where they are not, 2 where they cannot be compared.
 
 # %% tags=["hide-input"]
 # Starts this command

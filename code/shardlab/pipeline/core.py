@@ -1,9 +1,8 @@
 """One stage of a pipeline, on its rank: it goes through its list of actions.
 
-From top to bottom: what a stage computes (`Passes`); what comes to it and leaves it (`Mail`); the
-stage itself (`Pipeline`), whose `step` does action by action what its schedule says. The schedule
-is a list that `schedules` made: GPipe, 1F1B, or any other. Receives are posted, sends are on their
-way, and a stage stands still in one place only: before a pass whose input has not come.
+In order: what a stage computes (`Passes`); what comes to it and leaves it (`Mail`); the stage
+(`Pipeline`), whose `step` follows its schedule, action by action. The schedule is a list that
+`schedules` made: GPipe, 1F1B or another. A stage waits only before a pass whose input has not come.
 
 Shapes in names: B batch, S sequence.
 """

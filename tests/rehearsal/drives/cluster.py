@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardlab import ranks
-from shardlab.__main__ import main
+from shardtools.__main__ import main
 from shardtools.cluster.doctor import examine, pairs
 
 from .common import on, on_caller, world

@@ -179,7 +179,7 @@ def _files(target: Target) -> dict[str, str]:
     if target.engine == "megatron":
         return {megatron.FILE: megatron.write(target)}
     if target.engine == "course":
-        script = here.parents[1] / "train/take_home.py"
+        script = here.parents[2] / "shardlab/train/take_home.py"
         return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
     loop = {LOOP: (here / LOOP).read_text(encoding="utf-8")}
     if target.engine == "fsdp2":

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from phases import GUARD
 
-from shardcourse.build.gpu import child
+from shardcourse.build import child
 
 MARGIN = 1.2  # of a test's limit: pytest-timeout, which also says where the test stood, comes first
 

@@ -31,7 +31,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardcourse.build.gpu import child
+from shardcourse.build import child
 
 GUARD = "SHARDLAB_TEST_GUARD"  # environment variable: where a worker says which test it runs
 ROOT = Path(__file__).resolve().parents[1]

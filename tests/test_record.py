@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import shutil
 import signal
@@ -12,15 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import nbformat
 import pytest
-from commands import ran
 from test_house import BRINGS
 from throwaway import HEADER, LESSON, Book
 
@@ -407,18 +402,13 @@ def test_record_needs_no_sphinx(book):
         "for name in ('sphinx', 'myst_nb', 'jupyter_book', 'jupyter_cache'):\n"
         "    sys.modules[name] = None\n"
         "from shardtools.__main__ import main\n"
-        "sys.exit(main(['record', '--archive', 'carried/all.zip']))\n"
+        "sys.exit(main(['record']))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=book.root, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(book.root / "carried/all.zip") as file:
-        assert file.namelist() == ["small.ipynb"]
-    before = book.recording.read_bytes()
-    book.recording.unlink()
-    assert command(book, "record", "--unpack", "carried/all.zip").returncode == 0
-    assert book.recording.read_bytes() == before
+    assert book.recording.is_file()
 
 
 def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
@@ -431,77 +421,6 @@ def test_record_goes_on_after_a_failure_and_keeps_the_old_recording(book):
     assert "lessons/small.md, code cell 2 of 2: ZeroDivisionError" in done.stderr
     assert book.recording.read_bytes() == before
     assert book.recording.with_name("other.ipynb").exists()
-
-
-def archive_of(*members):
-    """A zip file with these names and contents, as bytes."""
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a name that is there twice
-        for name, content in members:
-            file.writestr(name, content)
-    return held.getvalue()
-
-
-def broken_archives():
-    """What damage, chance and malice make of an archive that is good."""
-    small = json.dumps(nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}}))
-    other = ("other.ipynb", small.replace("small", "other"))
-    good = archive_of(other, ("small.ipynb", small))
-    body, name = good.index(b"small.ipynb") + len("small.ipynb"), good.rindex(b"small.ipynb")
-    assert good[name - 46 : name - 42] == b"PK\1\2"  # the member's entry in the directory
-
-    def changed(place, data, archive=good):
-        return archive[:place] + data + archive[place + len(data) :]
-
-    lying = archive_of(other, ("small.ipynb", b" " * 30_000_000))
-    says = lying.rindex(b"small.ipynb") - 46 + 24  # how long it is, once unpacked
-    return {
-        "cut short": good[:-40],
-        "cut in the middle": good[: len(good) // 2],
-        "nothing": b"",
-        "no archive": b"no zip",
-        "another check sum": changed(name - 46 + 16, b"\0\1\2\3"),
-        "damaged data": changed(body + 5, bytes(range(20))),
-        "encrypted": changed(name - 46 + 8, b"\1"),
-        "an unknown compression": changed(name - 46 + 10, b"\x63"),
-        "a name in no UTF-8": changed(name, b"\xff\xfe", changed(name - 46 + 8, b"\0\x08")),
-        "an absolute name": archive_of(other, ("/tmp/small.ipynb", small)),
-        "a name above": archive_of(other, ("../small.ipynb", small)),
-        "a name of two lines": archive_of(other, ("small\n.ipynb", small)),
-        "a name twice": archive_of(other, ("small.ipynb", small), ("small.ipynb", small)),
-        "too large": archive_of(other, ("small.ipynb", b" " * 64_000_001)),
-        "too many": archive_of(other, *((f"a_{n}.json", b" " * 10**6) for n in range(70))),
-        "larger than it says": changed(says, (1000).to_bytes(4, "little"), lying),
-        "deep": archive_of(other, ("small.ipynb", "[" * 100_000)),
-        "digits": archive_of(other, ("small.ipynb", "1" * 5000)),
-        "no notebook": archive_of(other, ("small.ipynb", '{"metadata": {"shardlab": '
-                                          '{"topic": "small"}}}')),
-        "no list of cells": archive_of(other, ("small.ipynb", small.replace("[]", "3"))),
-        "another kind of file": archive_of(other, ("small.py", "")),
-        "another lesson's recording": archive_of(other, ("third.ipynb", small)),
-    }  # fmt: skip
-
-
-def test_a_broken_archive_gets_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys) -> None:
-    for name in ("lessons", "book"):
-        (tmp_path / name).mkdir()
-    for name in ("_toc.yml", "lessons/small.md", "all.zip"):
-        (tmp_path / name).touch()
-    before = sorted(tmp_path.rglob("*"))
-    monkeypatch.chdir(tmp_path)
-    for kind, archive in broken_archives().items():
-        (tmp_path / "all.zip").write_bytes(archive)
-        status, out, err = ran(capsys, "record", "--unpack", "all.zip")
-        assert status == 2 and out == "" and err.count("\n") == 1 and "all.zip" in err, (kind, err)
-        assert sorted(tmp_path.rglob("*")) == before, kind
-    small = json.dumps(nbformat.v4.new_notebook(metadata={"shardlab": {"topic": "small"}}))
-    members = ("other.ipynb", small.replace("small", "other")), ("small.ipynb", small)
-    (tmp_path / "all.zip").write_bytes(archive_of(*members))
-    (tmp_path / build.RECORDED / "small.ipynb").mkdir(parents=True)
-    with pytest.raises(ValueError, match="a folder"):
-        build.unpack(tmp_path / "all.zip", tmp_path)
-    assert [p.name for p in (tmp_path / build.RECORDED).iterdir()] == ["small.ipynb"]
 
 
 # --- The build --------------------------------------------------------------------------------

@@ -230,8 +230,6 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
     ("strategy", "--measure", "--rates", "b", "--tp", "2"): "--tp with --measure",
     ("strategy", "--predict", "a", "--fit", "b", "--rates", "c"): "--fit and --predict",
-    ("record", "--unpack", "a.zip", "--archive", "b.zip"): "--unpack",
-    ("record", "--unpack", "a.zip", "zero"): "--unpack",
     ("gpu", "--only", "tests", "zero"): "--only=tests",
     ("parity", "plain.py"): "scripts='plain.py': needed are",
     ("grade", "none"): "folder='none': allowed are folders",

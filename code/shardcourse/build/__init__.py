@@ -2,8 +2,6 @@
 
     python -m shardlab record                      # all lessons, on the machine at hand
     python -m shardlab record collectives
-    python -m shardlab record --archive out.zip    # and all recordings in one file, to carry
-    python -m shardlab record --unpack out.zip     # what such a file holds, put in place
 
 A recording is book/recorded/<topic>.ipynb: the code cells with their outputs, on what machine they
 were made (`facts`), and a key over everything that they depend on (`key`). The book's build uses a
@@ -19,16 +17,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardtools.options import add, command, place, written
+from shardtools.options import command, written
 
-from . import carry
-from .carry import RECORDED, archive, unpack
 from .kernel import LessonError, about, changed, execute, execute_all
 from .key import Reader, code_cells, has_cells, lessons, notebook, pages, reach, read
 
 if TYPE_CHECKING:
     import nbformat
 
+RECORDED = Path("book/recorded")
 # Beside what is used or defined here:
 __all__ = ["Reader", "changed", "code_cells", "execute_all", "has_cells", "notebook", "pages"]
 __all__ += ["reach", "read"]
@@ -70,29 +67,19 @@ def save(book: nbformat.NotebookNode, path: Path) -> None:
     """Write a recording so that a reader finds the old file or the new one, never a part."""
     import nbformat
 
-    carry.replace(path, (nbformat.writes(book) + "\n").encode())
+    written("recording", path, nbformat.writes(book) + "\n", room=True)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `record` to the command line."""
     parser = command(commands, "record", __doc__)
     parser.add_argument("lesson", nargs="*", help="topics; all lessons when none is named")
-    add(parser, "archive", "then write all into a zip", "FILE")
-    add(parser, "unpack", "only unpack such a zip", "FILE")
     parser.set_defaults(command=_main)
 
 
 def _main(options: argparse.Namespace) -> int:
     root = course()
-    if options.unpack is not None:
-        if options.lesson or options.archive is not None:
-            raise ValueError("--unpack goes with no lesson and not with --archive")
-        for path in unpack(place("unpack", options.unpack), root):
-            print(f"unpacked {path}")
-        return 0
     topics = selected(options.lesson, root)
-    if options.archive is not None:  # before hours of work, not after
-        written("archive", options.archive, room=True)
     failed = 0
     for topic in topics:  # one after another: lessons never share a GPU
         try:
@@ -105,7 +92,4 @@ def _main(options: argparse.Namespace) -> int:
         stated = about(book)
         device = stated["device"]
         print(f"recorded {topic}: {stated['seconds']} s on {device['count']} × {device['name']}")
-    if options.archive is not None:
-        names = archive(place("archive", options.archive), root)
-        print(f"wrote {len(names)} recordings into {options.archive}")
     return 1 if failed else 0

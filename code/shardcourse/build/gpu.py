@@ -1,0 +1,175 @@
+"""Do what only a machine with a GPU can do: its tests, recordings of lessons, benchmarks.
+
+    python -m shardlab gpu                               # everything
+    python -m shardlab gpu zero pipeline                 # two lessons and their benchmarks
+    python -m shardlab gpu --limit 580 --out carried     # stop in time; carried/gpu.zip has it all
+
+Each step is a process of its own, one after another: nothing shares the GPU. A step whose result
+belongs to the sources as they are is skipped, so that a second call does the rest. gpu.zip holds
+paths below the course's folder: `python -m zipfile -e gpu.zip .` puts them in place elsewhere.
+
+Exit status: 0 if all steps passed, 1 if one failed, 2 if none could begin, 3 if the time was up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardcourse.build import RECORDED, about, changed, course, load, selected
+from shardcourse.build.kernel import environment
+from shardcourse.build.key import Key, reach_of_program
+from shardlab.common import show
+from shardtools import options
+
+WORK, FIGURES = Path("_build/gpu"), Path("benchmarks/recorded")
+STEP_SECONDS = {"tests": 900, "lesson": 1800, "benchmark": 3600}  # a step that takes longer hangs
+LEAST_SECONDS = 5.0  # with less time left, no step is started
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program, and the file that its success leaves below the course's folder."""
+
+    kind: str  # a key of STEP_SECONDS
+    name: str
+    command: tuple[str, ...]  # arguments of Python
+    result: Path
+    key: str = ""  # of all sources that the result depends on; a recording has its own
+
+    def is_current(self, root: Path) -> bool:
+        """Return True if the result is there, was made on a GPU, and from these sources."""
+        path = root / self.result
+        if self.kind == "lesson":
+            book = load(path)
+            made = book is not None and not changed(book, path.stem, root)
+            return made and about(book)["device"]["kind"] == "cuda"
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            return json.loads(path.read_text("utf-8"))["key"] == self.key
+        return False
+
+
+def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
+    """Return the steps for these lessons, with the tests that need a GPU if asked for."""
+    steps = []
+    files = [p for p in sorted(root.glob("tests/*.py")) if "mark.gpu" in p.read_text("utf-8")]
+    if tests and files:
+        reached = {p: h for file in files for p, h in reach_of_program(file, root).files.items()}
+        names = [file.relative_to(root).as_posix() for file in files]
+        command = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *names)
+        steps.append(Step("tests", "tests", command, WORK / "tests.json", Key((), reached).text))
+    for topic in topics:
+        command = ("-m", "shardlab", "record", topic)
+        steps.append(Step("lesson", f"lesson_{topic}", command, RECORDED / f"{topic}.ipynb"))
+    for topic in topics:
+        program = Path(f"benchmarks/{topic}.py")
+        for ranks in sorted({2, 4, max(gpus, 4)}) if (root / program).is_file() else ():
+            command = (str(program), "--json", "--links", "gpu", "--ranks", str(ranks))
+            result = FIGURES / f"{topic}_{ranks}.json"
+            key = reach_of_program(program, root).text
+            steps.append(Step("benchmark", f"benchmark_{result.stem}", command, result, key))
+    return steps
+
+
+def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
+    """Run a step for so many seconds at most, keep its result; return how it ended."""
+    from shardcourse.build import child  # which imports psutil
+
+    log = root / WORK / f"logs/{step.name}.log"
+    output = log.with_suffix(".out")
+    for path in (log, output):
+        path.write_bytes(b"")
+    begin, command = time.monotonic(), [sys.executable, *step.command]
+    status = child.run(command, log, output, seconds, root, environment(root))
+    if status is None:
+        return "left" if seconds < STEP_SECONDS[step.kind] else "FAILED: it hung"
+    last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
+    if status:
+        said = log.read_text("utf-8", "replace").strip().splitlines()
+        return f"FAILED: {said[-1] if said and step.kind != 'tests' else last}"
+    if step.kind != "lesson":  # `record` has written its own
+        date = datetime.now(UTC).strftime("%Y-%m-%d")
+        found = {"key": step.key, "date": date, "seconds": round(time.monotonic() - begin, 1)}
+        topic, _, _ = step.result.stem.rpartition("_")
+        try:
+            figures = {"topic": topic} | json.loads(last) if topic else {"counts": last.strip("= ")}
+        except ValueError:
+            return "FAILED: it printed no figures"
+        if not figures.get("rows", True):
+            return "no row for this machine"
+        (root / step.result).parent.mkdir(parents=True, exist_ok=True)
+        (root / step.result).write_text(json.dumps(found | facts | figures, indent=1) + "\n")
+    return "passed" if step.is_current(root) else "FAILED: it was not made on a GPU"
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `gpu` to the command line."""
+    parser = options.command(commands, "gpu", __doc__)
+    parser.add_argument("lesson", nargs="*", help="only these lessons and their benchmarks")
+    options.add(parser, "limit", "seconds that everything may take", "SECONDS")
+    options.add(parser, "out", f"folder of gpu.zip ({WORK})", "FOLDER")
+    parser.set_defaults(command=_main)
+
+
+def _main(chosen: argparse.Namespace) -> int:
+    root = course()
+    limit = float("inf") if chosen.limit is None else options.whole("limit", chosen.limit)
+    deadline = time.monotonic() + limit
+    topics = selected(chosen.lesson, root)
+    out = root / WORK if chosen.out is None else options.folder("out", chosen.out).resolve()
+    facts = _look(root)
+    device = facts["device"]
+    print(f"{device['count']} × {device['name']}, driver {device['driver']}", flush=True)
+    (root / WORK / "logs").mkdir(parents=True, exist_ok=True)
+    steps = plan(root, topics, not chosen.lesson, device["count"])
+    results = {step.name: "left" for step in steps}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
+    try:
+        # A step with a log was tried before, in vain: it may take all the time that there is.
+        for step in sorted(steps, key=lambda s: (root / WORK / f"logs/{s.name}.log").exists()):
+            left = deadline - time.monotonic()
+            if step.is_current(root):
+                results[step.name] = "there already"
+            elif left > LEAST_SECONDS:
+                print(f"{step.name} …", end="", flush=True)
+                results[step.name] = run(step, root, facts, min(left, STEP_SECONDS[step.kind]))
+                print(f" {results[step.name]}", flush=True)
+                _archive(out / "gpu.zip", root, steps, results)
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+    _archive(out / "gpu.zip", root, steps, results)
+    show.table(list(results.items()), ["step", "result"])
+    print(f"Logs: {WORK}/logs. To commit: what is new in {RECORDED} and {FIGURES}.")
+    print(f"To carry: {out / 'gpu.zip'}; there, python -m zipfile -e gpu.zip .")
+    said = [result.partition(":")[0] for result in results.values()]
+    return 3 if "left" in said else 1 if "FAILED" in said else 0
+
+
+def _look(root: Path) -> dict[str, Any]:
+    """Return what a recording says of this machine; ValueError where no CUDA GPU computes."""
+    ask = "import torch; torch.ones(1, device='cuda').item(); "
+    ask += "from shardcourse.build import facts; import json; print(json.dumps(facts.collect()))"
+    command = [sys.executable, "-c", ask]
+    done = subprocess.run(command, env=environment(root), capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ValueError(f"no CUDA GPU here that computes: {why}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _archive(path: Path, root: Path, steps: list[Step], results: dict[str, str]) -> None:
+    done = ("passed", "there already")
+    files = [root / step.result for step in steps if results[step.name] in done]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in [*files, *(root / WORK / "logs").glob("*.*")]:
+            archive.write(file, file.relative_to(root))

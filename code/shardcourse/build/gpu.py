@@ -95,8 +95,9 @@ def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
         return "left" if seconds < STEP_SECONDS[step.kind] else "FAILED: it hung"
     last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
     if status:
-        said = log.read_text("utf-8", "replace").strip().splitlines()
-        return f"FAILED: {said[-1] if said and step.kind != 'tests' else last}"
+        said = log.read_text("utf-8", "replace").strip().splitlines() or [last]
+        cells = [line for line in said if line.startswith("lessons/")]  # how `record` begins
+        return f"FAILED: {last if step.kind == 'tests' else (cells or said)[-1]}"
     if step.kind != "lesson":  # `record` has written its own
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         found = {"key": step.key, "date": date, "seconds": round(time.monotonic() - begin, 1)}

@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf slides test rehearse lab serve record gpu lesson pairs lint format clean distclean
+.PHONY: help setup book pdf slides test rehearse lab serve record gpu lesson pairs figures lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -103,6 +103,11 @@ lesson: $(INSTALLED) ## write the skeleton of a planned lesson, which builds (TO
 
 pairs: $(INSTALLED) ## after an edit: write scripts anew from lessons, contents and map from book/topics.yml
 	$(BIN)/python -m shardlab pairs
+
+figures: $(INSTALLED) ## draw the pictures anew, all or one topic's (ARGS='zero')
+	for name in $(or $(ARGS),$(basename $(notdir $(wildcard figures/*.py)))); do \
+	  $(BIN)/python figures/$$name.py || exit 1; \
+	done
 
 lint: $(INSTALLED) ## check format, style, spelling, imports and pairs
 	$(BIN)/ruff format --check .

@@ -130,7 +130,9 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
 def test_a_lessons_key_holds_every_file_of_its_topic(root):
     """A module that is loaded by a name made up at run time would be missing."""
     for lesson in sorted((root / "lessons").glob("*.md")):
-        package = root / "code/shardlab" / BRINGS.get(lesson.stem, lesson.stem)
+        name = BRINGS.get(lesson.stem, lesson.stem)
+        tool = (root / "code/shardtools" / name).is_dir()
+        package = root / "code" / ("shardtools" if tool else "shardlab") / name
         commands = {"command", "run", "up", "site"}  # of no page
         files = [p for p in package.glob("*.py") if p.stem not in commands] or [
             package.with_suffix(".py")

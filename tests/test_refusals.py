@@ -230,7 +230,6 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
     ("strategy", "--measure", "--rates", "b", "--tp", "2"): "--tp with --measure",
     ("strategy", "--predict", "a", "--fit", "b", "--rates", "c"): "--fit and --predict",
-    ("gpu", "--only", "tests", "zero"): "--only=tests",
     ("parity", "plain.py"): "scripts='plain.py': needed are",
     ("grade", "none"): "folder='none': allowed are folders",
     ("grade", ".", "--part", "zeros"): "part='zeros': allowed are data_parallel",
@@ -243,13 +242,10 @@ MISTAKES = {  # arguments: a word of the line that they get
     ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
     ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
     ("parity", "--folder", "", __file__, "--", "true"): "folder='': allowed",
-    ("gpu", "--only", "films"): "--only='films': allowed are tests, lessons, benchmarks",
-    ("gpu", "--limit", "soon"): "--limit='soon': allowed are whole numbers, 1 or more",
-    ("gpu", "--each", "0"): "--each=0: allowed",
+    ("gpu", "--limit", "soon"): "limit='soon': allowed are whole numbers, 1 or more",
     # What is not there, or is something else.
     ("gpu", "tiny"): "no such lesson: tiny; allowed are",
     ("record", "zero", "tiny"): "no such lesson: tiny; allowed are",
-    ("record", "zero", "--archive", "/proc/all.zip"): "archive='/proc/all.zip': allowed are files",
     ("doctor", "--ranks", "0"): "ranks=0: allowed",
     ("doctor", "--folder", "/nowhere/at/all"): "folder='/nowhere/at/all': allowed",
     ("doctor", "--needs", "much"): "needs='much': allowed",
@@ -310,12 +306,11 @@ FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv"
 FILES = {
     "svg": [*SMALL, "--svg"],
     "rates": [*FIT, "--rates"],
-    "archive": ["record", "collectives", "--archive"],
 }
 FOLDERS = {
     "folder": ["cluster", "up", "--folder"],
     "logs": [*RUN, str(PUBLISHED.parent / "core.py"), "--logs"],  # never started
-    "--out": ["gpu", "--out"],
+    "out": ["gpu", "--out"],
     "into": ["cluster", "files", "--site", str(SITE), "--into"],
 }
 NO_NAMES = ["", "line\nbreak", "tab\t", "\x1b[31mred", "~nobody_of_that_name/x", "nul\0"]

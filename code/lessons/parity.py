@@ -750,7 +750,7 @@ show.table(rows, head, caption="Ten published mistakes, each beside a right prog
 #
 # ## Two scripts
 #
-# Your programs are scripts, and one is started by a launcher. Each says `parity.watch(model, optimizer)` once; otherwise that does nothing.
+# Your programs are scripts; a launcher starts the parallel one. Each calls `parity.watch(model, optimizer)` once, which does nothing outside the command below.
 
 # %%
 PLAIN = """\

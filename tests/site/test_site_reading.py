@@ -128,5 +128,5 @@ def test_search_knows_whole_words_and_names_of_code_come_last(visit):
     )
     page = visit("search.html?q=Bucket").page
     links = page.locator("#search-results li a").evaluate_all("(all) => all.map((a) => a.href)")
-    code = ["/shardlab/" in link for link in links]
+    code = ["/code/shard" in link for link in links]
     assert any(code) and code == sorted(code)

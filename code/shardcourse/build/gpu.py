@@ -73,10 +73,12 @@ def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
         steps.append(Step("lesson", f"lesson_{topic}", command, RECORDED / f"{topic}.ipynb"))
     for topic in topics:
         program = Path(f"benchmarks/{topic}.py")
-        for ranks in sorted({2, 4, max(gpus, 4)}) if (root / program).is_file() else ():
+        if not (root / program).is_file():
+            continue
+        key = reach_of_program(program, root).text
+        for ranks in sorted({2, 4, max(gpus, 4)}):
             command = (str(program), "--json", "--links", "gpu", "--ranks", str(ranks))
             result = FIGURES / f"{topic}_{ranks}.json"
-            key = reach_of_program(program, root).text
             steps.append(Step("benchmark", f"benchmark_{result.stem}", command, result, key))
     return steps
 
@@ -108,8 +110,8 @@ def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
             return "FAILED: it printed no figures"
         if not figures.get("rows", True):
             return "no row for this machine"
-        (root / step.result).parent.mkdir(parents=True, exist_ok=True)
-        (root / step.result).write_text(json.dumps(found | facts | figures, indent=1) + "\n")
+        text = json.dumps(found | facts | figures, indent=1) + "\n"
+        options.written("result", root / step.result, text, room=True)
     return "passed" if step.is_current(root) else "FAILED: it was not made on a GPU"
 
 
@@ -171,6 +173,10 @@ def _look(root: Path) -> dict[str, Any]:
 def _archive(path: Path, root: Path, steps: list[Step], results: dict[str, str]) -> None:
     done = ("passed", "there already")
     files = [root / step.result for step in steps if results[step.name] in done]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in [*files, *(root / WORK / "logs").glob("*.*")]:
-            archive.write(file, file.relative_to(root))
+
+    def write(part: Path) -> None:
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in [*files, *(root / WORK / "logs").glob("*.*")]:
+                archive.write(file, file.relative_to(root))
+
+    options.written("out", path, write)

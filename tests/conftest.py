@@ -16,7 +16,6 @@ from shardlab.common import show
 from shardlab.common.show.timed import BUSY
 
 TRIES = 3  # of a test that measures
-GUARD = os.environ.pop(phases.GUARD, "")
 
 with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on any machine
     from hypothesis import HealthCheck, settings
@@ -27,19 +26,10 @@ with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--phase`, `--files`, `--site` and `--whole`."""
-    parser.addoption("--phase", choices=phases.PHASES, help="only the tests of one phase")
-    parser.addoption("--files", default="", help="the files that hold them: no other is imported")
+    """Add `--phase`, `--site` and `--whole`."""
+    parser.addoption("--phase", choices=("beside", "alone"), help="only the tests of one phase")
     parser.addoption("--site", type=Path, help="a built site to try instead of this one")
     parser.addoption("--whole", action="store_true", help="run every lesson as a script, not some")
-
-
-@pytest.hookimpl(trylast=True)  # once there is who reports
-def pytest_configure(config: pytest.Config) -> None:
-    """Have tests that run for long named, once, by the process that reports."""
-    if config.getoption("--phase") and not hasattr(config, "workerinput"):
-        writer = config.pluginmanager.get_plugin("terminalreporter")
-        config.pluginmanager.register(phases.Running(writer.write_line))
 
 
 @pytest.fixture(scope="session")
@@ -57,49 +47,24 @@ def site(root, request) -> Path:
     return folder.resolve()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files that hold no test of the phase that is asked for."""
-    files = config.getoption("--files")
-    names = files.split(os.pathsep)
-    other = files and collection_path.is_file() and str(collection_path) not in names
-    return True if other else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the phase that is asked for; of all without one. Long files come first.
+    """Keep the tests of the phase that is asked for, and say which are tried again.
 
     A test has three tries for what it asserts of times, as a cell of a lesson has. Any other has a
     second one where gloo did not connect: a port of its ranks may have been, a moment before, that
     of another test's rank, whom somebody still calls. Where the plugin that tries again is not
     installed, as on a machine lent for its GPU, each has one.
     """
-    if wanted := config.getoption("--phase"):
-        others = [item for item in items if phases.phase(item) != wanted]
-        items[:] = [item for item in items if phases.phase(item) == wanted]
+    if phase := config.getoption("--phase"):
+        others = [item for item in items if phases.is_alone(item) != (phase == "alone")]
+        items[:] = [item for item in items if phases.is_alone(item) == (phase == "alone")]
         config.hook.pytest_deselected(items=others)
-    order = {name: number for number, name in enumerate(phases.LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
             again = pytest.mark.flaky(reruns=TRIES - 1, only_rerun=["NotSeen", "RankError"])
         else:
             again = pytest.mark.flaky(reruns=1, only_rerun=["connectFullMesh failed"])
         item.add_marker(again)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tell the guard of this process which test begins, its limit in seconds, and that it ended."""
-    if not GUARD:
-        return (yield)
-    from pytest_timeout import _get_item_settings
-
-    if limit := _get_item_settings(item).timeout:
-        os.write(int(GUARD), f"{limit:g} {item.nodeid}\n".encode())
-    try:
-        return (yield)
-    finally:
-        os.write(int(GUARD), b"\n")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,8 @@
-"""An engine of the reader's own, in five files, graded on real ranks.
+"""A pytest suite that grades the reader's own engine, five files, on real ranks.
 
     python -m shardlab grade --start FOLDER     # writes the five files, empty but for signatures
-    python -m shardlab grade FOLDER
+    python -m shardlab grade FOLDER             # = pytest --pyargs shardtools.grade --engine FOLDER
 
-`core` runs a case on its ranks and says what is wrong; a module for each part draws the cases and
-knows what one process would do; `report` writes JSON and JUnit; `command` is the command line.
+`test_<part>` checks one file in 14 cases, `conftest` starts the ranks and counts points, `core`
+draws the cases and compares values and traffic, `command` is the command line.
 """

@@ -16,7 +16,7 @@ import torch
 from answers import ROWS, Swap
 
 from shardcourse import exercises as check_module
-from shardcourse.exercises import Verdict, Wrong, check, forms
+from shardcourse.exercises import Verdict, Wrong, check
 from shardcourse.exercises.forms import Number, run_answer, same
 from shardlab.common.show import ROOT
 
@@ -82,8 +82,6 @@ def test_a_lesson_has_three_exercises_or_more(lesson: Path):
 def test_the_unanswered_form_fails_and_helps(topic: str, label: str, asked: str, solved: str):
     verdicts = answer(topic, asked)
     assert verdicts and not any(v.ok for v in verdicts)
-    for verdict in verdicts:
-        assert 20 < len(verdict.message) < 600, verdict
 
 
 @pytest.mark.parametrize(("topic", "label", "asked", "solved"), ALL, ids=[row[1] for row in ALL])
@@ -112,23 +110,10 @@ def judged(name: str, given: object) -> Verdict:
     return verdict
 
 
-HANGS = ("one has to send first", "what nobody sends", "Does its loop end")
-
-
-def test_a_refused_line_of_options_prints_nothing(capfd: pytest.CaptureFixture):
-    verdict = check("--warp 9", "mesh_budget")
-    assert capfd.readouterr() == (f"{verdict!r}\n", "")
-
-
 @pytest.mark.parametrize(("name", "given", "words"), ANSWERS)
-def test_an_answer_is_told_what_is_wrong_with_it(
-    name: str, given: object, words: str | None, monkeypatch: pytest.MonkeyPatch
-):
-    if words in HANGS:
-        monkeypatch.setattr(forms, "PATIENCE", 2.0)  # it cannot be too short
+def test_an_answer_is_told_what_is_wrong_with_it(name: str, given: object, words: str):
     verdict = judged(name, given)
-    assert verdict.ok == (words is None), verdict
-    assert words is None or words in verdict.message
+    assert not verdict.ok and words in verdict.message, verdict
 
 
 def test_every_exercise_has_wrong_answers():
@@ -141,18 +126,6 @@ def test_who_teaches_is_told_the_mistakes_that_a_check_knows():
     assert any("Rounded down" in words for words in check_module.mistakes("my_shard_bounds"))
     with pytest.raises(ValueError, match="exercise='gone': allowed are .*zero_bytes"):
         check_module.mistakes("gone")
-
-
-def test_every_exercise_of_the_package_stands_in_a_lesson():
-    shown = "\n".join(asked for _, _, asked, _ in ALL)
-    for name in check_module.names():
-        assert re.search(rf"\b{name}\b", shown), f"{name} is checked but never asked"
-
-
-def test_a_ring_is_told_when_it_sends_a_block_for_nothing():
-    late = Swap("if turn < N - 1:\n            passing =", "if True:\n            passing =")
-    assert "3 are enough" in judged("my_ring", late).message
-    assert "3 are enough" not in judged("my_ring", Swap()).message
 
 
 def test_kills_count_the_lines_of_the_answer_alone():
@@ -171,24 +144,6 @@ def test_kills_count_the_lines_of_the_answer_alone():
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(callback)
-
-
-# The engine.
-
-
-def test_same_names_the_first_rank_and_the_largest_difference():
-    want = [torch.zeros(3), torch.zeros(3)]
-    same([torch.zeros(3), torch.zeros(3)], want)
-    with pytest.raises(Wrong, match="Rank 1 is the first.*off by up to 2"):
-        same([torch.zeros(3), torch.tensor([0.0, 2.0, -1.0])], want)
-    with pytest.raises(Wrong, match="Rank 0 returned None"):
-        same([None, torch.zeros(3)], want)
-    with pytest.raises(Wrong, match="Rank 0 returned a int"):
-        same([1, 1], want)
-    with pytest.raises(Wrong, match=r"shape \(2,\) instead of \(3,\)"):
-        same([torch.zeros(2), torch.zeros(3)], want)
-    with pytest.raises(Wrong, match="off by up to nan"):
-        same([torch.tensor([0.0, float("nan"), 0.0]), want[1]], want)
 
 
 def test_same_recognises_a_known_mistake():
@@ -211,12 +166,6 @@ def test_number_says_which_way_and_why():
         Number(12, "bytes").judge("twelve")
     with pytest.raises(Wrong, match="0 is too small"):
         Number(12).judge(0)
-    with pytest.raises(Wrong, match=r"1,300,000,000.0 is the answer rounded to 2 digits: give all"):
-        Number(1_301_000_000, "parameters").judge(1.3e9)
-    with pytest.raises(Wrong, match="4.8 is the answer rounded to 2 digits: give 4"):
-        Number(58 / 12, "nats", rel=0.002).judge(4.8)
-    with pytest.raises(Wrong, match="990 bytes is too small"):  # may be anything
-        Number(994, "bytes").judge(990)
 
 
 def test_a_failing_answer_is_wrong_not_an_error():

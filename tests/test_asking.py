@@ -23,19 +23,6 @@ def slugs(page):
     return {pace.anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
 
 
-def test_twenty_questions_stand_before_and_after_each_part():
-    known = quizzes.read(ROOT)
-    assert list(known) == [f"{part}-{when}" for part in PARTS for when in ("before", "after")]
-    assert sum(len(quiz.questions) for quiz in known.values()) == 20
-    for name in known:
-        (page,) = [path for path in FILES if f"```{{quiz}} {name}\n```" in path.read_text("utf-8")]
-        assert page.name.startswith("questions_") is name.endswith("-after")
-    for quiz in known.values():
-        for question in quiz.questions:
-            assert question.ask.endswith("?") and len(question.choices) == 3
-            assert len({choice.says for choice in question.choices}) == 3
-
-
 def test_what_a_quiz_explains_leads_to_a_section():
     text = (ROOT / quizzes.QUIZZES).read_text("utf-8")
     links = set(re.findall(r"\]\(\.\./(lessons/\w+\.md)#([^)]+)\)", text))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 from forked import draw
+from visible import place_of
 
-import shardlab
 from shardcourse.build import index
-from shardlab.common import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
@@ -29,8 +28,7 @@ def test_code_is_no_package() -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_topic_has_all_its_rooms(topic: str) -> None:
     module = BRINGS.get(topic, topic)
-    places = [ROOT / "code" / name / module for name in PACKAGES]
-    assert any(p.with_suffix(".py").exists() or (p / "__init__.py").exists() for p in places)
+    assert place_of(module)
     for room in (
         f"code/lessons/{topic}.py",
         f"code/shardcourse/exercises/{topic}.py",
@@ -48,14 +46,6 @@ def test_a_script_draws_the_pictures_that_are_kept(topic: str, tmp_path: Path) -
     draw(tmp_path / f"{topic}.py")
     kept = {path.name for path in ROOT.glob(f"figures/{topic}_*.svg")}
     assert {path.name for path in tmp_path.glob("*.svg")} == kept
-
-
-def test_ink_of_pictures_is_the_pages() -> None:
-    """Black strokes cannot be seen on a dark page: `show.INK` becomes `currentColor`."""
-    black = re.compile(r"(?:stroke|fill)(?:=\"|: ?)(?:#000\b|#000000|black)")
-    pictures = sorted(ROOT.glob("figures/**/*.svg"))
-    found = [p.name for p in pictures if black.search(p.read_text("utf-8"))]
-    assert pictures and found == []
 
 
 # Without a mesh, their second argument or by keyword, these take "the accelerator of this machine".
@@ -81,32 +71,6 @@ def test_whatever_takes_a_mesh_is_given_it() -> None:
                 if name in TAKE_A_MESH and not given:
                     bare.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
     assert bare == []
-
-
-def kept_on_the_cpu(lines: list[str]) -> list[int]:
-    """Numbers of the lines that keep ranks off a GPU; a reason is a comment there or above."""
-    calls = [
-        node
-        for node in ast.walk(ast.parse("\n".join(lines)))
-        if isinstance(node, ast.Call) and not ast.unparse(node.func).startswith("torch.")
-    ]
-    pins = [
-        keyword.lineno
-        for call in calls
-        for keyword in call.keywords
-        if keyword.arg == "device" and ast.unparse(keyword.value) == "'cpu'" and len(call.args) > 1
-    ]
-    return [n for n in pins if not any("# CPU: " in line for line in lines[n - 2 : n])]
-
-
-def test_a_lesson_keeps_ranks_off_a_gpu_for_a_reason_alone() -> None:
-    unsaid = []
-    for topic in TOPICS:
-        path = ROOT / f"code/lessons/{topic}.py"
-        lines = path.read_text("utf-8").splitlines()
-        unsaid += [f"{path.name}:{n} {lines[n - 1].strip()}" for n in kept_on_the_cpu(lines)]
-    assert unsaid == []
-    assert kept_on_the_cpu(["run(f, 2,", "    device='cpu')"]) == [2]  # the search finds one
 
 
 def test_requirements_are_exact() -> None:
@@ -161,29 +125,6 @@ def test_what_is_kept_as_made_on_a_gpu_was_made_on_one() -> None:
         said = json.loads(path.read_text("utf-8"))
         device = said.get("metadata", {}).get("shardlab", said)["device"]
         assert device["kind"] == "cpu" or device["driver"], path
-
-
-def test_no_page_invents_an_address_of_this_repository() -> None:
-    pages = [
-        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CITATION.cff", "_config.yml")
-    ]
-    pages += [ROOT / "pyproject.toml", *ROOT.glob("book/*.md")]
-    hosts = re.compile(r"(github|gitlab|bitbucket)\.(com|io|org)/|codeberg\.org/")
-    assert [p.name for p in pages if hosts.search(p.read_text("utf-8"))] == []
-
-
-def test_the_citation_names_this_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert str(citation["version"]) == shardlab.__version__
-
-
-def test_every_make_target_says_what_it_does() -> None:
-    text = (ROOT / "Makefile").read_text("utf-8")
-    targets = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
-    wanted = "book test lab serve record gpu lesson pairs lint clean"
-    assert set(wanted.split()) <= set(targets)
-    for target in targets:
-        assert re.search(rf"^{target}:.* ## \S", text, re.MULTILINE), target
 
 
 def test_what_waits_for_the_whole_run_is_run_once_a_week() -> None:

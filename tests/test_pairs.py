@@ -49,19 +49,6 @@ RUN_AS_SCRIPTS = ["cluster"]
 UNDER_TORCHRUN = ["sequence_parallel"]
 
 
-def shown(topic, root):
-    """What a lesson calls of `show`; its constants are the same everywhere."""
-    tree = ast.parse(pairs.script(topic, root))
-    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
-    used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "show"}
-    return {name for name in used if not name.isupper()}
-
-
-def test_the_scripts_that_run_use_all_that_lessons_show_with(root):
-    every = {name for topic in build.lessons(root) for name in shown(topic, root)}
-    assert every == {n for t in RUN_AS_SCRIPTS + UNDER_TORCHRUN for n in shown(t, root)}
-
-
 @pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
 def test_scripts_run_without_jupyter(root, tmp_path, request):
     """`python code/lessons/<topic>.py` ends with 0, wherever it is started; two at a time.

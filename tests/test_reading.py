@@ -222,10 +222,6 @@ def test_nothing_that_a_reader_did_is_lost(course):
     assert sorted(p.read_text() for p in kept) == sorted([mine, mine, "no notebook"])
 
 
-def test_git_ignores_it(root):
-    assert "/lab/" in (root / ".gitignore").read_text().splitlines()
-
-
 # --- Outside of the course --------------------------------------------------------------------
 
 

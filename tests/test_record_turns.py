@@ -129,39 +129,6 @@ def test_two_pages_go_beside_each_other_but_for_what_measures(book, leaves_nothi
         assert kind != "measures" or not beside
 
 
-def test_the_seconds_of_a_page_hold_no_wait_for_another_one(book):
-    book.write("lessons/small.md", page(noted("plain", met("s", "o")), noted("m", "time.sleep(4)"),
-                                        measures=[1]))  # fmt: skip
-    first = met("o", "s") + "\ntime.sleep(2)"  # the other page has come to its cell by then
-    book.write("lessons/other.md", page(noted("plain", first), noted("plain")))
-    begin = time.monotonic()
-    said = run_all(book, "other", "small")
-    wall = time.monotonic() - begin
-    seconds = {name: build.about(made)["seconds"] for name, made in said}
-    assert seconds["other"] <= wall - 4 + 0.1  # it is rounded
-    assert seconds["small"] >= 4
-
-
-def test_with_one_core_pages_go_one_after_another(book, monkeypatch):
-    monkeypatch.setattr(facts, "cores", lambda: 1)
-    for name in ("small", "other"):
-        book.write(f"lessons/{name}.md", page(noted(name), noted(name)))
-    run_all(book, "other", "small")
-    lines = (book.root / "times").read_text().splitlines()
-    assert [line.split()[2] for line in lines] == ["other", "other", "small", "small"]
-
-
-def test_each_page_is_there_as_soon_as_it_has_ended(book):
-    wait = "import os, time\nwhile not os.path.exists('../go'): time.sleep(0.01)"
-    book.write("lessons/first.md", page(wait))
-    book.write("lessons/second.md", page("1 / 0"))
-    book.write("lessons/third.md", page("open('../go', 'w').close()"))
-    said = run_all(book, "first", "second", "third")
-    assert sorted(name for name, _ in said) == ["first", "second", "third"]
-    assert said[0][0] == "second"  # the first one waits for the third
-    assert "lessons/second.md, code cell 1 of 1: ZeroDivisionError" in str(said[0][1])
-
-
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, how):
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets' names have an end

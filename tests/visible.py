@@ -139,11 +139,19 @@ def minutes(text: str) -> float:
     return sum(section.minutes for section in sections(text, ROOT))
 
 
+def place_of(module: str) -> Path | None:
+    """Return the folder or file of a topic's module, in whichever package it stands."""
+    folders = [ROOT / "code" / name / module for name in PACKAGES]
+    found = [p for p in folders if (p / "__init__.py").exists()]
+    found += [p.with_suffix(".py") for p in folders if p.with_suffix(".py").exists()]
+    return next(iter(found), None)
+
+
 def core_of(topic: str) -> Path | None:
     """Return the file with what a lesson teaches, if it has one."""
-    places = [ROOT / "code" / name / topic for name in PACKAGES[:2]]
-    files = [file for p in places for file in (p / "core.py", p.with_suffix(".py"))]
-    return next((file for file in files if file.exists()), None)
+    place = place_of(topic)
+    file = place / "core.py" if place and place.is_dir() else place
+    return file if file and file.exists() else None
 
 
 def main(paths: list[str]) -> None:

@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import math
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, Config, loss
 from shardlab.layout import Layout
-from shardlab.measure import count, link
+from shardlab.measure import link
 
 DENSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
 SPARSE = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32, experts=4, expert_ffn=24)
@@ -191,38 +190,6 @@ def test_a_copy_of_a_parallel_model_is_one():
     ranks.run(copies, 2, timeout=90)
 
 
-HEARD = {
-    "data": lambda group: data_parallel.DataParallel(gpt(), group),
-    **{f"zero {n}": lambda group, n=n: zero.shard(gpt(), group, n) for n in (1, 2, 3)},
-    "pipeline": lambda group: pipeline.distribute(gpt(), pipeline.schedule("1f1b", 2, 2), group),
-    "mesh": lambda group: meshed(1, dp=2)(group, torch.float32)[0],
-}
-
-
-def not_copied():
-    for make in HEARD.values():
-        model = make(dist.group.WORLD)
-        for copied in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(ValueError, match="allowed is to copy or pickle the plain model"):
-                copied(model)
-
-
-def test_what_hooks_on_parameters_make_is_not_copied_in_silence():
-    ranks.run(not_copied, 2, timeout=100)
-
-
-def test_a_group_is_not_found_where_it_is_not():
-    (pickled, _) = ranks.run(lambda: pickle.dumps(dist.group.WORLD), 2)
-    with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
-        pickle.loads(pickled)
-
-    def elsewhere():
-        with pytest.raises(ValueError, match=r"group: .* ranks \[0, 1\]"):
-            pickle.loads(pickled)  # three ranks, whose group has the same name
-
-    ranks.run(elsewhere, 3)
-
-
 # Arguments that differ between ranks: one error, the same on all, before any step.
 
 
@@ -371,18 +338,6 @@ def named(found):
         assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, (way, said)
 
 
-def far_apart():
-    """On a mesh of 2 x 2 x 2 ranks all hear of the one that differs, whatever axis it is on."""
-    with pytest.raises(ValueError) as error:
-        cube(seed=dist.get_rank() // 7, dp=2, pp=2, tp=2)(dist.group.WORLD)
-    return str(error.value)
-
-
-def test_on_a_mesh_every_rank_hears_of_the_one_that_differs():
-    said = "seed: ranks 0, 1, 2, 3, 4, 5 and 6 have 0, rank 7 has 1"
-    assert all(found.startswith(said) for found in ranks.run(far_apart, 8, timeout=100))
-
-
 def norm_of_ones(way, dropped):
     """Its square and its dtype for gradients in bf16, each of them 1; how many those are.
 
@@ -486,30 +441,3 @@ def disagree_at_a_call():
 
 def test_limits_layouts_dimensions_and_reductions_that_differ_are_named_at_the_first_call():
     named(ranks.run(disagree_at_a_call, 3, timeout=100))
-
-
-def asked_once():
-    """Messages of each of two calls of everything above, the same on all ranks."""
-    found = {}
-    for key, (call, _) in calls().items():
-        if "limit" not in key[1]:
-            group = dist.new_group([0, 1, 2])
-            steps = []
-            for _ in range(2):
-                with count.sent() as sent:
-                    call(group)
-                steps.append((sent.messages, sent.bytes, sent.collectives))
-            found[key] = steps
-    model = zero.shard(gpt(), dist.group.WORLD, 1)
-    found["zero"] = []
-    for _ in range(2):
-        with count.sent() as sent:
-            model.clip_grad_norm_(1)  # the same as 1.0
-        found["zero"].append(sent.collectives)
-    return found
-
-
-def test_what_is_asked_at_the_first_call_is_in_no_step_s_count():
-    for found in ranks.run(asked_once, 3, timeout=100):
-        assert found["zero"][1] == {"all_reduce": (1, 8)}
-        assert all(first == second for first, second in found.values())

@@ -895,16 +895,10 @@ def into_link(path):
     path.symlink_to(path.parents[1] / "elsewhere")
 
 
-def named(name):
-    return {name: {"bytes": 1, "crc32": 0}}
-
-
-def forge(path, leave=None, **changes):
+def forge(path, **changes):
     """A manifest that says something else, and whose checksum fits."""
     manifest = json.loads(path.read_text()) | changes
-    if leave:
-        del manifest["files"][leave]
-    manifest = {k: v for k, v in manifest.items() if v is not None and k != "crc32"}
+    manifest.pop("crc32")
     path.write_text(json.dumps(manifest | {"crc32": folders.checksum_of(manifest)}))
 
 
@@ -921,26 +915,14 @@ DAMAGE = {
         "its own checksum does not fit",
     ),
     "foreign": (MANIFEST, lambda p: edit(p, format="deepspeed"), "format is 'deepspeed', allowed"),
-    "a list": (MANIFEST, lambda path: path.write_text("[1]"), r"format is \[1\], allowed is"),
     "of the future": (MANIFEST, lambda p: edit(p, version=9), "version is 9, this code reads 2"),
     "manifest elsewhere": (MANIFEST, into_link, "cannot be read: no plain file"),
     "shard a folder": ("__1_0.distcp", into_folder, "cannot be read: no plain file"),
     "shard elsewhere": ("__1_0.distcp", into_link, "cannot be read: no plain file"),
     "rest a pipe": ("rest.pt", into_pipe, "cannot be read: no plain file"),
     "swapped": ("__1_0.distcp", swap, "its CRC-32 is|bytes instead of"),
-    "not listed": (MANIFEST, lambda p: forge(p, leave="rest.pt"), "'rest.pt' is missing, which"),
-    "without end": (MANIFEST, lambda p: forge(p, ranks=10**12), "'random-2.pt' is missing, which"),
     "another step": (MANIFEST, lambda p: forge(p, step=3), "is of step 3, and not of the step"),
-    "no groups": (MANIFEST, lambda p: forge(p, **{"parameter groups": 1}), "allowed are lists of"),
     "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),
-    "no files": (MANIFEST, lambda p: forge(p, files=None), "files is None, allowed are names"),
-    "no tensors": (MANIFEST, lambda p: forge(p, tensors=[]), r"tensors is \[\], allowed are names"),
-    "no step": (MANIFEST, lambda p: forge(p, step=None), "step=None: allowed are whole"),
-    "no ranks": (MANIFEST, lambda p: forge(p, ranks=0), "ranks=0: allowed are whole numbers, 1"),
-    "no size": (MANIFEST, lambda p: forge(p, files={"x": {"crc32": 0}}), "files: 'x' is {'crc32'"),
-    "no shape": (MANIFEST, lambda p: forge(p, tensors={"x": 3}), "tensors: 'x' is 3, allowed is"),
-    "out of here": (MANIFEST, lambda p: forge(p, files=named("../x")), "'../x' is none in this"),
-    "up": (MANIFEST, lambda p: forge(p, files=named("..")), r"files: '\.\.' is none in"),
 }
 
 
@@ -988,25 +970,14 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
 def test_what_is_no_training_run_is_named(tmp_path):
     good = small(1)
     with Checkpoints(tmp_path / "run") as store:
-        for call in (store.save, store.load):
-            for name in ("model", "optimizer"):
-                with pytest.raises(ValueError, match=f"{name}=None: allowed"):
-                    call(replace(good, **{name: None}))
-            with pytest.raises(ValueError, match="training=None: allowed is a"):
-                call(None)
-        for name, value in itertools.product(("step", "samples"), (-1, 1.5, True, "7", None)):
-            words = f"{name}={value!r}: allowed are whole numbers, 0 or more"
-            with pytest.raises(ValueError, match=words):
-                store.save(replace(good, **{name: value}))
+        with pytest.raises(ValueError, match="optimizer=SGD: it trains what is no parameter"):
+            store.save(replace(good, optimizer=other(make=torch.optim.SGD).optimizer))
         good.schedule = torch.optim.lr_scheduler.StepLR(good.optimizer, 1)
         good.schedule.mine = Trap()
         with pytest.raises(ValueError, match="optimizer and schedule: allowed are plain values"):
             store.save(good)
         assert os.listdir(tmp_path) == []
         store.save(small(1))
-        for step in (True, "1", 1.0, -1):
-            with pytest.raises(ValueError, match=f"step={step!r}: allowed are"):
-                store.load(small(1), step)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file': this is a file; allowed is a folder"):
         Checkpoints(tmp_path / "file")

@@ -1,113 +1,241 @@
-"""What people give by mistake is refused by its name, in one sentence, by every technique alike."""
+"""Bad input at the doors gets one sentence that names the argument, its value and what is allowed.
 
-import contextlib
+Doors are a `Layout`, a model's shape, the call that applies a technique, a command's options, and
+files. Behind them functions trust one another. Ranks that disagree are in test_alike.
+"""
+
+from __future__ import annotations
+
 import copy
 import importlib
-import inspect
-import io
 import json
-import math
 import os
-import re
-import socket
 import stat
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import doors
 import pytest
 import torch
+import torch.distributed as dist
 from commands import printed_to, ran
+from torch import nn
 
-from shardlab import ranks
+from shardlab import (
+    checkpoint,
+    data_parallel,
+    experts,
+    gemm,
+    layout,
+    memory,
+    mesh,
+    pipeline,
+    ranks,
+    zero,
+)
+from shardlab import context_parallel as cp
+from shardlab import sequence_parallel as sp
+from shardlab import tensor_parallel as tp
+from shardlab import tensor_types as tt
 from shardlab.common import show
-from shardtools import options
+from shardlab.common.shapes import PRESETS, Yarn
+from shardlab.gpt.model import GPT, Config
+from shardlab.layout import Layout
+from shardlab.measure import count, link
+from shardlab.pipeline import distribute, schedule, simulate
+from shardtools import strategy
 from shardtools.__main__ import COMMANDS
 from shardtools.cluster.command import PARTS
 
-
-class Strange:
-    """An object of no kind that anybody knows."""
-
-    def __repr__(self):
-        return "Strange()"
-
-
-def wrong(right):
-    """What people give by mistake where `right` would be: of another kind, or no such number."""
-    objects = [None, "x", [], Strange()]
-    if isinstance(right, bool):
-        return [*objects, 3]
-    if isinstance(right, int):
-        return [*objects, "1", True, 1.5, math.nan, math.inf, -1, 10**30]
-    if isinstance(right, float):
-        return [*objects, "1", True, math.nan, -1.0, 1e300, 10**400]
-    if isinstance(right, dict) and not any(isinstance(v, int) for v in right.values()):
-        return [*objects, 3, {"weight": 1}]
-    if isinstance(right, str):
-        return [None, 3, "x", [], Strange()]
-    if isinstance(right, torch.nn.Module):
-        return [*objects, 3, torch.nn.ReLU()]
-    return [*objects, 3]
+PLAIN = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
+NANO, LLAMA, GPT3 = (PRESETS[name] for name in ("nano", "llama-3-8b", "gpt-3-175b"))
+SPARSE = replace(PLAIN, experts=4)
+LATENT = replace(PLAIN, bias=False, latent=16, rotary=4)
+A100 = strategy.MACHINES["a100"]
+PAIR = schedule("1f1b", 2, 2)
+Table = dict[str, Callable[[], Any]]
 
 
-def is_fine(function, argument, value):
-    """Whether it is no mistake: None by default, or as the table says."""
-    signature = inspect.signature(getattr(function, "stands_for", function)).parameters
-    if value is None and argument in signature and signature[argument].default is None:
-        return True
-    fine = doors.FINE.get((doors.called(function), argument), ())
-    return any(type(value) is one or type(value) is type(one) and value == one for one in fine)
+def said(call: Callable[[], Any]) -> str:
+    """What the ValueError says."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
 
 
-def complaints(rows):
-    """Of every function, argument and mistake: what does not come as it is promised."""
-    found, tried = [], 0
-    for function, make in rows:
-        name = doors.called(function)
-        with contextlib.redirect_stdout(io.StringIO()):
-            function(**make())  # a right call has to be one
-        inner = doors.INNER.get(name)
-        for argument in make():
-            if inner is not None and (not inner or argument in inner):
-                continue
-            names = "|".join(re.escape(n) for n in (argument, doors.SAID.get(argument)) if n)
-            for value in wrong(make()[argument]):
-                if is_fine(function, argument, value):
-                    continue
-                tried += 1
-                told = f"{name}({argument}={str(type(value)) if value == 10**400 else value!r})"
-                try:
-                    function(**{**make(), argument: value})
-                except ValueError as error:
-                    said = str(error)
-                    named = re.search(rf"(?<!\w)({names}|both factors)(?!\w)", said)
-                    if not named or not re.search(r"allowed|needs?\b|needed|have to|has ", said):
-                        found.append(f"{told}: {said}")
-                except Exception as error:
-                    found.append(f"{told}: {type(error).__name__}: {error}")
-                else:
-                    found.append(f"{told}: nothing was raised")
-    return found, tried
+def missed(table: Table) -> dict[str, str]:
+    """By the words that are wanted: what was said in their place."""
+    found = {words: said(call) for words, call in table.items()}
+    return {words: text for words, text in found.items() if words not in text or "\n" in text}
 
 
-def test_every_door_refuses_wrong_numbers_by_name():
-    found, tried = complaints(doors.numbers())
-    assert not found, f"{len(found)} of {tried}:\n" + "\n".join(found)
+# --- Values -------------------------------------------------------------------------------------
 
 
-def test_every_door_refuses_wrong_objects_by_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where "x" is written
-
-    def tries(folder):
-        return complaints(doors.objects(folder))
-
-    ((found, tried),) = ranks.run(tries, 1, str(tmp_path), device="cpu")
-    assert not found, f"{len(found)} of {tried}:\n" + "\n".join(found)
+def cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
+    return lambda: mesh.check_cuts(replace(PLAIN, heads=2), Layout(**options), seq)
 
 
-# --- Commands ---------------------------------------------------------------------------------
+def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Callable[[], Any]:
+    return lambda: memory.estimate(config, Layout(**options), attention=attention)
+
+
+MODELS: Table = {
+    "layers=0: allowed": lambda: replace(PLAIN, layers=0),
+    "vocab='x': allowed": lambda: replace(PLAIN, vocab="x"),
+    "hidden=30: allowed": lambda: replace(PLAIN, hidden=30),
+    "kv_heads=3: allowed": lambda: replace(PLAIN, kv_heads=3),
+    "head=5: allowed": lambda: replace(PLAIN, head=5),
+    "bias=True: allowed": lambda: replace(LATENT, bias=True),
+    "mlp='relu': allowed": lambda: replace(PLAIN, mlp="relu"),
+    "rotary_base=1: allowed": lambda: replace(PLAIN, rotary_base=1, yarn=Yarn(4, 8)),
+    "factor=0.5: allowed": lambda: Yarn(0.5, 8),
+    "experts_per_token=5: allowed": lambda: replace(SPARSE, experts_per_token=5),
+    "capacity=0.0: allowed": lambda: replace(SPARSE, capacity=0.0),
+    "expert_groups=3: allowed": lambda: replace(SPARSE, expert_groups=3),
+    "memory=0: allowed": lambda: replace(A100, memory=0),
+}
+LAYOUTS: Table = {
+    "dp=0: allowed": lambda: Layout(dp=0),
+    "tp='2': allowed": lambda: Layout(tp="2"),
+    "zero=4: allowed": lambda: Layout(zero=4),
+    "ep=3: allowed": lambda: Layout(dp=4, ep=3),
+    "replicas=3: allowed": lambda: Layout(dp=4, replicas=3, zero=1),
+    "chunks=1: allowed": lambda: Layout(pp=4, schedule="interleaved"),
+    "chunks=2: allowed": lambda: Layout(pp=4, chunks=2),
+    "stages=(4, 4, 4): allowed": lambda: Layout(pp=2, stages=(4, 4, 4)),
+    "recompute='ffn+ffn': allowed": lambda: Layout(recompute="ffn+ffn"),
+    "order=('dp', 'dp'): allowed": lambda: Layout(order=("dp", "dp")),
+    "ranks=4: allowed is 8": lambda: Layout(dp=2, pp=2, tp=2).check(4),
+    "is no part of one; allowed": lambda: layout.read("d 2 · q 2"),
+    "is no part of one": lambda: layout.read("d " + "9" * 5000),
+    # A layout and a model.
+    "pp=2: allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2),
+    "stages=(2, 2): allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2, (2, 2)),
+    "heads=2: allowed on 4 ranks": cuts(tp=4),
+    "zero=2 with pp=2: allowed": cuts(pp=2, zero=2),
+    "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
+    "tp=3: allowed": held(tp=3),
+    "cp=3: allowed": held(cp=3),
+    "ep=2: allowed": held(ep=2, dp=2),
+    "precision='fp12': allowed": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
+    "gpus=12: allowed": lambda: strategy.plan(GPT3, A100, 12, 512),
+}
+TECHNIQUES: Table = {
+    "allowed with way='summa'": lambda: gemm.predict("summa", 4, 4, 4, 4),
+    "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
+    "chunks=2: allowed": lambda: schedule("1f1b", 2, 2, 2),
+    "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
+    "rows=(): allowed": lambda: pipeline.from_text(),
+    "backward_input has 3 values: allowed": lambda: simulate(PAIR, backward_input=[1, 1, 1]),
+    "stage 0: F1 is none of its": lambda: pipeline.validate(replace(PAIR, microbatches=1)),
+    "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
+    "parts=3: allowed": lambda: pipeline.balance([1, 2], 3),
+    "seq=10: 2 ranks": lambda: cp.split(torch.zeros(1, 10), 2, 0, "zigzag"),
+    "heads=4: allowed on 3 ranks": lambda: tp.predicted_states(PLAIN, 3),
+    "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
+    "folder='/nowhere': there is none": lambda: checkpoint.config_of("/nowhere"),
+    "tp='X': allowed": lambda: tt.declare(torch.ones(2), tp="X"),
+    "tp=1: allowed": lambda: tt.check(lambda tp: None, tp=1),
+}
+
+
+@pytest.mark.parametrize("table", [MODELS, LAYOUTS, TECHNIQUES], ids=["model", "layout", "other"])
+def test_a_wrong_value_is_named(table: Table) -> None:
+    assert missed(table) == {}
+
+
+# --- On two ranks -------------------------------------------------------------------------------
+
+
+def on_two(group: Any) -> Table:
+    """What each technique refuses before anything is sent."""
+    a, b = torch.zeros(8, 4), torch.zeros(4, 6)
+    cut, along = (tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.ALONG_SEQUENCE))
+    grouped = replace(PLAIN, heads=6, kv_heads=3, hidden=36, ffn=48)
+    logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
+    q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
+    frozen, sparse = nn.Linear(2, 2).requires_grad_(False), nn.Embedding(3, 2, sparse=True)
+    model, second = nn.Linear(2, 2), zero.shard(nn.Linear(2, 2), group, 2)
+    wide = model.state_dict() | {"bias": torch.zeros(3)}
+    dealt = experts.parallelize(GPT(SPARSE), group)
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    pipe = distribute(GPT(PLAIN), PAIR, group)
+    return {
+        "the inner dimensions are 4 and 6": lambda: gemm.by_rows(a, b.T),
+        "rows=3, columns=2: 6 ranks": lambda: gemm.grid(group, 3, 2),
+        "heads=3: allowed on 2": lambda: tp.parallelize(
+            GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
+        ),
+        "key_value_heads=3: allowed on 2": lambda: tp.parallelize(GPT(grouped), group),
+        "vocab=257": lambda: tp.parallelize(GPT(replace(PLAIN, vocab=257)), group),
+        "out_features=3": lambda: tp.ColumnLinear.from_plain(nn.Linear(4, 3), group),
+        "it is parallelized already": lambda: tp.parallelize(cut, group),
+        "tokens: 32 is among them": lambda: cut(torch.tensor([[1, 32]])),
+        "targets: 8 is among them": lambda: tp.loss(logits, torch.full((2, 3), 8), group),
+        "shape [16, 32]; allowed is [32, 32]": lambda: tp.load_full_state_dict(
+            cut, cut.state_dict()
+        ),
+        "seq=5: allowed": lambda: along(odd),
+        "layout 'zigzag' needs an even number": lambda: cp.ring_attention(q, q, q, group),
+        "heads=3: 2 ranks": lambda: cp.all_to_all_attention(few, few, few, group),
+        "latent=16: allowed": lambda: cp.distribute(GPT(LATENT), group),
+        "attention='flash': allowed": lambda: cp.distribute(GPT(PLAIN), group, "flash"),
+        "nothing in it can be trained": lambda: data_parallel.DataParallel(frozen, group),
+        "its gradients are sparse": lambda: zero.shard(sparse, group, 1),
+        "stage=4: allowed": lambda: zero.shard(model, group, 4),
+        "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
+        "bias has shape [3]; allowed is [2]": lambda: second.load_full_state_dict(wide),
+        "experts=3: 2 ranks": lambda: experts.parallelize(GPT(replace(SPARSE, experts=3)), group),
+        "config.experts": lambda: experts.parallelize(GPT(PLAIN), group),
+        "dealt out already": lambda: experts.parallelize(dealt, group),
+        "group has 2 ranks: allowed are 4": lambda: distribute(
+            GPT(PLAIN), schedule("gpipe", 4, 2), group
+        ),
+        "layers=[4, 3]: allowed": lambda: distribute(GPT(PLAIN), PAIR, group, layers=[4, 3]),
+        "tokens has 1 sequences: allowed": lambda: pipe.step(tokens[:1], tokens[:1]),
+        "ranks=2: allowed is 4": lambda: mesh.join(Layout(tp=4), group),
+        "bandwidth=0: allowed": lambda: link.slow(0.0, 0, group),
+    }
+
+
+def foreign(one: Any) -> list[Callable[[], Any]]:
+    """Calls with a group of which this rank is no member."""
+    x = torch.zeros(1, 4, 4, 8)
+    return [
+        lambda: gemm.by_inner(torch.zeros(8, 4), torch.zeros(4, 6), one),
+        lambda: tp.parallelize(GPT(PLAIN), one),
+        lambda: cp.ring_attention(x, x, x, one),
+        lambda: data_parallel.DataParallel(nn.Linear(2, 2), one),
+        lambda: zero.shard(nn.Linear(2, 2), one, 1),
+        lambda: experts.parallelize(GPT(SPARSE), one),
+        lambda: distribute(GPT(PLAIN), PAIR, one),
+        lambda: mesh.join(Layout(), one),
+    ]
+
+
+def on_a_rank() -> tuple[dict[str, str], list[str]]:
+    rank = dist.get_rank()
+    one = [dist.new_group([each]) for each in range(2)][1 - rank]
+    table = on_two(dist.group.WORLD)
+    with count.sent() as sent:
+        found = missed(table)
+        strange = [said(call) for call in foreign(one)]
+    assert not sent.calls and not sent.messages
+    assert not sent.calls and not sent.messages
+    return found, [text for text in strange if "a process group that holds this" not in text]
+
+
+def test_on_ranks_it_is_named_on_each_before_anything_is_sent() -> None:
+    for found in ranks.run(on_a_rank, 2, device="cpu", timeout=60, show=False):
+        assert found == ({}, [])
+
+
+# --- Commands -----------------------------------------------------------------------------------
 
 for module, _ in COMMANDS.values():
     importlib.import_module(module)  # once: the forks below have it all
@@ -117,404 +245,189 @@ for part in {*PARTS.values()}:
 FOLDER = "watch", "hang"  # ask for one before all else
 PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
-PRINT = {  # what prints something, and takes no time
-    "list": [],
-    **{f"{' '.join(command)} --help": [*command, "--help"] for command in ALL},
-    "memory": ["memory", "--model", "gpt-2"],
-    "memory json": ["memory", "--params", "1e9", "--json"],
-    "schedule": ["schedule", "1f1b", "--stages", "2", "--microbatches", "2"],
-    "mesh": ["mesh", "--dp", "2", "--node", "1"],
-    "strategy": ["strategy", "--model", "gpt-2", "--gpu", "h100", "--gpus", "8", "--top", "1"],
-    "status": ["cluster", "status", "--folder", "none"],
+SMALL = "schedule 1f1b --stages 2 --microbatches 2"
+PLAN = "strategy --model llama-3-8b --gpu a100-80 --gpus 16"
+MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
+HUGE = "1" + 4001 * "0"
+MISTAKES = {  # a command: words of the one line that it gets
+    **{f"{' '.join(c)} --no-such": "--no-such" for c in ALL if c[-1] not in PLACED},
+    **{f"cluster {part} none --no-such": "--no-such" for part in FOLDER},
+    "memory --modle gpt-2": "did you mean --model?",
+    "memori": "did you mean memory?",
+    "cluster wacth": "did you mean watch?",
+    "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
+    f"{SMALL} --backward-weight nan": "backward_weight=nan: allowed",
+    f"{SMALL} --forward 1,2,3": "forward has 3 values: allowed",
+    "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: allowed",
+    "memory --params 7.5e9 --zero 4": "zero=4: allowed",
+    "memory --params 1e9 --model gpt-2": "--params and --model",
+    f"memory --params 1e9 --dp {HUGE}": "dp=",
+    "memory --params 1e9 --dp 4 --ranks 6": "ranks=6: allowed is 4",
+    "mesh --dp two": "dp='two': allowed",
+    "mesh --tp 3": "heads=2: allowed",
+    "mesh --dp 64 --batch 64": "ranks=64: allowed",
+    "mesh --budget much": "budget='much': allowed",
+    "mesh --layout x2": "layout: 'x2' is no part of one",
+    "strategy --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
+    f"{PLAN} --emit nemo": "emit='nemo': allowed",
+    "parity none.py -- true": "plain='none.py': there is no such script",
+    "grade none": "folder='none': allowed",
+    "grade . --part zeros": "part='zeros': allowed",
+    "steps none.py": "file='none.py': allowed",
+    "gpu --limit soon": "limit='soon': allowed",
+    "record zero tiny": "no such lesson: tiny; allowed",
+    "doctor --ranks 0": "ranks=0: allowed",
+    "doctor --folder /nowhere/at/all": "folder='/nowhere/at/all': allowed",
+    MEET.format("--ranks 0"): "ranks=0: allowed",
+    MEET.format("--nodes 2:1"): "nodes=2:1: allowed",
+    f"cluster run --at node1 {__file__}": "at='node1': allowed",
+    "cluster watch none --pid one": "pid='one'",
 }
 
 
-@pytest.mark.parametrize("arguments", PRINT.values(), ids=PRINT)
-@pytest.mark.parametrize("output", ["/dev/full", None])
-def test_output_that_cannot_be_written_is_one_line(tmp_path, arguments, output) -> None:
-    status, err = printed_to(output, tmp_path, *arguments)
-    assert status == 1
-    assert err.count("\n") == 1 and "output cannot be written" in err
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize("line", MISTAKES, ids=[repr(line)[:60] for line in MISTAKES])
+def test_a_mistaken_option_gets_one_line(capsys: Any, line: str) -> None:
+    status, out, err = ran(capsys, *line.split())
+    assert status == 2 and out == "" and "Traceback" not in err
+    assert MISTAKES[line] in err.splitlines()[-1] and len(err) < 500, err
+    assert not os.path.exists("none")
 
 
-@pytest.mark.parametrize("arguments", PRINT.values(), ids=PRINT)
-def test_any_encoding_shows_what_a_command_says(tmp_path, arguments) -> None:
+PRINT = {f"{' '.join(command)} --help" for command in ALL} | {SMALL, "memory --model gpt-2"}
+
+
+@pytest.mark.parametrize("line", sorted(PRINT))
+def test_output_goes_out_in_any_encoding_or_fails_in_one_line(tmp_path: Any, line: str) -> None:
     shown, plain = tmp_path / "utf-8", tmp_path / "ascii"
-    done = printed_to(shown, tmp_path, *arguments)
-    assert printed_to(plain, tmp_path, *arguments, encoding="ascii") == done
+    done = printed_to(shown, tmp_path, *line.split())
+    assert printed_to(plain, tmp_path, *line.split(), encoding="ascii") == done
     lines = shown.read_text("utf-8").splitlines()
     assert len(plain.read_text("ascii").splitlines()) == len(lines) > 0
+    status, err = printed_to("/dev/full", tmp_path, *line.split())
+    assert status == 1 and err.count("\n") == 1 and "output cannot be written" in err
 
 
-def fresh(program, *arguments, **environment):
-    """A Python of its own, which has nothing imported."""
-    environment = {**os.environ, "PYTHONPATH": str(show.ROOT / "code"), **environment}
-    command = [sys.executable, *program, *arguments]
+def fresh(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, which has nothing imported, runs the command after `program`."""
+    program += "; import sys; from shardtools.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(show.ROOT / "code")}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_a_terminal_of_the_plain_locale_gets_plain_characters() -> None:
-    plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = fresh(["-m", "shardlab"], *PRINT["memory"], **plain)
-    assert done.returncode == 0 and "1 x 1,024 tokens" in done.stdout and not done.stderr
-
-
-def test_the_list_and_mistyped_commands_import_no_topic() -> None:
-    program = (
-        "import sys; from shardtools.__main__ import main\n"
-        "assert main([]) == 0 and main(['memori']) == 2\n"
-        "assert main(['cluster', 'run', '--at', 'nowhere', 'x.py']) == 2\n"
-        "heavy = {'torch', 'numpy', 'psutil', 'yaml', 'shardlab.memory', 'shardcourse.build'}\n"
-        "assert not heavy & {*sys.modules}, heavy & {*sys.modules}\n"
-    )
-    done = fresh(["-c", program])
-    assert done.returncode == 0, done.stderr
-    assert all(f"    {name} " in done.stdout for name in COMMANDS)
-    assert done.stderr.count("\n") == 2 and "memory" in done.stderr
-
-
 LACKING = {
-    "torch": ["doctor"],
-    "psutil": ["cluster", "watch", "none", "--pid", "1"],
-    "matplotlib": ["schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--svg", "none.svg"],
-    "yaml": ["lesson", "none"],
+    "torch": "doctor",
+    "psutil": "cluster watch none --pid 1",
+    "matplotlib": f"{SMALL} --svg none.svg",
+    "yaml": "lesson none",
 }
 
 
 @pytest.mark.parametrize("lacks", LACKING)
-def test_what_is_not_installed_is_named_with_how_to_get_it(tmp_path, monkeypatch, lacks) -> None:
-    monkeypatch.chdir(tmp_path)
-    program = (
-        f"import sys; sys.modules[{lacks!r}] = None\n"
-        "from shardtools.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    done = fresh(["-c", program], *LACKING[lacks])
+def test_what_is_not_installed_is_named_with_how_to_get_it(lacks: str) -> None:
+    done = fresh(f"import sys; sys.modules[{lacks!r}] = None", *LACKING[lacks].split())
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert f"lacks {lacks}: " in done.stderr and "-m pip install " in done.stderr
-    assert not any(tmp_path.iterdir())
 
 
-PLAN = ["strategy", "--model", "gpt-2", "--gpu", "h100", "--gpus", "8"]
-SMALL = ["schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
-HUGE, LONG = "1" + 30 * "0", 4001 * "1"
-AT = ["cluster", "run", "--at"]
-MEET = [*AT, "127.0.0.1:29400"]
-WATCH = ["cluster", "watch", "none"]
-MINE = [*WATCH, "--pid", "1"]  # one that there always is: a name of a test is the same everywhere
-MISTAKES = {  # arguments: a word of the line that they get
-    **{(*command, "--no-such"): "--no-such" for command in ALL if command[-1] not in PLACED},
-    **{("cluster", part, "none", "--no-such"): "--no-such" for part in FOLDER},
-    ("steps", "none.py", "--no-such"): "--no-such",
-    ("grade", "none", "--no-such"): "--no-such",
-    ("memory", "--modle", "gpt-2"): "did you mean --model?",
-    ("memori",): "did you mean memory?",
-    ("cluster", "wacth"): "did you mean watch?",
-    ("cluster",): "part=''",
-    ("line\nbreak",): "no such command",
-    # Options that contradict each other.
-    ("memory", "--params", "1e9", "--model", "gpt-2"): "--params and --model",
-    **{
-        ("mesh", "--dp", "2", "--node", "2", *more): f"{more[0]} with --node"
-        for more in (["--steps", "9"], ["--zero", "1"], ["--budget", "1e9"], ["--untied"])
-    },
-    (*PLAN, "--json", "--explain"): "--explain with --json",
-    (*PLAN, "--json", "--emit", "slurm"): "--emit with --json",
-    (*PLAN, "--explain", "--emit", "slurm"): "--emit with --explain",
-    (*PLAN, "--explain", "--top", "3"): "--top with --explain",
-    (*PLAN, "--price", "2"): "--price",
-    (*PLAN, "--compile", "eager"): "compile='eager': allowed with --profile torchtitan",
-    (*PLAN, "--profile", "torchtitan", "--compile", "no"): "compile='no': allowed are 'eager'",
-    (*PLAN, "--zero", "7"): "zero=7: allowed are whole numbers, 0 to 3",
-    ("strategy", "--case", "a", "--rates", "b", "--gpus", "8"): "--gpus with --case",
-    ("strategy", "--fit", "a", "--rates", "b", "--json"): "--json with --fit",
-    ("strategy", "--measure", "--rates", "b", "--tp", "2"): "--tp with --measure",
-    ("strategy", "--predict", "a", "--fit", "b", "--rates", "c"): "--fit and --predict",
-    ("parity", "plain.py"): "scripts='plain.py': needed are",
-    ("grade", "none"): "folder='none': allowed are folders",
-    ("grade", ".", "--part", "zeros"): "part='zeros': allowed are data_parallel",
-    ("grade", ".", "--seed", "-1"): "seed=-1: allowed are whole numbers, 0",
-    ("grade", ".", "--seed", "much"): "seed='much': allowed are whole numbers, 0",
-    ("grade", ".", "--junitxml", ""): "junitxml='': allowed",
-    ("steps", "none.py"): "file='none.py': allowed are scripts",
-    ("parity", "none.py", "--", "true"): "plain='none.py': there is no such script",
-    ("parity", "--draws", "0", "none.py", "--", "true"): "draws=0: allowed",
-    ("parity", "--folder", "", __file__, "--", "true"): "folder='': allowed",
-    ("gpu", "--limit", "soon"): "limit='soon': allowed are whole numbers, 1 or more",
-    # What is not there, or is something else.
-    ("gpu", "tiny"): "no such lesson: tiny; allowed are",
-    ("record", "zero", "tiny"): "no such lesson: tiny; allowed are",
-    ("doctor", "--ranks", "0"): "ranks=0: allowed",
-    ("doctor", "--folder", "/nowhere/at/all"): "folder='/nowhere/at/all': allowed",
-    ("doctor", "--needs", "much"): "needs='much': allowed",
-    ("doctor", "--timeout", "-1"): "timeout=-1.0: allowed",
-    ("doctor", "--timeout", "1e18"): "timeout=1e+18: allowed",
-    ("doctor", "--machine", "tpu"): "machine='tpu': allowed",
-    ("doctor", "--device", "tpu"): "device='tpu': allowed",
-    (*MEET, "--ranks", "0", __file__): "ranks=0: allowed are whole numbers, 1",
-    (*MEET, "--ranks", "", __file__): "ranks='': allowed are whole numbers, 1 or more",
-    (*MEET, "--ranks", "1000000", __file__): "ranks=1000000: allowed are whole numbers, 1 to 1,000",
-    (*MEET, "--restarts", "-1", __file__): "restarts=-1: allowed are whole numbers, 0 or more",
-    (*MEET, "--nodes", "2:1", __file__): "nodes=2:1: allowed are LEAST:MOST",
-    (*MEET, "--nodes", "two", __file__): "nodes='two': allowed are LEAST:MOST",
-    (*MEET, "--patience", "0", __file__): "patience=0.0: allowed are numbers above 0",
-    (*MEET, "--patience", "soon", __file__): "patience='soon': allowed are numbers of seconds",
-    (*MEET, "--logs", __file__, __file__): "this is a file; allowed is a folder",
-    (*MEET, "missing.py"): "script='missing.py': there is no such file",
-    (*AT, "node1", __file__): "at='node1': allowed is HOST:PORT",
-    (*AT, "node1:70000", __file__): "at='node1:70000': allowed is HOST:PORT",
-    (*AT, "::1:29400", __file__): "at='::1:29400': allowed is HOST:PORT",
-    (*AT, "no.such.host.invalid:1", __file__): "allowed are hosts that have an address",
-    (*WATCH,): "pid=None, job=None",
-    (*WATCH, "--draw"): "samples",
-    (*WATCH, "--pid", "one"): "pid='one'",
-    (*WATCH, "--pid", "1", "--job", "2"): "one of the two",
-    (*WATCH, "--pid", "4194305"): "processes that run here",
-    (*WATCH, "--pid", str(10**18)): "processes that run here",
-    (*WATCH, "--job", "987656"): "no ranks",
-    (*MINE, "--every", "often"): "every='often'",
-    (*MINE, "--every", "0"): "every=0",
-    (*MINE, "--every", "inf"): "every=inf",
-    # Numbers that nothing has.
-    **{("memory", "--params", "1e9", "--dp", n): "dp=" for n in (HUGE, LONG, "1" + LONG)},
-    **{(*PLAN, "--seq", n): "seq=" for n in (HUGE, LONG, "1" + LONG)},
-    **{("mesh", "--hidden", n): "hidden=" for n in (HUGE, LONG)},
-    **{("doctor", "--ranks", n): "ranks=" for n in (HUGE, LONG)},
-}
+def test_the_list_of_commands_imports_no_topic() -> None:
+    done = fresh("import sys; sys.modules.update(torch=None, numpy=None, psutil=None, yaml=None)")
+    assert done.returncode == 0 and all(f"    {name} " in done.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    MISTAKES.items(),
-    ids=[repr(" ".join(arguments))[:60] for arguments in MISTAKES],
-)
-def test_a_mistake_gets_one_line(capsys, arguments, word) -> None:
-    status, out, err = ran(capsys, *arguments)
-    assert status == 2 and out == ""
-    assert err.count("\n") == 1 and word in err and len(err) < 500, err
-    assert not os.path.exists(WATCH[-1])
-
-
-# --- Files and folders that commands write and read --------------------------------------------
+# --- Files and folders that commands write and read ---------------------------------------------
 
 PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
-RUN = ["cluster", "run", "--at", "127.0.0.1:29400"]
-SITE = show.ROOT / "code/shardtools/cluster/sites/cloud-pyxis.yml"
-FIT = ["strategy", "--profile", "nanotron", "--fit", str(PUBLISHED / "sweep.csv")]
-FILES = {
-    "svg": [*SMALL, "--svg"],
-    "rates": [*FIT, "--rates"],
+WRITE = {
+    "svg": f"{SMALL} --svg",
+    "folder": "cluster up --folder",
+    "out": "gpu --out",
+    "into": f"cluster files --site {show.ROOT}/code/shardtools/cluster/sites/cloud-pyxis.yml"
+    " --into",
 }
-FOLDERS = {
-    "folder": ["cluster", "up", "--folder"],
-    "logs": [*RUN, str(PUBLISHED.parent / "core.py"), "--logs"],  # never started
-    "out": ["gpu", "--out"],
-    "into": ["cluster", "files", "--site", str(SITE), "--into"],
-}
-NO_NAMES = ["", "line\nbreak", "tab\t", "\x1b[31mred", "~nobody_of_that_name/x", "nul\0"]
 
 
-def command_line(name, path):
-    """The command with an option for a file or folder of that name."""
-    command = {**FILES, **FOLDERS}[name]
-    if name == "logs":  # what stands behind a script is the script's
-        return [*command[:-2], "--logs", str(path), command[-2]]
-    return [*command, str(path)]
-
-
-@pytest.mark.parametrize("given", NO_NAMES, ids=repr)
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_what_is_no_name_is_refused(capsys, tmp_path, name, given) -> None:
-    before = sorted(show.ROOT.iterdir())
-    status, out, err = ran(capsys, *command_line(name, given))
-    assert status == 2 and out == "" and err.count("\n") == 1, err
-    assert f"{name}={given!r}: allowed" in err
-    assert sorted(show.ROOT.iterdir()) == before
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_cannot_be_made_is_refused(capsys, tmp_path, name) -> None:
+@pytest.mark.parametrize("name", WRITE)
+def test_where_nothing_can_be_written_nothing_is(capsys: Any, tmp_path: Any, name: str) -> None:
     (tmp_path / "file").write_text("mine")
-    for given in ("/proc/x", tmp_path / "file", tmp_path / "file/x", tmp_path / ("x" * 300)):
-        status, out, err = ran(capsys, *command_line(name, given))
+    before = sorted(show.ROOT.iterdir())
+    places = "/proc/x", f"{tmp_path}/file/x", f"{tmp_path}/{'x' * 300}"
+    for given in ("", "line\nbreak", "\x1b[31mred", "~nobody_of_that_name/x", *places):
+        status, out, err = ran(capsys, *WRITE[name].split(), given)
         if name == "folder" and status == 1:
             pytest.skip("no Slurm here, and without it nothing is written")
-        assert err.count("\n") == 1, err
-        assert status == 2 and out == "" and f"{name}='{given}': " in err
+        assert status == 2 and out == "" and err.count("\n") == 1, err
+        assert f"{name}={given!r}: " in err and sorted(show.ROOT.iterdir()) == before
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def is_there(path):
-    """What a name stands for, told from all else."""
-    found = os.lstat(path)
-    return stat.S_IFMT(found.st_mode), found.st_rdev, found.st_ino
-
-
-def special(kind, path):
-    """Make what is no plain file; false where this user may not."""
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(path))
-    elif kind == "link":
-        path.with_name("device").mkdir()
-        path.symlink_to("device")
-    elif kind == "circle":
-        path.symlink_to(path)
-    else:
-        try:
-            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # a /dev/null of the test's
-        except PermissionError:
-            return False
-    return True
-
-
-@pytest.mark.parametrize("kind", ["folder", "fifo", "socket", "link", "circle", "device"])
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_takes_the_place_of_what_is_no_plain_file(
-    capsys, tmp_path_factory, name, kind
-) -> None:
-    folder = tmp_path_factory.mktemp("x")  # short: a socket's name has few characters
-    path = folder / "there"
-    if not special(kind, path):
-        pytest.skip("only root makes devices")
-    names, before = sorted(folder.iterdir()), is_there(path)
-    status, out, err = ran(capsys, *command_line(name, path))
-    assert status == 2 and out == "" and err.count("\n") == 1, err
-    assert f"{name}='{path}': allowed are files" in err
-    assert is_there(path) == before and sorted(folder.iterdir()) == names
-
-
-def test_a_file_is_written_whole_or_not_at_all(capsys, tmp_path, monkeypatch) -> None:
-    path, link = tmp_path / "timeline.svg", tmp_path / "link.svg"
+def test_a_file_is_written_whole_or_not_at_all(capsys: Any, tmp_path: Any, monkeypatch) -> None:
+    path, link_to = tmp_path / "timeline.svg", tmp_path / "link.svg"
     path.write_text("old")
     path.chmod(0o600)
-    link.symlink_to(path.name)
+    link_to.symlink_to(path.name)
 
-    def full(figure, part, alt):
+    def full(figure: Any, part: Any, alt: str) -> None:
         part.write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(show, "svg", full)
-    status, _, err = ran(capsys, *SMALL, "--svg", str(link))
+    with monkeypatch.context() as patch:
+        patch.setattr(show, "svg", full)
+        status, _, err = ran(capsys, *SMALL.split(), "--svg", str(link_to))
     assert status == 2 and err.count("\n") == 1 and "No space left" in err
     assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
-    monkeypatch.undo()
-    assert ran(capsys, *SMALL, "--svg", str(link))[0] == 0
-    assert link.is_symlink() and path.read_text("utf-8").startswith("<svg")
+    assert ran(capsys, *SMALL.split(), "--svg", str(link_to))[0] == 0
+    assert link_to.is_symlink() and path.read_text("utf-8").startswith("<svg")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_that_takes_the_output_is_not_replaced(tmp_path) -> None:
-    out = tmp_path / "out"
-    for name in (out, "/dev/stdout"):
-        status, err = printed_to(out, tmp_path, *SMALL, "--svg", str(name))
-        assert status == 2 and err.count("\n") == 1 and "svg=" in err
-    assert out.read_bytes() == b"" and [*tmp_path.iterdir()] == [out]
-    out.unlink()
-    with tempfile.TemporaryFile(dir=tmp_path) as nameless:
-        name = f"/proc/self/fd/{nameless.fileno()}"
-        with pytest.raises(ValueError, match=f"svg='{name}': allowed are files"):
-            options.written("svg", name, lambda path: path.write_text("new"))
-    assert not any(tmp_path.iterdir())
-
-
-NO_JSON = {
-    "deep": "[" * 100_000,
-    "deep objects": '{"a":' * 100_000,
-    "digits": f"[{LONG}]",
-    "more digits": f"[1{LONG}]",
-    "10^30": f'[{{"id": 1, "config": {{"layers": {HUGE}}}}}]',
-    "infinite": "[1e999]",
-    "no number": "[NaN]",
-    "nothing": "",
-    "half": '[{"id": 1, "con',
-    "another": "[3]",
-    "null": "null",
-    "numbers for objects": '{"profile": [], "rates": [], "id": [], "config": []}',
-}
 READ = {
-    "case": ["strategy", "--rates", str(PUBLISHED / "rates_megatron.json"), "--case"],
-    "fit": ["strategy", "--profile", "megatron", "--rates", "never.json", "--fit"],
-    "rates": ["strategy", "--model", "gpt-2", "--gpu", "h100", "--gpus", "8", "--rates"],
+    "case": f"strategy --rates {PUBLISHED}/rates_megatron.json --case",
+    "fit": "strategy --profile megatron --rates never.json --fit",
+    "rates": "strategy --model gpt-2 --gpu h100 --gpus 8 --rates",
 }
+NO_JSON = ["[" * 100_000, f"[{HUGE}]", "[1e999]", "[NaN]", "", '[{"id": 1, "con', "[3]", "null"]
 
 
 @pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize("text", NO_JSON.values(), ids=NO_JSON)
-def test_what_is_no_json_of_ours_is_refused(capsys, tmp_path, monkeypatch, name, text) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_is_none_of_ours_is_refused(capsys: Any, tmp_path: Any, name: str) -> None:
     path = tmp_path / "given.json"
-    for content in (text.encode(), b"\xff" + text.encode()):
-        path.write_bytes(content)
-        status, out, err = ran(capsys, *READ[name], str(path))
+    for text in (*map(str.encode, NO_JSON), b"\xff"):
+        path.write_bytes(text)
+        status, out, err = ran(capsys, *READ[name].split(), str(path))
         assert status == 2 and out == "" and err.count("\n") == 1 and len(err) < 500, err
         assert f"{name}='{path}': allowed are" in err
+    for given in ("/", "/dev/zero", "/nowhere/x.json", ""):
+        status, out, err = ran(capsys, *READ[name].split(), given)
+        assert status == 2 and out == "" and err.count("\n") == 1 and f"{name}=" in err, err
     assert [*tmp_path.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize("given", ["/", "/dev/zero", "/nowhere/x.json", *NO_NAMES], ids=repr)
-def test_what_cannot_be_read_is_refused(capsys, tmp_path, monkeypatch, name, given) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, out, err = ran(capsys, *READ[name], given)
-    assert status == 2 and out == "" and err.count("\n") == 1 and f"{name}=" in err, err
-    assert not any(tmp_path.iterdir())
-
-
-WRONG = [[], {}, [[]], "", "x", -1, 0.5, 1e30, 1e300, 1e-300, 10**17, True, None, "7" * 50]
 CASE = {
     "layers": 24, "hidden": 2304, "heads": 24, "ffn": 9216, "seq": 2048, "vocab": 51_200, "mbs": 1,
-    "tp": 2, "pp": 4, "dp": 4, "cp": 2, "vp": 2, "microbatches": 4, "n_gpus": 64, "gpu": "A100",
-    "gpu_mem_gb": 80, "per_node": 8, "precision": "fp16", "recompute": "full", "zero": 1,
-    "kv_heads": 8, "mlp": "swiglu", "attention": "flash", "sequence_parallel": True,
-    "stages": "equal", "schedule": "interleaved", "gbs": 16,
+    "tp": 2, "pp": 4, "dp": 4, "cp": 2, "microbatches": 4, "n_gpus": 64, "gpu": "A100",
+    "recompute": "full", "zero": 1, "gbs": 16,
 }  # fmt: skip
+WRONG = [[], {}, "x", -1, 0.5, 1e300, 10**17, None]
 
 
-TODAY = {
-    "named": "qwen3-30b-a3b", "seq": 4096, "mbs": 1, "tp": 2, "pp": 4, "dp": 4, "cp": 2, "vpp": 2,
-    "ep": 8, "etp": 1, "gpus": 64, "gpu": "gb200", "dtype": "mxfp8", "engine": "megatron",
-    "recompute": "moe_act+layernorm", "gbs": 16, "compile": True,
-}  # fmt: skip
-OLD = READ["case"]
-ENGINES = ["strategy", "--rates", str(PUBLISHED / "rates_engines.json"), "--case"]
-FILE = {"file": None, "layers": 2, "hidden": 64, "heads": 2, "seq": 64, "gpu": "h100"}
-
-
-@pytest.mark.parametrize("case, words", [(CASE, OLD), (TODAY, ENGINES)], ids=["old", "today"])
-def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys, tmp_path, case, words) -> None:
+def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys: Any, tmp_path: Any) -> None:
     path = tmp_path / "cases.json"
-    changed = [case | {key: wrong} for key in case for wrong in WRONG]
-    changed += [FILE | {"file": wrong} for wrong in WRONG if not isinstance(wrong, str)]
-    path.write_text(json.dumps([{"id": 0, "config": c} for c in [case, *changed]]))
-    status, out, err = ran(capsys, *words, str(path))
+    changed = [CASE | {key: wrong} for key in CASE for wrong in WRONG]
+    path.write_text(json.dumps([{"id": 0, "config": c} for c in [CASE, *changed]]))
+    status, out, err = ran(capsys, *READ["case"].split(), str(path))
     assert status == 0 and err == ""
-    found = json.loads(out)
-    assert found[0]["seconds"] and len(found) == 1 + len(changed)
-    for bad, one in zip(changed, found[1:], strict=True):
-        assert (one["seconds"] is None) == bool(one["note"]), (bad, one)
-        assert "\n" not in one["note"] and len(one["note"]) < 300, (bad, one)
-    noted = [c for c, one in zip(changed, found[1:], strict=True) if one["note"]]
-    for key in set(case) - {"precision", "sequence_parallel", "stages"}:  # words, a yes, a list
-        assert all(case | {key: wrong} in noted for wrong in ([], {}, [[]])), key
+    first, *found = json.loads(out)
+    assert first["seconds"] and len(found) == len(changed)
+    assert all((each["seconds"] is None) == bool(each["note"]) for each in found)
+    noted = [c for c, each in zip(changed, found, strict=True) if each["note"]]
+    assert all(CASE | {key: wrong} in noted for key in CASE for wrong in ([], {}))
 
 
-def test_a_wrong_value_of_rates_is_refused(capsys, tmp_path) -> None:
+def test_a_wrong_value_of_rates_is_refused(capsys: Any, tmp_path: Any) -> None:
     path = tmp_path / "rates.json"
     good = json.loads((PUBLISHED / "rates_megatron.json").read_text("utf-8"))
-    good["machine"] = {
-        "name": "A100", "memory": 8e10, "per_node": 8, "inside": 3e11, "between": 2.5e10,
-        "flops": 3.12e14, "bandwidth": 2e12, "processors": 108, "fp8": None, "best": 0.9,
-    }  # fmt: skip
-    kept = ["--tp", "1", "--pp", "1", "--dp", "8", "--zero", "1", "--micro-batch", "1"]
-    places = [("profile",), ("rates",), ("machine",), ("rates", "node"), ("rates", "node", "value")]
-    places += [("rates", "node", "spread"), ("rates", "node", "origin")]
-    places += [("machine", field) for field in good["machine"]]
-    for place in places:
+    for place in (("profile",), ("rates",), ("rates", "node"), ("rates", "node", "value")):
         for wrong in WRONG:
             changed = copy.deepcopy(good)
             inner = changed
@@ -522,21 +435,6 @@ def test_a_wrong_value_of_rates_is_refused(capsys, tmp_path) -> None:
                 inner = inner[key]
             inner[place[-1]] = wrong
             path.write_text(json.dumps(changed))
-            status, _, err = ran(capsys, *READ["rates"], str(path), *kept)
+            status, _, err = ran(capsys, *READ["rates"].split(), str(path), "--tp", "1")
             assert status in (0, 2) and err.count("\n") == (status == 2), (place, wrong, err)
-            if isinstance(wrong, list | dict) and place[-1] != "origin":
-                assert status == 2, (place, wrong)
-
-
-def test_a_wrong_published_time_is_no_time(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    cases = json.loads((PUBLISHED / "megatron.json").read_text("utf-8"))
-    good = [case for case in cases if "fwd_ms" in (case.get("published") or {})][:2]
-    for key in ("fwd_ms", "published"):
-        for wrong in (*WRONG, 0):
-            changed = copy.deepcopy(good)
-            inner = changed[0] if key == "published" else changed[0]["published"]
-            inner[key] = wrong
-            (tmp_path / "cases.json").write_text(json.dumps(changed))
-            status, _, err = ran(capsys, *READ["fit"], "cases.json")
-            assert status == 0 and err == "", (key, wrong, err)
+            assert status == 2 or not isinstance(wrong, list | dict), (place, wrong)

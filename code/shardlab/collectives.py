@@ -27,11 +27,7 @@ from torch.distributed import ProcessGroup as Group
 from . import ranks
 from .common import gpu
 from .common.arguments import (
-    check_all,
-    check_count,
-    check_kind,
     check_number,
-    check_numbers,
     check_one_of,
     check_whole,
 )
@@ -71,8 +67,6 @@ def reduce(tensor: Tensor, root: int, group: Group) -> None:
 
 def split(tensor: Tensor, parts: int) -> list[Tensor]:
     """Cut `tensor` into `parts` flat views; the first `numel % parts` have one element more."""
-    check_kind(Tensor, tensor=tensor)
-    check_count(parts=parts)
     return list(tensor.view(-1).tensor_split(parts))
 
 
@@ -187,10 +181,6 @@ def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root
     nbytes: S, all pieces together where there are pieces, cut as `split` cuts items of `itemsize`.
     root: of a broadcast or a reduce.
     """
-    check_whole(itemsize=itemsize)
-    check_whole(0, nbytes=nbytes)
-    check_count(size=size)
-    check_whole(0, size - 1, rank=rank, root=root)
     count, longer = divmod(nbytes // itemsize, size)
     piece = [(count + (j < longer)) * itemsize for j in range(size)]
     place = (rank - root) % size
@@ -215,7 +205,6 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
     Thakur et al., section 4. Pieces are taken as equal. The naive all-reduce's messages queue at
     rank 0's wire without waiting for one another's latency.
     """
-    check_count(size=size)
     rounds, steps, fraction = len(_powers(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
     paths |= dict.fromkeys(["reduce_scatter", "all_gather", "all_to_all"], (steps, fraction))
@@ -243,8 +232,6 @@ class CostModel:
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostModel:
         """Least squares of the relative errors of `seconds`, measured for messages of `sizes` B."""
-        check_numbers(0, sizes=sizes)
-        check_numbers(seconds=seconds)
         if len(sizes) != len(seconds) or len(set(sizes)) < 2:
             raise ValueError(
                 f"{sizes=}, {seconds=}: allowed are two sizes or more, and a time for each"
@@ -258,13 +245,11 @@ class CostModel:
 
     def seconds(self, name: str, nbytes: float, size: int = 2) -> float:
         """Predicted seconds of the collective `name` on `nbytes` and `size` ranks."""
-        check_number(0, nbytes=nbytes)
         messages, volume = critical_path(name, size)
         return messages * self.latency + volume * nbytes / self.bandwidth
 
     def crossover(self, size: int) -> float:
         """Bytes from which the ring's all-reduce beats the tree's, on `size` > 1 ranks."""
-        check_count(2, size=size)
         ring, less = critical_path("all_reduce ring", size)
         tree, more = critical_path("all_reduce tree", size)
         return max(0.0, (ring - tree) / (more - less)) * self.latency * self.bandwidth
@@ -276,7 +261,6 @@ def _powers(size: int) -> list[int]:
 
 
 def _pick(table: dict[str, Any], name: str) -> Any:
-    check_kind(str, name=name)
     if name not in table:
         raise ValueError(f"name={name!r}: allowed are {', '.join(sorted(table))}")
     return table[name]
@@ -289,7 +273,6 @@ def _enter(group: Group, root: int = 0, **given: Sequence[Tensor]) -> tuple[int,
     """
     rank, size = ranks.check_group(group)
     check_whole(0, size - 1, root=root)
-    check_all(Tensor, **given)
     tensors = [tensor for each in given.values() for tensor in each]
     for tensor in tensors:
         if not tensor.is_contiguous():

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from shardlab.common import gpu
-from shardlab.ranks.agree import check_whole
 
 from .folder import CheckpointError, open_plain
 
@@ -23,22 +21,13 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 Shapes = dict[str, dict[str, Any]]  # name of a tensor -> {"shape": [...], "dtype": "float32"}
 
 
-def check(training: Any, kind: type, *counts: str) -> None:
-    """Raise ValueError for what is no `kind` of training run, or one that no checkpoint can hold.
-
-    counts: its fields that have to be whole numbers.
-    """
-    if not isinstance(training, kind):
-        raise ValueError(f"training={training!r}: allowed is a shardlab.checkpoint.Training")
-    for name, allowed in {"model": nn.Module, "optimizer": torch.optim.Optimizer}.items():
-        if not isinstance(value := getattr(training, name), allowed):
-            raise ValueError(f"{name}={value!r}: allowed is a {allowed.__name__} of torch")
+def check_optimizer(training: Any) -> None:
+    """Raise ValueError for an optimizer that trains something else than the model."""
     known = {id(parameter) for parameter in training.model.parameters()}
     if any(id(p) not in known for of in training.optimizer.param_groups for p in of["params"]):
         kind = type(training.optimizer).__name__
         text = "it trains what is no parameter of the model; allowed is one that was made of "
         raise ValueError(f"optimizer={kind}: {text}model.parameters(), once the model was sharded")
-    check_whole(0, **{name: getattr(training, name) for name in counts})
 
 
 def pack(value: Any, name: str) -> bytes:

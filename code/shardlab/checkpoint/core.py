@@ -238,7 +238,7 @@ class Checkpoints:
         ranks at other steps, and for a folder that another job saves into.
         """
         self.wait()
-        contents.check(training, Training, "step", "samples")
+        contents.check_optimizer(training)
         random = contents.random_state(next(training.module.parameters()).device)
         small = {f"random-{self.members.rank}.pt": contents.pack(random, "random state")}
         rest = contents.pack(training.rest(), "optimizer and schedule")  # refused on every rank
@@ -347,7 +347,7 @@ class Checkpoints:
         With another number of ranks than saved, random generators are seeded anew.
         """
         self.wait()
-        contents.check(training, Training)
+        contents.check_optimizer(training)
         self.members.check_same(step=step)
         folder = self.members.first(lambda: files.choose(self.root, step))
         manifest = self.members.first(lambda: files.read_manifest(folder))

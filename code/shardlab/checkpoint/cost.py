@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 
-from shardlab.common.arguments import check_count, check_number, check_whole
+from shardlab.common.arguments import check_number
 
 
 def best_interval(save: float, mtbf: float) -> float:
@@ -30,8 +30,6 @@ def lost_fraction(interval: float, save: float, mtbf: float, restart: float = 0.
     the expected time for `interval` seconds of work is mtbf e^(restart/mtbf)
     (e^((interval + save)/mtbf) - 1)). restart: seconds from a failure to the first new step.
     """
-    check_number(interval=interval, save=save, mtbf=mtbf)
-    check_number(0, restart=restart)
     expected = mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf)
     return 1 - interval / expected
 
@@ -45,10 +43,6 @@ def simulated_lost_fraction(
     seed: int = 0,
 ) -> float:
     """The same fraction, of a job that is played through until it has failed `failures` times."""
-    check_number(interval=interval, save=save, mtbf=mtbf)
-    check_number(0, restart=restart)
-    check_count(failures=failures)
-    check_whole(0, seed=seed)
     dice = random.Random(seed)
     spent = work = 0.0
     for _ in range(failures):

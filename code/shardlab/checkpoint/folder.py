@@ -16,11 +16,9 @@ import stat
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from shardlab.common.arguments import check_kind
 from shardlab.ranks.agree import check_whole
 
 FORMAT, VERSION = "shardlab checkpoint", 2
@@ -36,7 +34,6 @@ class CheckpointError(RuntimeError):
 
 def complete(root: Path) -> list[Path]:
     """The folders of complete checkpoints in `root`, the current one last."""
-    check_kind(Path, root=root)
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -129,43 +126,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     contents = {k: v for k, v in manifest.items() if k != "crc32"}
     if manifest.get("crc32") != checksum_of(contents):
         raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
-    if wrong := _wrong(manifest):
-        raise CheckpointError(f"{path}: {wrong}")
     if manifest["step"] != step_of(folder):
         text = f"is of step {manifest['step']}, and not of the step that its folder's name says"
         raise CheckpointError(f"{path}: {text}")
     return manifest
-
-
-def _wrong(manifest: dict[str, Any]) -> str | None:
-    """What keeps a manifest, however well its checksum fits, from being one that we wrote."""
-    for name, least in (("step", 0), ("samples", 0), ("ranks", 1)):
-        try:
-            check_whole(least, **{name: manifest.get(name)})
-        except ValueError as error:
-            return str(error)
-    for name, kinds in (
-        ("files", {"bytes": int, "crc32": int}),
-        ("tensors", {"shape": list, "dtype": str}),
-    ):
-        if not isinstance(entries := manifest.get(name), dict):
-            return f"{name} is {entries!r}, allowed are names and what is known of them"
-        for key, entry in entries.items():
-            known = entry if isinstance(entry, dict) else {}
-            if any(type(known.get(what)) is not kind for what, kind in kinds.items()):
-                return f"{name}: {key!r} is {entry!r}, allowed is what has {' and '.join(kinds)}"
-    for name in manifest["files"]:  # of this folder alone, and not of wherever a forger wants
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
-            return f"files: {name!r} is none in this folder"
-    groups = manifest.get("parameter groups")
-    are_lists = isinstance(groups, list) and all(isinstance(of, list) for of in groups)
-    if not are_lists or any(type(name) is not str for of in groups for name in of):
-        return f"parameter groups is {groups!r}, allowed are lists of names"
-    random = (f"random-{rank}.pt" for rank in range(manifest["ranks"]))  # a number without a bound
-    for name in chain((".metadata", "rest.pt"), random):
-        if name not in manifest["files"]:
-            return f"files: {name!r} is missing, which every checkpoint has"
-    return None
 
 
 def checksum_of(manifest: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_kind, check_one_of, check_whole, given
+from shardlab.common.arguments import check_one_of, check_whole
 from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, Piece, common, moved, shape, within
 from shardlab.zero.wrapper import Sharded
@@ -55,8 +55,6 @@ def load_hub(
     cut off, of another shape, unknown, or stored twice with unequal values though the model ties
     both: all that is found before the model changes.
     """
-    check_kind(nn.Module, model=model)
-    check_kind((str, os.PathLike), folder=folder)
     folder, members = Path(folder), Members(group)
     try:
         members.check_same(folder=os.path.abspath(folder))
@@ -170,8 +168,6 @@ def save_hub(
     Raises ValueError for a folder that is there, and for a model with what its kind has no place
     for; CheckpointError, the same on all ranks, for what cannot be read or written.
     """
-    check_kind(nn.Module, model=model)
-    check_kind((str, os.PathLike), folder=folder, **given(like=like))
     check_one_of([None, *safe.DTYPES.values()], dtype=dtype)
     check_whole(shard_bytes=shard_bytes)
     members = Members(group)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_kind, check_whole, given, told
+from shardlab.common.arguments import told
 from shardlab.layout.boxes import Box, Piece, common, elements, within
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered
@@ -116,7 +116,6 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     tensors is nowhere, and where source and target do not have the same tensors.
     """
     rank, _ = check_group(group)
-    check_kind(nn.Module, **given(source=source, target=target))
     there, wants = ([] if model is None else pieces(model) for model in (source, target))
     kinds = {piece.name: piece.tensor.dtype for piece in wants}
     everyones = gathered((parts_of(there), parts_of(wants), kinds), group)
@@ -138,7 +137,6 @@ def predicted_hand_over(
     before, after: for each rank of the group, in its order; [] for one without such a model.
     `mesh.predicted_pieces` are those of a layout. itemsize: bytes of a number of the target's.
     """
-    check_whole(itemsize=itemsize)
     text = "allowed are lists of names and boxes, one for each rank, as many before as after"
     for name, parts in (("before", before), ("after", after)):
         if not isinstance(parts, list) or not all(isinstance(mine, list) for mine in parts):

@@ -14,7 +14,6 @@ The standard library alone.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.arguments import check_one_of
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, whole
@@ -293,7 +292,6 @@ def family_of(config: Config) -> str:
 
     Raises ValueError where none does.
     """
-    check_kind(Config, config=config)
     for kind in COMPUTED:
         with suppress(ValueError):
             if _values(_shape(config_json(config, kind))) == _values(config):
@@ -312,7 +310,6 @@ def links(config: Config, model_type: str) -> dict[str, list[Link]]:
 
     Raises ValueError for a kind that is not in the table, or has no place for one of the tensors.
     """
-    check_kind(Config, config=config)
     check_one_of(FAMILIES, model_type=model_type)
     family, found = FAMILIES[model_type], {}
     for entry in ledger(config):
@@ -417,7 +414,6 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
 
 def check_folder(**given: str | Path) -> None:
     """Raise ValueError for what is no folder."""
-    check_kind((str, os.PathLike), **given)
     for name, folder in given.items():
         if not Path(folder).is_dir():
             text = "there is none; allowed is one with config.json and safetensors, as on the hub"

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardlab.common.arguments import check_kind
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
 
@@ -27,12 +26,10 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     model. The file appears under its name when it is complete. Raises CheckpointError, on every
     rank, when it cannot be written; what was there before stays.
     """
-    check_kind(nn.Module, model=model)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if group is not None:
         check_group(group)
-    check_kind((str, os.PathLike), path=path)
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"path={str(path)!r}: this is no plain file; allowed is the name of one")

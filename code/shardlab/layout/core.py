@@ -17,12 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 from shardlab.common.arguments import (
-    check_callable,
     check_count,
     check_flag,
-    check_kind,
     check_one_of,
-    check_whole,
     given,
     listed,
     told,
@@ -142,7 +139,6 @@ class Layout:
 
     def place(self, rank: int) -> dict[str, int]:
         """Where a rank stands along each axis: its number's digits."""
-        check_whole(0, self.ranks - 1, rank=rank)
         found = dict.fromkeys(AXES, 0)
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -151,8 +147,6 @@ class Layout:
     def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Who stands there."""
         place = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
-        for axis, digit in place.items():
-            check_whole(0, getattr(self, axis) - 1, **{axis: digit})
         return self._number(place)
 
     def _number(self, place: Mapping[str, int]) -> int:
@@ -163,7 +157,6 @@ class Layout:
 
     def groups(self, axis: str) -> list[list[int]]:
         """The groups of an axis: ranks whose places differ along it, and along no other."""
-        check_one_of(AXES, axis=axis)
         others = [other for other in self.order if other != axis]
         found = []
         for rest in product(*(range(getattr(self, other)) for other in others)):
@@ -196,8 +189,6 @@ class Layout:
         What a rank sends along an axis goes to its neighbours there, as rings and pipelines send
         it, in equal parts. Raises ValueError for nodes that the ranks do not fill.
         """
-        check_whole(node=node)
-        check_callable(sent=sent)
         if self.ranks % node:
             raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
         found = {}
@@ -236,7 +227,6 @@ class Layout:
 
 def orders(layout: Layout) -> list[Layout]:
     """The same layout in every order that makes a difference: axes of one rank make none."""
-    check_kind(Layout, layout=layout)
     wide = [axis for axis in AXES if getattr(layout, axis) > 1]
     return [replace(layout, order=order) for order in permutations(wide)]
 

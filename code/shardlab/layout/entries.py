@@ -18,7 +18,6 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardlab.common.arguments import check_kind
 from shardlab.common.shapes import Config
 
 from .boxes import Box, share, whole
@@ -69,7 +68,6 @@ class Entry:
 
 def ledger(config: Config) -> tuple[Entry, ...]:
     """Every parameter of GPT(config), in the model's order; a tied head stands there as such."""
-    check_kind(Config, config=config)
     first, *last = outside(config)
     blocks = (e for layer in range(config.layers) for e in in_layer(config, layer))
     return (first, *blocks, *last)

@@ -127,7 +127,6 @@ def _dealt(
 
 def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
     """Raise ValueError unless `rule` is one of STAGE_RULES or the layers of `pp` stages."""
-    check_count(pp=pp)
     if isinstance(rule, str):
         check_one_of(STAGE_RULES, stages=rule)
         return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from shardlab.common.arguments import check_count, told
+from shardlab.common.arguments import told
 from shardlab.common.shapes import Config
 
 from .entries import COPIED, Entry, of_kind, outside
@@ -296,7 +296,6 @@ def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = Fals
 
     copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
     """
-    check_count(tp=tp)
     for name, size in cut_sizes(config).items():
         may = copies and name == COPIED
         if size % tp and not (may and tp % size == 0):
@@ -306,7 +305,6 @@ def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = Fals
 
 def check_expert_degree(config: Config | Structure, ep: int) -> None:
     """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
-    check_count(ep=ep)
     experts = structure(config).experts
     if ep > 1 and not experts:
         raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardlab.common.arguments import check_kind, told
+from shardlab.common.arguments import told
 
 from .core import AXES, OFFLOADS, Layout
 from .stages import SCHEDULES, STAGE_RULES
@@ -21,7 +21,6 @@ EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
 
 def written(layout: Layout) -> str:
     """All of a layout, such that `read` gives it back."""
-    check_kind(Layout, layout=layout)
     words = [str(layout)]
     if layout.schedule not in ("1f1b", *words[0].replace(",", "").split()):
         words.append(layout.schedule)  # without a pipeline, where it says nothing
@@ -43,7 +42,6 @@ def read(text: str) -> Layout:
 
     Letters and spaces may be written closer, and · as * or a space: "d2 t2, zero-1".
     """
-    check_kind(str, layout=text)
     fields: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = _field(part)

@@ -47,7 +47,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.arguments import check_one_of
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout
 
@@ -123,7 +123,6 @@ def states(
 
     Raises ValueError for unknown names, and numbers that are none.
     """
-    check_kind(Layout, layout=layout)
     recipe = check_recipe(precision, optimizer)
     held = ceil_div(whole("params", params), layout.tp * layout.pp)
     return states_of(held, ceil_div(held, layout.shards), layout, recipe, optimizer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardlab.common.arguments import check_kind, check_whole, given
+from shardlab.common.arguments import check_whole, given
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
 from shardlab.layout.entries import Entry, held
@@ -28,7 +28,6 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
 
     Raises ValueError unless the shape can be cut so across and along.
     """
-    check_kind(Layout, layout=layout)
     check_tensor_degree(config, layout.tp, copies=True)
     if isinstance(stage, Stage):
         return stage

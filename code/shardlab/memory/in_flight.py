@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardlab.common.arguments import check_kind, check_whole
 from shardlab.layout import Layout
 
 from .units import ceil_div
@@ -16,9 +15,7 @@ def in_flight(layout: Layout, stage: int = 0) -> float:
     2022, section 4.2.3. Zero-bubble (Qi et al. 2023, arXiv 2401.10241): what the weights' passes
     need stays until they come; for "zb-v" it is a bound, which few micro-batches do not reach.
     """
-    check_kind(Layout, layout=layout)
     pp, m, schedule, chunks = layout.pp, layout.microbatches, layout.schedule, layout.chunks
-    check_whole(0, pp - 1, stage=stage)
     if pp == 1 or schedule == "naive":
         return 1
     if schedule == "interleaved":  # in groups of p micro-batches, or of a few more

@@ -10,7 +10,7 @@ the course's own model, whose every moment is known.
 
 from __future__ import annotations
 
-from shardlab.common.arguments import check_kind, check_one_of, check_whole
+from shardlab.common.arguments import check_one_of, check_whole
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
 from shardlab.layout.structure import Kind, check_expert_degree
@@ -43,10 +43,8 @@ def estimate_structure(
     ValueError as `estimate` does.
     """
     model = structure(config)
-    check_kind(Layout, layout=layout)
     recipe = check_recipe(precision, optimizer, shape=True)
     check_one_of(("fused",), attention=attention)
-    check_whole(0, bucket=bucket)
     check_expert_degree(model, layout.ep)
     if stage is None and layout.pp > 1:
         some = (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)

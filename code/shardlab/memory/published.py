@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from fractions import Fraction
 
-from shardlab.common.arguments import check_count, check_flag, check_kind, check_one_of, check_whole
+from shardlab.common.arguments import check_one_of
 from shardlab.layout import ALONE, Layout
 
 from .core import OPTIMIZERS, check_recipe, states
@@ -42,8 +42,6 @@ def korthikanti_layer(
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
     check_one_of(RECOMPUTE, recompute=recompute)
-    check_flag(sequence_parallel=sequence_parallel)
-    check_whole(s=s, b=b, h=h, a=a, t=t)
     if recompute == "full":
         return 2 * s * b * h
     outside = Fraction(10, t if sequence_parallel else 1)
@@ -54,7 +52,6 @@ def korthikanti_layer(
 
 def attention_term(a: int, s: int, h: int) -> Fraction:
     """5as/h: what attention's scores add to the 34 (80 for GPT-3 175B, 64 for MT-NLG 530B)."""
-    check_whole(a=a, s=s, h=h)
     return Fraction(5 * a * s, h)
 
 
@@ -69,7 +66,6 @@ def in_flight_layers(layers: int, p: int, chunks: int = 1) -> Fraction:
     1F1B keeps p micro-batches of L/p layers: L in all. Interleaved, with m = `chunks` chunks on
     each stage, L (1 + (p - 1) / (pm)). Korthikanti et al. 2022, section 4.2.3.
     """
-    check_whole(layers=layers, p=p, chunks=chunks)
     return Fraction(layers) if chunks == 1 else layers * (1 + Fraction(p - 1, p * chunks))
 
 
@@ -78,7 +74,6 @@ def stage_output_saved(s: int, b: int, h: int, p: int) -> int:
 
     Korthikanti et al. 2022, appendix B: 2.73 GB (they are GiB) for the 530B model on 35 stages.
     """
-    check_whole(s=s, b=b, h=h, p=p)
     return 2 * s * b * h * p
 
 
@@ -89,7 +84,6 @@ def bytes_per_parameter(
 
     Raises ValueError for unknown names, and a layout that keeps some of them on the host.
     """
-    check_kind(Layout, layout=layout)
     recipe = check_recipe(precision, optimizer)
     if layout.offload != "none":
         raise ValueError(f"layout.offload={layout.offload!r}: allowed is 'none'")
@@ -128,8 +122,6 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
     gradients 18 becomes 6 + 12/d; for fp32 16 becomes 8 + 8/d.
     """
     check_one_of(("fp16", "bf16-fp32-gradients", "fp32"), precision=precision)
-    check_count(d=d)
-    check_flag(distributed=distributed)
     layout = Layout(dp=d, zero=1 if distributed else 0)
     extra = Fraction(4, d if distributed else 1) if precision == "fp16" else Fraction()
     return bytes_per_parameter(precision, "adam", layout) + extra
@@ -149,8 +141,6 @@ def deepspeed_zero2(
     the host is its own reserve. What both call "GB" is 2^30.
     """
     check_one_of(("documented", "0.19"), version=version)
-    check_count(gpus_per_node=gpus_per_node, nodes=nodes)
-    check_flag(offload=offload)
     n = gpus_per_node * nodes
     params = whole("params", params)
     if offload:
@@ -178,9 +168,6 @@ def deepspeed_zero3(
     """
     params = whole("params", params)
     layer = 4 * whole("largest_layer", largest_layer)
-    check_count(gpus_per_node=gpus_per_node, nodes=nodes)
-    check_flag(offload_optimizer=offload_optimizer, offload_parameters=offload_parameters)
-    check_flag(zero_init=zero_init)
     n = gpus_per_node * nodes
     if offload_parameters and not offload_optimizer:
         raise ValueError("offload_parameters=True: allowed with offload_optimizer=True")

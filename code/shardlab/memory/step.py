@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.common.arguments import check_count, check_whole
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Stage, Structure, structure
 from shardlab.layout.entries import Entry, of_layer, outside
@@ -86,8 +85,6 @@ def estimate(
     """
     recipe = check_recipe(precision, optimizer, shape=True)
     here = placed(config, layout, stage)
-    check_whole(0, bucket=bucket)
-    check_count(0, prefetch=prefetch)
     pp, zero, shards = layout.pp, layout.zero, layout.shards
     if stage is None and pp > 1:  # of equal stages one at an end is the fullest
         some = (0, pp - 1) if layout.stages == "equal" else range(pp)

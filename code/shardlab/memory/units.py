@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardlab.common.arguments import MOST, check_number, check_one_of, check_whole
+from shardlab.common.arguments import check_one_of, check_whole
 
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
 # 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
@@ -21,8 +21,6 @@ UNITS: dict[str, int] = {
 
 def format_bytes(size: float, unit: str = "GB", digits: int = 2) -> str:
     """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
-    check_number(-MOST, size=size)
-    check_whole(0, 20, digits=digits)
     check_one_of(UNITS, unit=unit)
     scale = UNITS[unit]
     return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.{digits}f} {unit}"

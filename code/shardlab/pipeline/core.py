@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardlab import ranks
 from shardlab.common import gpu
-from shardlab.common.arguments import check_callable, check_flag, check_kind, given
+from shardlab.common.arguments import given
 from shardlab.data_parallel.buckets import average_gradients, copy_from_rank_0
 from shardlab.gpt.model import IGNORED
 from shardlab.ranks import agree, p2p
@@ -314,9 +314,6 @@ class Pipeline(Held):
         back: dist.ProcessGroup | None = None,
         check: bool = True,
     ):
-        check_callable(loss=loss)
-        check_flag(record=record)
-        check_kind(tuple, **given(twin=twin))
         for name, other in given(replicas=replicas, back=back).items():
             ranks.check_group(other, name)
         copies = None if replicas is None else dist.get_world_size(replicas)

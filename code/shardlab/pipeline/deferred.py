@@ -22,8 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import check_kind
-
 Task = Callable[[], None]
 
 
@@ -55,7 +53,6 @@ def defer(module: nn.Module) -> Later:
 
     A module with an attribute `later` is told where to put its own work, and looks after itself.
     """
-    check_kind(nn.Module, module=module)
     later = Later()
     for part in module.modules():
         if hasattr(part, "later"):

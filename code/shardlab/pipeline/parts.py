@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.common.arguments import check_callable, check_flag, check_kind, is_whole, told
+from shardlab.common.arguments import is_whole, told
 from shardlab.gpt.model import GPT
 from shardlab.ranks import Single, agree, check_group
 from shardlab.ranks.gather import gathered, named
@@ -65,9 +65,7 @@ def compute_again(blocks: Sequence[nn.Module]) -> None:
 
     Chen et al. 2016 (arXiv 1604.06174). torch stops as soon as it has again what backward needs.
     """
-    check_kind(Sequence, blocks=blocks)  # maybe none: a stage with the embedding alone
     for block in blocks:
-        check_kind(nn.Module, blocks=block)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
@@ -79,8 +77,6 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
 
     Raises ValueError for more parts than blocks, and for blocks that are not those of the model.
     """
-    check_kind(GPT, model=model)
-    check_kind((int, Sequence), layers=layers)
     total = len(model.blocks)
     if isinstance(layers, int):
         if not is_whole(layers, 1, total):
@@ -117,12 +113,8 @@ class Held(Single):
         check: bool = True,
         **given: Any,
     ):
-        check_kind(Sequence, parts=parts)
         self.parts, self.schedule, self.group = list(parts), schedule, group
         self.stage = stage_of(schedule, group)
-        check_flag(check=check)
-        if between is not None:
-            check_callable(between=between)
         if check:
             validate(schedule)
         self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)

@@ -19,7 +19,6 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
-from shardlab.common.arguments import check_all, check_flag, check_number
 from shardlab.common.show import INK, RANK_COLORS
 from shardlab.common.show.drawing import canvas, on, title
 
@@ -62,9 +61,6 @@ def draw(
     Raises ValueError when titles, notes or heads are not one for each.
     """
     shown = timelines if isinstance(timelines, Sequence) else [timelines]
-    check_all(Timeline, timelines=shown)
-    check_number(width=width, end=1.0 if end is None else end)
-    check_flag(legend=legend)
     for name, given in (("titles", titles), ("notes", notes), ("heads", heads)):
         listed = isinstance(given, Sequence) and not isinstance(given, str)
         if given is not None and (not listed or len(given) != len(shown)):

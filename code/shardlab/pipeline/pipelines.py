@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_flag, check_kind, check_number, check_numbers, given
 from shardlab.gpt.model import GPT, loss
-from shardlab.ranks.agree import check_same, check_whole
+from shardlab.ranks.agree import check_same
 
 from .core import Loss, Pipeline
 from .deferred import Later
@@ -52,8 +51,6 @@ def distribute(
     rank when models or layers differ.
     """
     stage = stage_of(schedule, group)
-    check_flag(recompute=recompute)
-    check_kind(Sequence, **given(layers=layers))
     parts = cut(model, schedule.parts if layers is None else list(layers))
     if len(parts) != schedule.parts:
         what = f"allowed is one number for each of {schedule.parts} parts"
@@ -92,9 +89,6 @@ class Sleeping(nn.Module):
         self, forward: float, backward_input: float, backward_weight: float, size: int = 1
     ):
         super().__init__()
-        check_whole(size=size)
-        check_number(0, forward=forward, backward_input=backward_input)
-        check_number(0, backward_weight=backward_weight)
         self.seconds, self.size = (forward, backward_input, backward_weight), size
         self.weight = nn.Parameter(torch.zeros(()))
         self.later: Later | None = None  # where `defer` wants the weights' share
@@ -170,9 +164,7 @@ def asleep(
     names = "forward", "backward_input", "backward_weight"
     mine = []
     for name, times in zip(names, (forward, backward_input, backward_weight), strict=True):
-        several = isinstance(times, Sequence)
-        (check_numbers if several else check_number)(0, **{name: times})
-        each = times if several else [times] * schedule.stages
+        each = times if isinstance(times, Sequence) else [times] * schedule.stages
         if len(each) != schedule.stages:
             what = f"seconds, one number or one for each of {schedule.stages} stages"
             raise ValueError(f"{name}={times}: allowed are {what}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.common.arguments import RANKS, check_count, check_flag, check_kind, check_whole, told
+from shardlab.common.arguments import RANKS, check_count, check_whole, told
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("RF", "SF", "RB", "SB")
@@ -95,13 +95,11 @@ class Schedule:
 
 def loop(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Placement round and round: chunk c of stage s is part c · p + s."""
-    check_count(stages=stages, chunks=chunks)
     return tuple(tuple(c * stages + s for c in range(chunks)) for s in range(stages))
 
 
 def vee(stages: int) -> tuple[tuple[int, ...], ...]:
     """Placement down and up again: the first stage holds the first part and the last."""
-    check_count(stages=stages)
     return tuple((s, 2 * stages - 1 - s) for s in range(stages))
 
 
@@ -250,8 +248,6 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
     3. A receive stands one pass before the one that needs it, so that the message travels while the
        stage computes; earlier where rule 2 wants it. Without `early`, right before that pass.
     """
-    check_kind(Schedule, schedule=schedule)
-    check_flag(early=early)
     # What each stage receives from each other, in the order of the sends (rule 2).
     incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for stage, order in enumerate(schedule.orders):

@@ -21,7 +21,7 @@ from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardlab.common.arguments import check_kind, check_numbers, check_whole
+from shardlab.common.arguments import check_whole
 
 from .schedules import Action, Schedule
 from .validate import before, live, result, validate
@@ -95,7 +95,6 @@ def simulate(
     Raises ValueError for times below 0 or beyond all measure, for lists that are not one for each
     stage, for a schedule that does not pass `validate`.
     """
-    check_kind(Schedule, schedule=schedule)
     times = {
         "F": _each("forward", forward, schedule),
         "I": _each("backward_input", backward_input, schedule),
@@ -160,7 +159,6 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 
     Raises ValueError for costs below 0 or not finite, and for fewer layers than parts.
     """
-    check_numbers(0, costs=costs)
     check_whole(1, len(costs), parts=parts)
     # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart, and so would
     # the rounding of 4/7 to a float. So costs are the nearest simple shares of the largest one.

@@ -6,8 +6,6 @@ import math
 import re
 from bisect import bisect_right
 
-from shardlab.common.arguments import check_flag, check_kind, check_whole
-
 from .simulate import Span, Timeline
 
 # How `text` draws a timeline in characters.
@@ -28,9 +26,6 @@ def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
 
     Raises ValueError for a width below 40.
     """
-    check_kind(Timeline, timeline=timeline)
-    check_whole(40, 10_000, width=width)
-    check_flag(color=color)
     of = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
     long = max(spans[-1].end for spans in timeline.spans) - first

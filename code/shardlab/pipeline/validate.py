@@ -9,8 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardlab.common.arguments import check_all, check_flag, check_kind
-
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 
 Where = tuple[int, Action]  # a stage, and something that it does
@@ -29,8 +27,6 @@ def validate(schedule: Schedule, blocking: bool = False) -> None:
     pipeline posts them and goes on. (Receives posted early are then waited for early: what a loop
     of blocking calls would do is `with_messages(schedule, early=False)`.)
     """
-    check_kind(Schedule, schedule=schedule)
-    check_flag(blocking=blocking)
     _shape(schedule)
     for stage, order in enumerate(schedule.orders):
         _passes(schedule, stage, order)
@@ -47,7 +43,6 @@ def live(schedule: Schedule) -> tuple[float, ...]:
     as the zero bubble paper counts, though what W does not need could go with I. A chunk's are 1/v
     of the stage's.
     """
-    check_kind(Schedule, schedule=schedule)
     peaks = []
     for order in schedule.orders:
         now = most = 0
@@ -286,11 +281,6 @@ def from_text(
 
     Raises ValueError for a word that is no action.
     """
-    check_kind(str, name=name)
-    for number, row in enumerate(rows):
-        check_kind(str, **{f"rows[{number}]": row})
-    if placement is not None:
-        check_all(Sequence, placement=placement)
     stages = [tuple(_parsed(word, row) for word in text.split()) for row, text in enumerate(rows)]
     everything = [action for order in stages for action in order]
     if not everything:

@@ -20,14 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import ranks
-from shardlab.common.arguments import (
-    check_count,
-    check_flag,
-    check_kind,
-    check_number,
-    check_one_of,
-    check_whole,
-)
 from shardlab.common.shapes import Config
 from shardlab.gpt import model as plain
 
@@ -55,13 +47,7 @@ def pretended_step(
 
     Raises ValueError for sizes below 1 and an unknown `recompute`.
     """
-    check_kind(Config, config=config)
     seq = config.seq if seq is None else seq
-    check_whole(batch=batch, seq=seq)
-    check_count(world_size=world_size)
-    check_one_of(("full", "none"), recompute=recompute)
-    check_flag(reshard=reshard)
-    check_number(timeout=timeout)
     arguments = config, batch, seq, recompute == "full", reshard
     return ranks.pretend(_step, world_size, *arguments, timeout=timeout)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardlab.common import gpu
-from shardlab.common.arguments import check_kind, check_number
+from shardlab.common.arguments import check_number
 
 
 def machine() -> list[tuple[str, str]]:
@@ -66,7 +66,6 @@ class Rates:
 
         Williams et al., "Roofline", CACM 52(4), 2009.
         """
-        check_number(0, intensity=intensity)
         return min(self.flops, intensity * self.bytes)
 
 
@@ -75,7 +74,6 @@ def clock(device: torch.device) -> float:
 
     A GPU takes orders and works them off later: without the wait, only the orders are timed.
     """
-    check_kind(torch.device, device=device)
     if gpu.is_on(device):
         gpu.module().synchronize(device)
     return time.perf_counter()

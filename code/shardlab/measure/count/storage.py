@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlab.common import gpu
-from shardlab.common.arguments import check_flag, check_kind, check_number, given
 
 Holder = Tensor | nn.Module | torch.optim.Optimizer
 
@@ -61,8 +60,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of the model states: parameters, gradients, optimizer, and its step counters apart."""
-    check_kind(nn.Module, module=module)
-    check_kind(torch.optim.Optimizer, optimizer=optimizer)
     parameters = list(module.parameters())
     kept = tensors_of(optimizer)
     return {
@@ -187,9 +184,6 @@ def held(
     the storage is there already. Raises ValueError for trace on a GPU, for a limit that is not
     above 0, and for anything else in `existing`.
     """
-    check_kind(torch.device, **given(device=device))
-    check_flag(trace=trace)
-    check_number(**given(limit=limit))
     most = math.inf if limit is None else limit
     before = tensors_of(*existing)
     if device is None:

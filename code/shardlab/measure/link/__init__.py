@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardlab.common import gpu
-from shardlab.common.arguments import check_count, check_kind, check_number
+from shardlab.common.arguments import check_number
 from shardlab.ranks import check_group, named
 
 from .wire import Helper, Moment, Wire
@@ -68,10 +68,6 @@ def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidt
     size: bytes of the whole tensor: what all_reduce and broadcast are given, what all_gather ends
     with, what reduce_scatter and all_to_all start from.
     """
-    check_kind(str, operation=operation)
-    check_number(0, size=size, latency=latency)
-    check_number(most=math.inf, bandwidth=bandwidth)
-    check_count(ranks=ranks)
     hops = {
         "all_reduce": 2 * (ranks - 1),
         "all_gather": ranks - 1,

@@ -23,9 +23,7 @@ from .common import on, on_caller, world
 class _Alone:
     """A meeting of those who are in a group anyway."""
 
-    def at(self, words): ...
-
-    def waits(self, steps=0): ...
+    def set_step(self, words, waiting=False): ...
 
 
 @on(1, 2, 4, daily=(2, 4))
@@ -47,7 +45,7 @@ def one_rank():
     found = examine.gpu(device)
     assert found["id"].endswith(str(device.index)) and 0 < found["free"] <= found["total"]
     said, amd = examine.versions(device), os.environ.get("REHEARSE_MAKER") == "amd"
-    assert {"hip" if amd else "cuda", "nccl", "driver"} <= said.keys()
+    assert {"hip" if amd else "cuda", "nccl"} <= said.keys()
     assert ("AMD" in found["name"]) is amd and ("cuda" in said) is not amd
 
 
@@ -92,5 +90,5 @@ def _judged(found):
     assert states["answers"] == "good", found["rows"]
     assert [link["pair"] for facts in found["facts"] for link in facts["pairs"]] == [[0, 1]]
     # Speeds are those of the host that pretends; what it says of them is no finding.
-    others = {k for k, v in states.items() if v == "bad"} - {"devices", "speed", "bandwidth"}
+    others = {k for k, v in states.items() if v == "bad"} - {"devices", "speed", "network"}
     assert not others, found["rows"]

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 -m shardlab doctor --folder /scratch/me/run
     srun python -m shardlab doctor --folder /scratch/me/run --needs 200e9 --machine h100
 
-All ranks look at their hosts, and at each other: versions, variables of nccl, devices, cores,
-speed, clocks, memory, /dev/shm, limits, network, every link, and the folder of the checkpoints.
-Rank 0 prints one table; under each bad row stands what to do.
+All ranks look at their hosts, and at each other: versions, devices, cores, speed, clocks, memory,
+limits, network with every link, and the folder of the checkpoints.
+Rank 0 prints the verdict, then the evidence in one table; under each bad row stands what to do.
 
 A rank that does not answer is named once nothing has moved for --timeout seconds. --machine names
 the GPUs of the planner's table, with whose figures links and speed are compared (by default those
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import sys
 import tempfile
 import textwrap
@@ -35,30 +36,28 @@ import torch.distributed as dist
 from shardlab import ranks
 from shardlab.common.arguments import MOST, check_number
 from shardlab.common.launcher import place
-from shardlab.common.machines import MACHINES, Machine, check_named, named
+from shardlab.common.machines import MACHINES, check_named, named
 from shardtools import options
 
 from . import checks
 from .consult import Settings, consult
-from .examine import host
-from .meet import Meeting, loopback, store_of
-from .verdicts import BAD, GOOD, Findings, Verdict, listed
+from .meet import Rendezvous, loopback, open_store
+from .verdicts import BAD, GOOD, Findings, Verdict
 
 WIDTH = 100
 LONGEST = 10**6  # seconds: the run's own limit, of four times as many, is a year at most
 
 
-# --- three ways to start
+# --- under a launcher, or with ranks of its own
 
 
 def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
-    """As one rank of a job that a launcher started."""
+    """Examine this process as one rank of a job that a launcher started, and leave."""
     at = place(os.environ)
     assert at is not None
     os.environ["LOCAL_RANK"] = str(at.local_rank)
-    store = store_of(at, settings.timeout)
-    meeting = Meeting(store, at.rank, at.size, settings.timeout)
-    meeting.tell("who", host())
+    store = open_store(at, settings.timeout)
+    meeting = Rendezvous(store, at.rank, at.size, settings.timeout)
 
     def group(backend: str) -> Any:
         own = dist.PrefixStore("group", store.clone())  # it blocks in there; the watch must not
@@ -66,55 +65,41 @@ def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
         dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
         return dist.group.WORLD
 
-    status, lost = 0, False  # somebody who will not come to say goodbye
-    if at.rank == 0 and (absent := meeting.missing("who")):
-        meeting.end()
-        came = [r for r in range(at.size) if r not in absent]
-        hosts = ", ".join(dict.fromkeys(meeting.heard("who", r) for r in came))
-        _say(
-            f"{listed(absent)} of {at.size} did not come, and nothing moved for "
-            f"{settings.timeout:g} s; {listed(came)} did, on {hosts}{loopback(at)}"
-        )
-        status, lost = 2, True
-    else:
-        findings = consult(meeting, settings, group)
-        if findings:
-            status, lost = show(findings), bool(findings.silent)
-    meeting.leave(0.5 if lost else 3.0)
+    findings = consult(meeting, settings, group)
+    status = show(findings) if findings else 0
+    silent = findings is not None and bool(findings.silent)
+    if silent and (words := loopback(at)):
+        print(f"doctor{words}", file=sys.stderr)
+    meeting.leave(0.5 if silent else 3.0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # whatever still hangs in a thread of this process
 
 
 def _alone(number: int, settings: Settings, show: Callable[[Findings], int]) -> int:
-    """On this machine, with ranks of its own."""
+    """Examine this machine, with ranks of its own."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as own:
-        path, limit = Path(own, "findings"), 4 * settings.timeout + 60
-        died = ""
+        path, limit, died = Path(own, "findings"), 4 * settings.timeout + 60, ""
         try:
             where = {"timeout": limit, "device": settings.device, "show": False}
             ranks.run(_rank, number, settings, path, **where)
         except ranks.RankError as error:
             died = str(error)
         if path.exists():
-            return show(Findings(**json.loads(path.read_text("utf-8"))))
-        _say(died)
+            return show(pickle.loads(path.read_bytes()))
+        print(f"doctor: {died}", file=sys.stderr)
         return 1
 
 
 def _rank(settings: Settings, path: Path) -> None:
     world = dist.group.WORLD
     store = dist.PrefixStore("doctor", world.get_group_store())
-    meeting = Meeting(store, dist.get_rank(), dist.get_world_size(), settings.timeout)
+    meeting = Rendezvous(store, dist.get_rank(), dist.get_world_size(), settings.timeout)
     findings = consult(meeting, settings, lambda backend: world)
     if findings:
-        path.write_text(json.dumps(asdict(findings)), "utf-8")
+        path.write_bytes(pickle.dumps(findings))
         if findings.silent:
             raise RuntimeError("a rank does not answer")  # this ends it
-
-
-def _say(text: str) -> None:
-    print(f"doctor: {text}", file=sys.stderr)
 
 
 # --- the command
@@ -175,15 +160,11 @@ def _number(name: str, given: str | None, otherwise: float) -> float:
     return value
 
 
-def _machine(asked: str, findings: Findings) -> Machine | None:
-    """What the planner assumes of these GPUs: the one that is named, else the one of that name."""
-    names = {gpu["name"] for gpu in findings.of("gpu").values()}
-    found = {named(asked)} if asked else {named(name) for name in names}
-    return found.pop() if len(found) == 1 else None
-
-
 def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) -> int:
-    findings.machine = _machine(settings.machine, findings)
+    """Print what was found; return the exit status."""
+    gpus = {gpu["name"] for gpu in findings.of("gpu").values()}
+    known = [named(name) for name in ([settings.machine] if settings.machine else gpus)]
+    findings.machine = known[0] if len(known) == 1 else None
     rows = checks.verdicts(findings)
     bad = any(row.state == BAD for row in rows)
     if as_json:
@@ -196,20 +177,22 @@ def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) ->
 
 
 def table(rows: list[Verdict]) -> str:
-    """The rows as text; what to do stands below what was found."""
-    lines = []
+    """Return the report: the verdict, then each row's evidence, with the next step below it."""
+    bad = [row.check for row in rows if row.state == BAD]
+    verdict = f"{len(bad)} of {len(rows)} checks are bad: {', '.join(bad)}" if bad else "all good"
+    lines = [verdict, ""]
+    wrap = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
     for row in rows:
         state = row.state.upper() if row.state == BAD else row.state
-        head, blank = f"{state:<5} {row.check:<12}", " " * 18
-        wrap = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+        head, blank = f"{state:<5} {row.check:<9}", " " * 15
         lines += wrap(row.found, initial_indent=head, subsequent_indent=blank)
         if row.advice and row.state != GOOD:
             lines += wrap(row.advice, initial_indent=blank + "→ ", subsequent_indent=blank + "  ")
-    bad = sum(row.state == BAD for row in rows)
-    return "\n".join([*lines, "", f"{bad} of {len(rows)} checks are bad" if bad else "all good"])
+    return "\n".join(lines)
 
 
 def _links(findings: Findings) -> str:
+    """Return a table of every link."""
     links = [link for facts in findings.facts for link in facts.get("pairs") or []]
     lines = ["", "ranks      one way (µs)   bandwidth (GB/s)"]
     for link in sorted(links, key=lambda link: link["pair"]):

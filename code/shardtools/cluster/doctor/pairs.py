@@ -1,8 +1,8 @@
 """Latency and bandwidth between each pair of ranks, and how far their clocks are apart.
 
-A message goes there and back, small and large. The small one's time is the latency, and what the
-large one takes beyond it is bytes over bandwidth (Hockney 1994). The large one grows until it takes
-some milliseconds; time is taken when the device is done; the best of several tries counts.
+A small message's time there and back is the latency, and what a large one takes beyond it is bytes
+over bandwidth (Hockney 1994). The large one grows until it takes some milliseconds; the best of
+several tries counts.
 
 Pairs come in rounds: in round d rank r has rank r XOR d, so the pairs of a round are disjoint. With
 nccl all pairs of a round go at once: each GPU has its own link, and a job loads all of them at
@@ -26,7 +26,7 @@ from shardlab.measure.count import clock
 from shardlab.ranks.p2p import carrier
 
 from . import examine
-from .meet import Meeting
+from .meet import Rendezvous
 
 Pair = tuple[int, int]
 WHOLE = 16  # ranks up to which every pair is measured
@@ -67,20 +67,20 @@ def turns(size: int, hosts: Sequence[str], apart: bool) -> list[list[Pair]]:
 
 
 def measure(
-    meeting: Meeting, group: dist.ProcessGroup, device: torch.device, hosts: Sequence[str]
+    meeting: Rendezvous, group: dist.ProcessGroup, device: torch.device, hosts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """This rank's pairs, those of which it is the lower one, as `pair`, `latency`, `bandwidth`."""
+    """Return this rank's links, of which it is the lower end: `pair`, `latency`, `bandwidth`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     apart = device.type == "cpu" or carrier(device, group) != "nccl"
     found = []
     for turn in turns(size, hosts, apart):
-        mine = [pair for pair in turn if rank in pair]
-        for pair in mine:
-            meeting.at(f"a message between ranks {pair[0]} and {pair[1]}")
-            link = measured(pair, group, device)
-            if rank == pair[0]:
-                found.append(link)
-        meeting.waits(0 if mine else 1)
+        mine = next((pair for pair in turn if rank in pair), None)
+        step = "a message between ranks {} and {}".format(*mine or turn[0])
+        if mine:
+            meeting.set_step(step)
+            link = measured(mine, group, device)
+            found += [link] if rank == mine[0] else []
+        meeting.set_step(step, waiting=True)
         dist.all_reduce(torch.zeros(1), group=group)  # on the host: nobody begins the next turn
     return found
 
@@ -120,30 +120,27 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
     return {"pair": list(pair), "latency": latency, "bandwidth": bandwidth}
 
 
-def clocks(meeting: Meeting, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:
-    """Seconds that this rank's clock is ahead of rank 0's, and how sure that is (Cristian 1989).
+def clocks(meeting: Rendezvous, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:
+    """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
 
     Rank 0 answers one rank after another with its time. The answer was written somewhere between
-    question and arrival: half of the shortest round trip is what it can be off.
+    question and arrival: half of the shortest round trip is its error (Cristian 1989).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    zero = dist.get_global_rank(group, 0)
-    time, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0)
-    if rank:
-        meeting.waits()
+    time, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0 if rank == 0 else math.inf)
     for peer in range(1, size):
-        if rank == 0:
-            meeting.at(f"the clock of rank {peer}")
-        for attempt in range(tries):
+        meeting.set_step(f"the clock of rank {peer}", waiting=rank not in (0, peer))
+        if rank not in (0, peer):
+            continue
+        other = dist.get_global_rank(group, peer if rank == 0 else 0)
+        for _ in range(tries):
             if rank == 0:
-                dist.recv(time, dist.get_global_rank(group, peer), group)
-                dist.send(time.fill_(examine.now()), dist.get_global_rank(group, peer), group)
-            elif rank == peer:
-                asked = examine.now()
-                dist.send(time, zero, group)
-                dist.recv(time, zero, group)
-                heard = examine.now()
-                half = (heard - asked) / 2
-                if attempt == 0 or half < best[1]:
-                    best = asked + half - time.item(), half
+                dist.recv(time, other, group)
+                dist.send(time.fill_(examine.now()), other, group)
+                continue
+            asked = examine.now()
+            dist.send(time, other, group)
+            dist.recv(time, other, group)
+            half = (examine.now() - asked) / 2
+            best = min(best, (asked + half - time.item(), half), key=lambda one: one[1])
     return {"ahead": best[0], "within": best[1]}

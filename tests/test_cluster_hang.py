@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,17 +159,6 @@ def entry(number, state, group="0", duration=None, created=0.0, **more):
     } | more  # fmt: skip
 
 
-def p2p(number, state, op, **more):
-    """A send or recv, or the end of several that go as one (op "coalesced")."""
-    more = {"is_p2p": True, "p2p_seq_id": number, "collective_seq_id": 0, **more}
-    return entry(number, state, "1", **more, profiling_name=f"nccl:{op}")
-
-
-def all_to_all(rows):
-    sizes = {"input_sizes": [[rows, 16]], "output_sizes": [[8, 16]]}
-    return [entry(1, "completed"), entry(2, "started", profiling_name="nccl:all_to_all", **sizes)]
-
-
 def of_nccl(*by_rank, members="[0, 1, 2, 3]", folder=None):
     """The calls of each rank; given are the entries of each. folder: records go there as well."""
     groups = {str(n): {"name": str(n), "desc": "dp", "ranks": members} for n in range(2)}
@@ -189,7 +177,7 @@ def test_a_gpu_that_does_not_come_to_what_its_host_has_queued_is_behind():
     (found,) = hang.explain(of_nccl(waits, waits, waits, before))
     assert (found.kind, found.ranks, found.call.number) == ("behind", (3,), 2)
     assert set(found.waiting) == {0, 1, 2} and found.stands[3].line == 42
-    assert "rank 3" in str(found) and "scheduled" in str(found) and "train.py" in str(found)
+    assert "rank 3" in str(found) and "train.py" in str(found)
     # Its host stopped soon after: the GPU is still what all wait for, not the host's later calls.
     (found,) = hang.explain(of_nccl(waits, waits, waits, before[:2]))
     assert (found.kind, found.ranks, found.call.number) == ("behind", (3,), 2)
@@ -206,67 +194,16 @@ def test_gpus_that_wait_for_one_another_are_a_cycle_though_all_hosts_have_queued
     assert found.kind == "cycle" and found.ranks == (0, 1)
 
 
-def batch(rank, state, numbers=(1,)):
-    """A send and a recv that go as one, as batch_isend_irecv does: their own states stay."""
-    other = 1 - rank
-    ops = f"send {rank}->{other}", f"recv {rank}<-{other}"
-    made = [[*(p2p(n, "scheduled", op) for op in ops), p2p(n, state, "coalesced")] for n in numbers]
-    return sum(made, [])
-
-
-def two_sends(rank, state):
-    first, second = f"send {rank}->{1 - rank}", f"recv {rank}<-{1 - rank}"
-    return [entry(1, "completed"), p2p(1, state, first), p2p(2, "scheduled", second)]
-
-
-def ring(rank, state):
-    """Without blocking: a send to the next of four, and a recv from the one before."""
-    ops = f"send {rank}->{(rank + 1) % 4}", f"recv {rank}<-{(rank - 1) % 4}"
-    return [p2p(number, state, op) for number, op in enumerate(ops, 1)]
-
-
 MOVED = [entry(1, "completed")]
 TOGETHER = [*MOVED, entry(2, "started")]
 UNTIMED = [*MOVED, entry(2, "scheduled")]
-SENDS, RECEIVES = (
-    [p2p(1, "started", op, input_sizes=[[n]], output_sizes=[[n]])]
-    for op, n in (("send 0->1", 7), ("recv 1<-0", 8))
-)
 # Records of all ranks; the first finding's kind and ranks; words of ours, and of torch's own tool.
 HANGS = {
-    "both send first": (
-        [two_sends(rank, "started") for rank in range(2)], "cycle", (0, 1), "7 float to rank 1",
-        "SIZE_OR_SYNTAX_MISMATCH"),
-    "both send first, untimed": (
-        [two_sends(rank, "scheduled") for rank in range(2)], "cycle", (0, 1), "send 7",
-        "SIZE_OR_SYNTAX_MISMATCH"),
-    "nobody sends": ([MOVED, [p2p(1, "started", "recv 1<-0")]], "missing", (0,), "#1", None),
-    "a send of another size": ([SENDS, RECEIVES], "differs", (1,), "recv 8 float from rank 0",
-        "SIZE_OR_SYNTAX_MISMATCH"),
-    "a batch, and a link": (
-        [batch(0, "started"), batch(1, "started")], "together", (), "started everywhere", ""),
-    "a batch of one rank": (
-        [batch(0, "started", (7,)), batch(1, "completed", (7,))], "missing", (1,), "", None),
-    "batches are over": (
-        [batch(rank, "completed", range(1, 4)) for rank in range(2)], None, (), "", ""),
-    # This ring is right, and torch's tool (2.13) calls it a mismatch.
-    "a ring, and a link": (
-        [ring(rank, "started") for rank in range(4)], "together", (), "started", "MISMATCH"),
-    "a ring, untimed": (
-        [ring(rank, "scheduled") for rank in range(4)], "together", (), "TIMING", "MISMATCH"),
-    "an all-to-all of other sizes": (
-        [all_to_all(rows) for rows in (8, 8, 6, 8)], "differs", (2,), "all_to_all 6x16 → 8x16",
-        "total input numel: 480\ntotal output numel: 512"),
-    "an all-to-all of uneven parts": (
-        [all_to_all(rows) for rows in (4, 8, 12, 8)], "together", (), "started", ""),
-    "an all-to-all of uneven parts that do not add up": (
-        [all_to_all(rows) for rows in (4, 8, 12, 9)], "differs", (0, 1, 2, 3), "do not add up",
-        "total input numel: 528"),
     # When this one fails, torch looks beyond a group: then `hang` need not.
     "a circle over two groups": (
         [[entry(1, "started", group)] for group in "01"], "cycle", (0, 1), "each in another call",
         "missing ranks: {1}"),
-    "all in one all-reduce": (4 * [TOGETHER], "together", (), "started everywhere, so a link", ""),
+    "all in one all-reduce": (4 * [TOGETHER], "together", (), "all GPUs are in it", ""),
     "all in one all-reduce, untimed": (4 * [UNTIMED], "together", (), "TIMING=1", ""),
     "one left no record": (3 * [TOGETHER], "missing", (3,), "rank 3  no record", None),
 }  # fmt: skip
@@ -278,7 +215,7 @@ def test_whatever_waits_is_named_and_torchs_tool_says_no_other(tmp_path, capsys,
     members = str(list(range(4 if case == "one left no record" else len(records))))
     found = hang.explain(of_nccl(*records, members=members, folder=tmp_path))
     said = ran(capsys, "cluster", "hang", str(tmp_path))[1]
-    assert ("no call is waited for" in said) == (not found) == (kind is None)
+    assert ("no collective is waited for" in said) == (not found) == (kind is None)
     assert words in said
     if found:
         assert (found[0].kind, found[0].ranks) == (kind, who), said
@@ -302,7 +239,7 @@ def test_a_gpu_that_is_behind_because_it_waits_elsewhere_is_not_the_cause():
 
 
 @pytest.mark.parametrize("prefix", flight.PREFIXES[1:])  # torch's own names
-def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, capsys, prefix):
+def test_durations_on_gpus_name_the_last_one(tmp_path, prefix):
     """The host of rank 2 is slow; rank 1's GPU is, and its own collectives are the shortest."""
     for rank in range(4):
         took, late = (2.0 if rank == 1 else 42.0), 0.01 * (rank == 2)
@@ -311,10 +248,10 @@ def test_where_nothing_hangs_the_last_gpu_is_named_by_its_durations(tmp_path, ca
         status = {"0": {"last_completed_collective": 40}}
         record = {"pg_config": groups, "pg_status": status, "entries": entries}
         (tmp_path / f"{prefix}{rank}").write_bytes(pickle.dumps(record))
-    assert ran(capsys, "cluster", "hang", str(tmp_path))[1].count("rank 1 is last, by 40 ms") == 1
-    arrivals = straggler.arrivals(flight.read(tmp_path))
+    calls = flight.read(tmp_path)
+    arrivals = straggler.arrivals(calls)
     assert [round(a.late, 6) for a in arrivals] == [0, 0.04, 0, 0] and arrivals[1].last == 1
-    hosts = {r: [replace(c, duration=None) for c in m] for r, m in flight.read(tmp_path).items()}
+    hosts = {rank: [replace(c, duration=None) for c in mine] for rank, mine in calls.items()}
     assert max(straggler.arrivals(hosts), key=lambda a: a.late).rank == 2, "the host, untimed"
 
 
@@ -348,13 +285,6 @@ def test_a_file_that_is_no_record_is_refused(tmp_path, content):
     (tmp_path / "trace_0").write_bytes(content)
     with pytest.raises(ValueError, match="trace_0"):
         flight.read(tmp_path)
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
-def test_what_is_no_plain_file_is_refused(tmp_path, capsys, make):
-    make(tmp_path / "trace_0")
-    status, _, error = ran(capsys, "cluster", "hang", str(tmp_path))
-    assert status == 2 and "trace_0" in error and len(error.splitlines()) == 1
 
 
 def test_bad_input_is_named(tmp_path):

@@ -55,7 +55,7 @@ from shardlab.gpt.model import GPT, PRESETS, loss
 from shardtools.cluster import captured, doctor
 from shardtools.cluster.doctor import checks, pairs
 from shardtools.cluster.slurm import sessions
-from shardtools.cluster.watch import flight, hang, report, sample, straggler, timeline
+from shardtools.cluster.watch import flight, hang, report, sample, straggler
 
 show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process
@@ -544,11 +544,12 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 #
 # ### All ranks on one timeline
 #
-# The profiler writes a trace for each rank. On one axis they show how much communication overlaps with computing, and so is *hidden*.
-# The first picture is a step that averages gradients after backward.
+# The profiler writes a trace for each rank. [Perfetto](https://ui.perfetto.dev) draws one, and [HTA](https://hta.readthedocs.io) compares those of all ranks.
+# They show how much communication overlaps with computing, and so is *hidden*.
+# The table compares a step that averages gradients after backward with one of DDP.
 
 # %% tags=["hide-input", "measured"]
-# Traces both, and draws the step whose messages come after backward
+# Table: when messages begin, read from the traces of both steps
 
 
 def traced(folder):
@@ -574,20 +575,19 @@ def traced(folder):
 folder = Path(tempfile.mkdtemp(dir=FOLDER))
 # CPU: gloo's messages are traced
 ranks.run(traced, 2, folder, device="cpu", show=False)
-traces = {name: timeline.read(folder / name) for name in ("after", "ddp")}
-for trace in traces["ddp"]:
-    early = trace.messages[0][0] < dict(trace.phases)["backward"][1]
-    show.timed(early, "DDP's first message begins within backward")
-hidden = max(trace.hidden for trace in traces["after"])
-show.timed(hidden < 0.05, "messages after backward are not hidden")
-alt = "Two ranks. Each computes first, then its messages follow: none is hidden."
-show.figure(timeline.picture(traces["after"]), alt, "cluster-timeline-after")
-
-# %% tags=["hide-input", "measured"]
-# Draws the step in which DDP sends during backward
-
-alt = "Two ranks with DDP: messages begin while backward computes; part is hidden."
-show.figure(timeline.picture(traces["ddp"]), alt, "cluster-timeline-ddp")
+rows = []
+for name in ("after", "ddp"):
+    for path in sorted((folder / name).glob("*.json")):
+        begins = {}
+        for event in json.loads(path.read_text())["traceEvents"]:
+            if event.get("name") in ("backward", "gloo:all_reduce"):
+                first = begins.setdefault(event["name"], event)
+                begins[event["name"]] = min(first, event, key=lambda e: e["ts"])
+        backward, message = begins["backward"], begins["gloo:all_reduce"]
+        share = (message["ts"] - backward["ts"]) / backward["dur"]
+        show.timed((share < 1) == (name == "ddp"), "DDP alone sends during backward")
+        rows.append((name, path.stem.removeprefix("rank"), f"{100 * share:.0f}"))
+show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 
 
 # %% [markdown]
@@ -655,7 +655,7 @@ print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
+# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks. `torchfrtrace` compares sends and recvs.
 # If all wait in one collective, suspect a link or a network card.
 
 # %%
@@ -1216,7 +1216,7 @@ check(rounds, "cluster_rounds")
 # - A batch script sets up the environment and starts one launcher on each node with `srun`. A job that asks for more time than its partition allows never starts.
 # - The scheduler gives nodes and signals; the script saves at a signal, on all ranks after the same step, and is put back into the queue.
 # - A restart costs the steps since the last save and the seconds of imports; against a bad sample or a full disk it does not help.
-# - Busy is not useful: look at MFU, at who comes last, and at all ranks on one timeline.
+# - Busy is not useful: look at MFU, at who comes last, and at the traces of all ranks.
 # - In a hang, the rank that complains is seldom the one at fault: compare what all ranks have called.
 # - Ask all ranks before the job, with the options of the job.
 #

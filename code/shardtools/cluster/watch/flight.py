@@ -13,9 +13,9 @@ A call is noted when the *host* queues it. With gloo that is when the rank comes
 the host runs ahead, and what the GPU does stands in the states, and in the durations that
 TORCH_NCCL_ENABLE_TIMING=1 adds. Without it no call is ever "started".
 
-gloo leaves three things out, as of torch 2.13: the groups (`pg_config`; without them torchfrtrace
-ends in a KeyError, so `record` fills them in), the state of each call (so it is taken from the
-group's counters), and send and recv.
+gloo leaves out the groups (`pg_config`; without them torchfrtrace ends in a KeyError in torch 2.13,
+so `record` fills them in), the state of each call (so it is taken from the group's counters), and
+send and recv, which `torchfrtrace` compares for nccl.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _LIBRARY = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a send or recv, as one rank called it."""
+    """A collective, as one rank called it."""
 
     rank: int
     group: str  # its description where it has one, and its name
     members: tuple[int, ...]  # ranks of the group
     number: int  # of the collective in its group, from 1: the same on all ranks, if all is well
-    op: str  # all_reduce, all_gather, …, send, recv
+    op: str  # all_reduce, all_gather, …
     sizes: tuple[tuple[int, ...], ...]  # shapes of the tensors that go in
     dtype: str
     line: int  # of the script, wherever a library made the call on its behalf
@@ -59,20 +59,13 @@ class Call:
     created: float  # when the host queued it: seconds since 1970, by this machine's clock
     limit: float  # seconds after which its group gives up
     waiting: bool  # not finished when the record was taken
-    state: str = "scheduled"  # on the GPU, also "started", "completed"; of gloo's no more is known
+    progress: int = 0  # on the GPU: an index into STATES; with gloo no more is known
     duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
-    out: tuple[tuple[int, ...], ...] = ()  # shapes of the tensors that come out
-    peer: int | None = None  # the rank at the other end of a send or recv
 
     def __str__(self) -> str:
-        sides = [self.sizes, self.out] if self.op == "all_to_all" else [self.sizes]
-        shapes = " → ".join(
-            " ".join("x".join(map(str, shape)) or "scalar" for shape in side) for side in sides
-        )
+        shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.sizes)
         what = f"{self.op} {shapes} {self.dtype}".strip().lower()
-        if self.peer is not None:
-            what = f"{what} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
-        state = "done" if not self.waiting else "in it" if self.state == "started" else "waits"
+        state = "waits" if self.waiting else "done"
         return (
             f"rank {self.rank}  {self.group:<12} #{self.number:<3} {what:<28} {state:<6}"
             f"line {self.line} in {self.where}"
@@ -160,8 +153,6 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
     for path in sorted(Path(folder).glob(f"{prefix}*")):
         number = path.name.removeprefix(prefix)
         try:
-            if not path.is_file():  # a pipe would keep us waiting
-                raise ValueError("no plain file")
             with path.open("rb") as file:
                 found[int(number)] = calls(_Plain(file).load(), int(number))
         except Exception as error:  # a pickle of anything can raise anything
@@ -181,11 +172,8 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
     """Return the calls of a record, oldest first."""
     rank = taken["rank"] if rank is None else rank
     found = []
-    # nccl notes the state of calls that go as one (batch_isend_irecv) at an entry of its own.
-    ends = {_batch(e): e for e in taken["entries"] if e["profiling_name"].endswith(":coalesced")}
     for entry in taken["entries"]:
-        p2p, end = entry["is_p2p"], ends.get(_batch(entry), entry)
-        if p2p and end is entry and _batch(entry) in ends:
+        if entry["is_p2p"]:  # torchfrtrace matches sends and recvs
             continue
         name, described = entry["process_group"]
         listed = taken["pg_config"].get(name, {"ranks": "[]"})["ranks"]
@@ -193,38 +181,27 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
         # torch's placeholder for "nobody described it"
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
-        if (state := end["state"]) not in STATES:
-            raise ValueError(f"state={state!r}: allowed are {', '.join(STATES)}")
-        op, *pair = re.split(r" |->|<-", _op(entry))  # "send 0->1": ranks within the group
         file, line, function = _own(entry.get("frames") or [])
         found.append(
             Call(
                 rank=rank,
                 group=label,
                 members=members,
-                number=entry["p2p_seq_id" if p2p else "collective_seq_id"],
-                op=op,
+                number=entry["collective_seq_id"],
+                op=_op(entry),
                 sizes=tuple(tuple(shape) for shape in entry["input_sizes"]),
                 dtype=(entry["input_dtypes"] or [""])[0],
                 line=line,
                 where=f"{function}, {file}",
                 created=entry["time_created_ns"] / 1e9,
                 limit=entry["timeout_ms"] / 1e3,
-                waiting=state != "completed"
-                and (p2p or entry["op_id"] > status["last_completed_collective"]),
-                state=state,
+                waiting=entry["state"] != "completed"
+                and entry["op_id"] > status["last_completed_collective"],
+                progress=STATES.index(entry["state"]),
                 duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
-                out=tuple(tuple(shape) for shape in entry["output_sizes"]),
-                peer=dict(enumerate(members)).get(int(pair[1])) if p2p else None,
             )
         )
     return found
-
-
-def _batch(entry: dict[str, Any]) -> tuple[object, ...]:
-    """Return what the calls that nccl starts as one have in common."""
-    p2p = entry["is_p2p"]
-    return entry["pg_id"], p2p, entry["p2p_seq_id" if p2p else "collective_seq_id"]
 
 
 def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from shardlab.common import show
-from shardlab.common.arguments import check_number, check_whole
+from shardlab.common.arguments import check_number
 from shardlab.common.launcher import local_rank_of, rank_of
 from shardtools import options
 
@@ -48,69 +48,49 @@ THROTTLES = {
 
 
 def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
-    """The process of each rank on this machine: those below a launcher, or of a Slurm job.
+    """Return the process of each rank on this machine: those below a launcher, or of a Slurm job.
 
     A rank is a process with RANK in its environment or, where none has that, with SLURM_PROCID:
     torchrun itself has it under srun, and so have the batch script and whoever watches from within
     the job. What a rank starts inherits both, so of several with one rank the one nearest to the
     launcher counts. A launcher without ranks below it is one itself: its own, or rank 0.
     """
-    if launcher is not None:
-        check_whole(pid=launcher)
-        try:
-            top = psutil.Process(launcher)
-            processes = top.children(recursive=True)
-        except (psutil.NoSuchProcess, OverflowError):
-            raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
-    else:
-        processes = list(psutil.process_iter())
+    try:
+        top = psutil.Process(launcher) if launcher is not None else None
+        processes = top.children(recursive=True) if top else list(psutil.process_iter())
+    except (psutil.NoSuchProcess, OverflowError):
+        raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
     found: dict[bool, dict[int, int]] = {True: {}, False: {}}  # whether by RANK: rank -> process
     ranked: dict[int, tuple[bool, int]] = {}  # process -> how it is known as a rank, and which
-    watching = os.environ.get("SLURM_STEP_ID")
+    mine = os.environ.get("SLURM_STEP_ID")  # the step of whoever watches
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
-        try:
+        with suppress(psutil.Error):  # ended meanwhile, or somebody else's
             environment, parent = process.environ(), process.ppid()
-        except psutil.Error:  # ended meanwhile, or somebody else's
-            continue
-        if launcher is None and environment.get("SLURM_JOB_ID") != str(job):
-            continue
-        rank, named = rank_of(environment), "RANK" in environment
-        if rank is None or (
-            not named and watching and environment.get("SLURM_STEP_ID") == watching
-        ):
-            continue
-        ranked[process.pid] = named, rank
-        if ranked.get(parent) != (named, rank):
-            found[named].setdefault(rank, process.pid)
+            rank, named = rank_of(environment), "RANK" in environment
+            if top is None and environment.get("SLURM_JOB_ID") != str(job):
+                continue
+            if rank is None or (not named and mine and environment.get("SLURM_STEP_ID") == mine):
+                continue
+            ranked[process.pid] = named, rank
+            if ranked.get(parent) != (named, rank):
+                found[named].setdefault(rank, process.pid)
     ranks = found[True] or found[False]
-    if launcher is not None and not ranks:
-        own = ""
-        with suppress(psutil.Error):
-            own = top.environ().get("RANK", "")
-        return {int(own) if own.isdigit() else 0: launcher}
+    if top and not ranks:
+        own = top.environ().get("RANK", "")
+        return {int(own) if own.isdigit() else 0: top.pid}
     return dict(sorted(ranks.items()))
 
 
 class Sampler:
     """Reads what ranks use. `close` when done, or use it in a `with` statement."""
 
-    def __init__(self, pids: Mapping[int, int], interface: str | None = None):
-        """pids: the process of each rank; interface: of the network, or all of them together."""
-        known = psutil.net_io_counters(pernic=True)
-        if interface is not None and interface not in known:
-            raise ValueError(f"interface={interface!r}: allowed here are {', '.join(known)}")
-        self.interface = interface
-        self.node = platform.node()
-        self._nvml = _nvml()
+    def __init__(self, pids: Mapping[int, int]):
+        self.node, self._nvml = platform.node(), _nvml()
         self._ranks: dict[int, tuple[psutil.Process, Any]] = {}
         for rank, pid in pids.items():
-            try:
-                process = psutil.Process(pid)
-                process.cpu_percent()  # the first answer is 0: later ones are since the one before
-                self._ranks[rank] = process, self._device(process.environ())
-            except psutil.Error:
-                self.close()
-                raise ValueError(f"pid={pid}: allowed are processes that run here") from None
+            process = psutil.Process(pid)
+            process.cpu_percent()  # the first answer is 0: later ones are since the one before
+            self._ranks[rank] = process, self._device(process.environ())
 
     def __enter__(self) -> Sampler:
         return self
@@ -142,10 +122,8 @@ class Sampler:
                 continue
             who = {"time": now, "node": self.node, "rank": rank, "pid": process.pid}
             lines.append(who | line | ({} if device is None else {"gpu": self._gpu(device)}))
-        total = psutil.net_io_counters(pernic=self.interface is not None)
-        network = total if self.interface is None else total[self.interface]
-        wire = {"interface": self.interface or "all", "sent_bytes": network.bytes_sent}
-        wire["received_bytes"] = network.bytes_recv
+        network = psutil.net_io_counters()
+        wire = {"sent_bytes": network.bytes_sent, "received_bytes": network.bytes_recv}
         return [*lines, {"time": now, "node": self.node} | wire]
 
     def _device(self, environment: Mapping[str, str]) -> Any:
@@ -211,37 +189,20 @@ def _nvml() -> Any:
 
 
 def watch(
-    folder: str | Path,
-    pids: Mapping[int, int],
-    every: float = 1.0,
-    seconds: float | None = None,
-    interface: str | None = None,
+    folder: str | Path, pids: Mapping[int, int], every: float = 1.0, seconds: float | None = None
 ) -> Path:
     """Sample these ranks into `folder` until they have ended, or for some seconds; the file.
 
     pids: the process of each rank on this machine. every: seconds from one sample to the next.
-    Raises ValueError before anything is written.
     """
-    check_number(every=every)
-    if every > threading.TIMEOUT_MAX:
-        raise ValueError(f"every={every}: allowed are up to {threading.TIMEOUT_MAX:.0f} seconds")
-    if seconds is not None:
-        check_number(seconds=seconds)
-    if not pids:
-        raise ValueError("pids={}: allowed is at least one rank's process; is the job running?")
-    with Sampler(pids, interface) as sampler:
+    with Sampler(pids) as sampler:
         path = options.folder("folder", folder) / f"samples-{sampler.node}.jsonl"
-        try:
-            file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            allowed = f"allowed are folders that can be written ({error.strerror})"
-            raise ValueError(f"folder={str(folder)!r}: {allowed}") from None
-        begin = time.monotonic()
-        with file:
-            while sampler._ranks and (seconds is None or time.monotonic() - begin < seconds):
+        begin, lines = time.monotonic(), [{}, {}]
+        with path.open("a", encoding="utf-8") as file:
+            while len(lines) > 1 and (seconds is None or time.monotonic() - begin < seconds):
                 time.sleep(every)
-                for line in sampler.read():
-                    file.write(json.dumps(line) + "\n")
+                lines = sampler.read()
+                file.writelines(json.dumps(line) + "\n" for line in lines)
                 file.flush()
     return path
 
@@ -254,7 +215,6 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
     options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER")
     options.add(parser, "every", "seconds from one sample to the next (1)", "SECONDS")
     options.add(parser, "seconds", "after which to end; else with the ranks", "SECONDS")
-    options.add(parser, "interface", "of the network (all of them together)", "NAME")
     parser.add_argument("--draw", action="store_true", help="draw FOLDER/report.svg, and no more")
     parser.set_defaults(command=_main)
 
@@ -270,8 +230,11 @@ def _main(chosen: argparse.Namespace) -> int:
     if (chosen.pid is None) == (chosen.job is None):
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
     which = {n: options.whole(n, getattr(chosen, n)) for n in ("pid", "job") if getattr(chosen, n)}
-    times = {n: _seconds(n, getattr(chosen, n)) for n in ("every", "seconds") if getattr(chosen, n)}
-    check_number(**times)
+    times = {}
+    for name in ("every", "seconds"):
+        if (given := getattr(chosen, name)) is not None:
+            times[name] = options.number(name, given, "numbers above 0")
+    check_number(most=threading.TIMEOUT_MAX, **times)
     pids = find(which.get("pid"), which.get("job"))
     if not pids:
         raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")
@@ -282,12 +245,5 @@ def _main(chosen: argparse.Namespace) -> int:
         print(f"ranks {', '.join(map(str, pids))} {where}", flush=True)
     if _package() is None:
         print(NO_PACKAGE, flush=True)
-    print(watch(chosen.folder, pids, interface=chosen.interface, **times))
+    print(watch(chosen.folder, pids, **times))
     return 0
-
-
-def _seconds(name: str, given: str) -> float:
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"{name}={given!r}: allowed are numbers above 0") from None

@@ -50,7 +50,6 @@ def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
     every rank has timed, where there are any. Raises ValueError with fewer than LEAST of them.
     """
     everyone = tuple(sorted(calls))
-    calls = {rank: [c for c in mine if c.peer is None] for rank, mine in calls.items()}
     common: dict[str, list[dict[int, Call]]] = {}
     for group in {call.group for mine in calls.values() for call in mine}:
         numbered = {

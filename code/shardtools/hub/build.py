@@ -1,21 +1,17 @@
 """transformers' own class for a configuration, built on meta: every shape, and no number.
 
-Loads torch and transformers, and so runs in the child process alone (`child`).
+Loads torch and transformers. No code of a file's is run, and nothing is fetched (`offline`).
 """
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
-
+import huggingface_hub
 import torch
 import transformers
 from torch import nn
@@ -54,6 +50,22 @@ def configured(given: dict[str, Any]) -> PreTrainedConfig:
 
 
 @contextmanager
+def offline() -> Iterator[None]:
+    """Meanwhile fetch nothing, warn of nothing, and draw no random number of the caller's."""
+    verbosity = transformers.logging.get_verbosity()
+    with (
+        mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        transformers.logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+
+
+@contextmanager
 def reads() -> Iterator[set[str]]:
     """Collect the names of the settings that are asked for meanwhile, of any configuration."""
     names: set[str] = set()
@@ -63,11 +75,8 @@ def reads() -> Iterator[set[str]]:
         names.add(key)
         return plain(self, key)
 
-    PreTrainedConfig.__getattribute__ = asked  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(PreTrainedConfig, "__getattribute__", asked):
         yield names
-    finally:
-        PreTrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
 
 
 def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:

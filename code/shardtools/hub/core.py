@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -16,7 +14,6 @@ from shardlab.layout.structure import Core, Kind, Routed, Structure
 
 from . import bounds, cuts
 from .ahead import with_modules
-from .ask import Builder
 
 SEQ = 8192  # tokens, where a file names no longest sequence
 
@@ -46,43 +43,22 @@ def planned(path: str | Path, name: str = "config", mtp: int = 0) -> Structure:
 
 
 @lru_cache(maxsize=64)
-def _read(text: str) -> Structure:
-    with Builder() as builder:
-        return _built(builder, text)
-
-
-def _built(builder: Builder, text: str, trace: bool = True) -> Structure:
-    """What such a process finds; and that of numbers which are stored in fewer bits none is."""
+def _read(text: str, trace: bool = True) -> Structure:
+    """trace: follow what layers compute and keep, which takes nine tenths of the time."""
     given, how = bounds.read(text)
-    found = structure(builder.ask({"given": given, "trace": trace}))
+    try:
+        from .facts import facts  # which loads torch and transformers
+    except ImportError as error:
+        raise ValueError(f"transformers is needed to build its class ({error})") from None
+    found = structure(facts(given, trace))
     if how:
         words = f"{how} is not read: weights are counted unquantised, as a training has them"
         found = replace(found, assumed=(*found.assumed, words))
     return found
 
 
-def read_many(
-    paths: Iterable[str | Path], trace: bool = True, builder: Builder | None = None
-) -> Iterator[Structure | ValueError]:
-    """The structure of each file, or why there is none, by one process for all that end well.
-
-    trace: whether what layers compute and keep is followed. Without it a count takes a tenth of
-    the time, and no model can be planned. builder: the process, which goes on; None: one of its
-    own.
-    """
-    with nullcontext(builder) if builder else Builder() as asked:
-        for path in paths:
-            try:
-                text = read_text("config", path, "JSON files", bounds.BYTES)
-                found = _built(asked, text, trace)
-            except ValueError as error:
-                yield ValueError(f"config={str(path)!r}: {error}")
-            else:
-                yield found
-
-
 def structure(facts: dict[str, Any]) -> Structure:
-    """What the process said, as a value. Raises ValueError where its counts do not agree."""
+    """Return the facts as a value. Raises ValueError where its counts do not agree."""
     unplanned = facts["unplanned"]
     kinds, names = [], []
     unknown = [cuts.unknown(layer) for layer in facts["kinds"]]

@@ -1,6 +1,6 @@
 """Everything that a `Structure` needs, as plain data, from transformers' model on meta.
 
-Loads torch and transformers: for the child process alone.
+Loads torch and transformers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from copy import deepcopy
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 
 from .ahead import KEYS as ahead_keys
 from .ahead import said
-from .build import build, configured, reads
+from .build import build, configured, offline, reads
 from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, stacks
 from .mixers import mixer
-from .plugs import PLUGGED, plug
+from .plugs import PLUGGED, registered
 from .trace import TOKENS, Traced, traced
-
-torch.set_num_threads(1)
-plug()
 
 # Keys that say how large a model is, or what is shared: named where a file leaves them open.
 SIZES = re.compile(
@@ -41,24 +37,37 @@ UNREAD = re.compile(
 )
 
 
-def facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """asked: {"given": a config.json, "trace": whether its layers are followed}."""
-    given = asked["given"]
-    config = configured(given)
-    with reads() as read:
-        return _facts(asked, config, read)
+def facts(given: dict[str, Any], trace: bool = True) -> dict[str, Any]:
+    """Describe the model of a config.json; trace: follow what its layers compute and keep.
+
+    Raises ValueError, in one line, for a model that transformers or this package does not know.
+    """
+    its = f"the class of model_type={given['model_type']!r}"
+    try:
+        with offline(), registered():
+            config = configured(given)
+            with reads() as read:
+                return _facts(given, config, trace, read)
+    except ValueError as error:
+        raise ValueError(_line(error)) from error
+    except Exception as error:
+        words = f"{type(error).__name__}: {_line(error)}"
+        raise ValueError(f"{its} cannot be built from these values ({words})") from error
 
 
-def _facts(asked: dict[str, Any], config: Any, read: set[str]) -> dict[str, Any]:
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _facts(given: dict[str, Any], config: Any, trace: bool, read: set[str]) -> dict[str, Any]:
     """read: the settings that were asked for so far, which grows."""
-    given = asked["given"]
     model, unplanned = _built(config)
     layers, outside = split(model)
     text = model.config.get_text_config()
     tokens = min(_longest(text) or TOKENS, TOKENS)
     modules = list(stacks(model)[main_stack(model)]) if layers else []
     seen: list[Traced | None] = [None] * len(layers)
-    if asked.get("trace") and not unplanned:
+    if trace and not unplanned:
         try:
             own = [settings(module) for module in modules]
             seen = list(traced(model, list(zip(layers, own, strict=True)), tokens))

@@ -1,7 +1,7 @@
 """What a model on meta has: kinds of layers, their order, what stands outside, what is shared.
 
 A kind of layer is the class of its module, what config.layer_types says of it, and the shapes of
-all its parameters; no model is known by its name. Loads torch: for the child process alone.
+all its parameters; no model is known by its name. Loads torch.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ where they stand. Each computes nothing, and keeps for backward what a fused ker
 them a count on meta is wrong, and silently: attention has no causal half and no window, and keeps
 all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9 operations a token are theirs).
 
-Loads torch and transformers: for the child process alone.
+Loads torch and transformers, and changes the latter within `registered` and `plugged` alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -212,23 +213,18 @@ class _Opaque(torch.autograd.Function):
 
 @contextmanager
 def plugged(model: nn.Module) -> Iterator[None]:
-    """Norms and rotations as fused kernels would keep them; the latter in their modules."""
-    undo: list[tuple[Any, str, Any]] = []
+    """Meanwhile, replace norms, and rotations in their modules, by what fused kernels keep."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("Norm") and "Gated" not in kind and type(module) is not nn.LayerNorm:
             module.forward = _fused(module)  # type: ignore[method-assign]
     spaces = {type(m).__module__ for m in model.modules()}
-    for space in (sys.modules[name] for name in spaces if name.startswith("transformers.models")):
-        for name in dir(space):
-            if re.match("apply_.*rotary", name):
-                undo.append((space, name, getattr(space, name)))
-                setattr(space, name, _opaque(getattr(space, name)))
-    try:
+    with ExitStack() as stack:
+        for name in (name for name in spaces if name.startswith("transformers.models")):
+            for rotary in (n for n in dir(sys.modules[name]) if re.match("apply_.*rotary", n)):
+                opaque = _opaque(getattr(sys.modules[name], rotary))
+                stack.enter_context(mock.patch.object(sys.modules[name], rotary, opaque))
         yield
-    finally:
-        for space, name, function in undo:
-            setattr(space, name, function)
 
 
 def _fused(module: nn.Module) -> Callable[..., Tensor]:
@@ -239,14 +235,27 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **more: _Opaque.apply(function, more, *given)
 
 
-def plug() -> None:
-    """Register the first three, once."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    # Both would read numbers, of which there are none on meta.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+@contextmanager
+def registered() -> Iterator[None]:
+    """Meanwhile, have transformers know attention, masks and experts by NAME."""
     overlay = masking_utils.chunked_overlay
-    masking_utils.chunked_overlay = lambda size, left: overlay(
-        size, torch.zeros(len(left), dtype=torch.long, device="cpu")
-    )
+
+    def on_cpu(size: int, left: Tensor) -> Any:
+        return overlay(size, torch.zeros(len(left), dtype=torch.long, device="cpu"))
+
+    with ExitStack() as stack:
+        for registry, own in (
+            (ALL_ATTENTION_FUNCTIONS, _attention),
+            (ALL_MASK_ATTENTION_FUNCTIONS, _mask),
+            (ALL_EXPERTS_FUNCTIONS, _experts),
+        ):
+            stack.enter_context(mock.patch.dict(type(registry)._global_mapping, {NAME: own}))
+        # Both would read numbers, of which there are none on meta.
+        nothing = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+        stack.enter_context(nothing)
+        stack.enter_context(mock.patch.object(masking_utils, "chunked_overlay", on_cpu))
+        try:
+            yield
+        finally:
+            calls.clear()
+            calls.masks.clear()

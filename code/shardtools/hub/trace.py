@@ -1,6 +1,6 @@
 """One forward pass on meta: what each layer computes, and keeps for backward, a token.
 
-Loads torch: for the child process alone.
+Loads torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The models that published tables of throughputs name: what each is made of.
 
 Shapes of the course's own kind stand here; of other models, `published/models.json` holds what
-`shardtools.hub` finds in their config.json, so that reading a table starts no process with torch:
+`shardtools.hub` finds in their config.json, so that reading a table loads no torch:
 
     python -m shardtools.strategy.models tests/configs/deepseek-v3.json …
 """
@@ -125,7 +125,7 @@ def write(paths: Iterable[Path]) -> None:
 
     Raises ValueError for a file that is not counted, and then writes nothing.
     """
-    from shardtools import hub  # which starts a process with torch
+    from shardtools import hub  # which loads torch
 
     found = {path.stem: plain(hub.read(path)) for path in paths}
     PUBLISHED.write_text(json.dumps(found, separators=(",", ":")) + "\n", "utf-8")

@@ -23,7 +23,7 @@ from shardlab import ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
 from shardtools import parity
-from shardtools.parity.core import Judge
+from shardtools.parity.judge import Judge
 from shardtools.parity.programs import matched, recorded, refuse_before, refuse_parallel
 
 SMALL = replace(GPT2, layers=1)

@@ -63,7 +63,7 @@ from shardlab.gpt.model import GPT, Config, loss
 from shardlab.sequence_parallel import ALONG_SEQUENCE
 from shardlab.tensor_parallel import copy_to, reduce_from
 from shardtools import parity
-from shardtools.parity import across, core, noise, recording, rounding
+from shardtools.parity import across, core, judge, noise, recording, rounding
 from shardtools.parity.programs import judged, matched, recorded
 from shardtools.parity.record import Record
 from shardtools.parity.recording import Key
@@ -995,10 +995,10 @@ show.source(core.Matcher._output_gradient, core.Matcher._twins, core.Matcher._fi
 show.source(core.Matcher._end)
 
 # %% [markdown]
-# Then all ranks' findings are joined. A `Judge` goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
+# Then all ranks' findings are joined. A [`Judge`](../code/shardtools/parity/judge.py) goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
 
 # %%
-show.source(core.Judge.judge, core.Judge._one)
+show.source(judge.Judge.judge, judge.Judge._one)
 
 # %% [markdown]
 # For what fits no place by itself, sums over groups of ranks are tried. Equal parts are no addends, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
@@ -1010,7 +1010,7 @@ show.source(across.summed, across._gradients_add_up)
 # What is left is wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the sentence for it.
 
 # %%
-show.source(core.Judge._wrong)
+show.source(judge.Judge._wrong)
 
 
 # %% [markdown]

@@ -223,7 +223,7 @@ def _call_adds_up(key: Key, left: Left) -> bool:
     total = sum(value.double() for value in values).to(first.value.dtype)
     place, _ = left[0][0].place(key, replace(first, value=total), 0)
     for matcher, _, seen in left if place is not None else ():
-        seen.place = matcher.stood[key, first.call] = place
+        seen.place = matcher.calls[key.step, first.call].stood[key.name] = place
     return place is not None
 
 
@@ -234,8 +234,8 @@ def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
     total, had = torch.zeros(2, size + 1, dtype=torch.float64)
     known = False
     for matcher, _, seen in left:
-        factor = matcher.factors.get((key.step, seen.part.call))
-        stood, known = matcher.stood.get((forward, seen.part.call)), known or factor is not None
+        factor = matcher.calls[key.step, seen.part.call].factor
+        stood, known = matcher.stood(key, seen.part.call), known or factor is not None
         if stood is None or not stood.holds(seen.part.value):
             return False
         at = stood.of(numbers).flatten()

@@ -202,7 +202,7 @@ def _factor(case: Case) -> str:
     said = f"is {times(c)} times the right one"
     if case.key.phase == "update":
         return f"{said}: the step's size (learning rate?)"
-    began = [f for r in case.ranks for (step, _), f in r.factors.items() if step == case.key.step]
+    began = [f for r in case.ranks for f in r.factors(case.key.step)]
     even = began and all(same(f, began[0]) for f in began)
     if case.key.phase == "gradient" and even and same(c * n, began[0]) and not same(c * n, 1.0):
         return (

@@ -47,7 +47,7 @@ class Way:
     def factors(self) -> dict[int, float]:
         """With which each rank's backward began in that step."""
         step = self.first.step
-        return {m.rank: f for m in self.ranks for (s, _), f in m.factors.items() if s == step}
+        return {m.rank: f for m in self.ranks for f in m.factors(step)}
 
 
 def _began(way: Way) -> str:
@@ -119,7 +119,11 @@ def _first(way: Way, phase: str) -> Key:
 def _shuffled(way: Way) -> str:
     """The first output of the step, if its rows are there in no order."""
     first = _first(way, "forward")
-    places = [p.index[0] for m in way.ranks for (k, _), p in m.stood.items() if k == first]
+    if first.phase != "forward":
+        return ""
+    calls = [(at, c) for m in way.ranks for (at, _), c in m.calls.items()]
+    places = [c.stood[first.name].index[0] for at, c in calls
+              if at == first.step and first.name in c.stood]  # fmt: skip
     rows = [index for index in places if isinstance(index, Tensor)]
     unsorted = any((index[index >= 0].diff() <= 0).any() for index in rows)
     return called(first) if unsorted else ""

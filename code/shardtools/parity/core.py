@@ -11,30 +11,32 @@ Three rules keep what is ambiguous from hiding a mistake:
 3. Of a weight all places that fit are kept (ones look alike). The set shrinks with every tensor
    that follows, and never grows.
 
-`Matcher` works on each rank, tensor by tensor as they come, and keeps those that fit nowhere.
-`Judge` sees what all of them found.
+On each rank a `Matcher` finds the place of each tensor as it comes, by the rule of its phase, and
+keeps those that fit nowhere. What one tensor tells of the next is in two kinds of states alone:
+
+- `Weight`: UNKNOWN until the weight itself is seen; then its places, which every gradient and
+  update narrows;
+- `Call`, one micro-batch of a step: outputs stand where they were found; the factor of its backward
+  is FREE until the first gradient of an output fixes it; a phase is LOST once PATIENCE tensors of
+  it fitted nowhere, and then only a few places are tried.
+
+`judge.Judge` sees what the matchers of all ranks found, and says what is wrong first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any
 
 from torch import Tensor
 
 from . import across
-from .carried import in_words
-from .causes import ANOTHER, Case, Value, factors
-from .clues import clues
 from .noise import Tolerance, ratio, rms, tolerance
 from .places import Place, by_columns, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
-from .recording import BEFORE, PHASES, Key, Part, Sink
-from .report import Finding, Report
+from .recording import Key, Part, Sink
 
 FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
 PATIENCE = 8  # misfits of a phase and call after which no more proposals are tried
@@ -57,6 +59,30 @@ class Seen:
         return self.part.value.is_meta
 
 
+@dataclass
+class Weight:
+    """Where a weight of a rank may stand: all places that have fitted so far (rule 3)."""
+
+    places: list[Place] = field(default_factory=list)  # none: UNKNOWN
+
+    def that_hold(self, value: Tensor) -> list[Place]:
+        """Return the places of as many numbers as `value` has."""
+        return [p for p in self.places if p.holds(value)]
+
+
+@dataclass
+class Call:
+    """What one call of a step's modules, a micro-batch, has shown so far on this rank (rule 2)."""
+
+    stood: dict[str, Place] = field(default_factory=dict)  # where outputs stand: by name
+    factor: float | None = None  # of backward; None: FREE
+    misfits: Counter[str] = field(default_factory=Counter)  # by phase
+
+    def is_lost(self, phase: str) -> bool:
+        """Return True if so much of a phase fits nowhere that no more is worth a long search."""
+        return self.misfits[phase] >= PATIENCE
+
+
 class Matcher(Sink):
     """A sink on one rank: finds each tensor's place in the plain run's."""
 
@@ -64,17 +90,25 @@ class Matcher(Sink):
         self.plain, self.rank, self.ranks = plain, rank, ranks
         self.begins = begins  # how many steps a run that is resumed has behind it
         self.steps, self.watched, self.optimized = 0, False, False
-        self.seen: dict[Key, list[Seen]] = {}
-        self.owned: dict[tuple[str, int], list[Place]] = {}  # where a weight may stand
+        self.weights: dict[tuple[str, int], Weight] = defaultdict(Weight)  # by name and number
+        self.calls: dict[tuple[int, int], Call] = defaultdict(Call)  # by step and call
         self.known: dict[tuple, list[Place]] = defaultdict(list)  # where outputs stood, by shape
-        self.stood: dict[tuple[Key, int], Place] = {}  # where an output stands: key, call
-        self.factors: dict[tuple[int, int], float] = {}  # of backward: step, call
         self.clipped: dict[int, float] = {}  # of all gradients that are clipped later: by step
-        self.misfits: Counter[tuple] = Counter()  # by step, phase and call
-        self.worst: dict[str, float] = {}
+        # What was found, for the judge.
+        self.seen: dict[Key, list[Seen]] = {}
+        self.worst: dict[str, float] = {}  # by phase
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"plain": None}
+
+    def stood(self, key: Key, call: int) -> Place | None:
+        """Where the output of this name stands in this step's call, if it was found."""
+        return self.calls[key.step, call].stood.get(key.name)
+
+    def factors(self, step: int) -> list[float]:
+        """Return the factors of a step's backward, of the calls in which one was fixed."""
+        each = (call.factor for (at, _), call in self.calls.items() if at == step)
+        return [factor for factor in each if factor is not None]
 
     def forget(self, key: Key) -> bool:
         """As `Sink` says."""
@@ -92,7 +126,7 @@ class Matcher(Sink):
             bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
-            self.misfits[*key[:2], part.call] += 1
+            self.calls[key.step, part.call].misfits[key.phase] += 1
             part = replace(part, value=part.value.clone())
         seen.append(Seen(part, place, factor, bits))
 
@@ -104,19 +138,22 @@ class Matcher(Sink):
         near = tolerance(self.plain, key, part.value.dtype)
         if not part.value.numel():
             return next(proposals(part.value.shape, whole.shape)), 1.0
+        weight = self.weights[key.name, number]
         if key.phase == "weights":
-            return self._weight(key, part, number, near), 1.0
+            return self._weight(weight, part, near), 1.0
         if key.phase in ENDS:
-            return self._end(key, part, number, near), 1.0
-        if self.plain.scalar(key) and key.phase != "buffers":
+            return self._end(key, weight, part, near), 1.0
+        if key.phase == "buffers":
+            return self._output(key, part, near), 1.0
+        if self.plain.scalar(key):
             return None, 1.0
-        if key.phase in ("forward", "buffers"):
+        if key.phase == "forward":
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
     # Ends: strict
 
-    def _weight(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
+    def _weight(self, weight: Weight, part: Part, near: Tolerance) -> Place | None:
         """All places that fit are kept: those of constants are many. Same bits, if there are."""
         fits: list[tuple[float, Place]] = []
         for each in self._weight_places(part, near.whole):
@@ -125,9 +162,8 @@ class Matcher(Sink):
                 break
         least = min((off for off, _ in fits), default=1.0)
         # Few bits are near to many things: of copies the exact ones are the right ones.
-        kept = [p for off, p in fits if off == 0.0 or least > 0.0]
-        self.owned[key.name, number] = kept
-        return kept[0] if kept else None
+        weight.places = [p for off, p in fits if off == 0.0 or least > 0.0]
+        return weight.places[0] if weight.places else None
 
     def _weight_places(self, part: Part, whole: Tensor) -> Iterator[Iterable[Place]]:
         value = part.value
@@ -136,9 +172,9 @@ class Matcher(Sink):
         for free in (by_rows, by_columns):
             yield [p for p in [free(value, whole)] if p is not None]
 
-    def _end(self, key: Key, part: Part, number: int, near: Tolerance) -> Place | None:
+    def _end(self, key: Key, weight: Weight, part: Part, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
-        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
+        owned = weight.that_hold(part.value)
         if part.unread or not near.decides:
             return owned[0] if owned else None
         factor = 1.0
@@ -147,7 +183,7 @@ class Matcher(Sink):
             factor = self.clipped.setdefault(key.step, free)
         fits = [p for p in owned if self._fits(key, part.value.view(p.shape), p, near, factor)]
         if fits:
-            self.owned[key.name, number] = fits
+            weight.places = fits
         return fits[0] if fits else None
 
     # The inside: lenient
@@ -162,10 +198,12 @@ class Matcher(Sink):
         place = self._best(
             key, value, chain(known, self._of_call(key, part, whole), anywhere), near
         )
-        if place is None and self.misfits[*key[:2], part.call] < PATIENCE:
+        call = self.calls[key.step, part.call]
+        if place is None and not call.is_lost(key.phase):
             place = self._best(key, value, in_any_order(value, near.whole, self.rank), near)
         if place is not None:
-            self.stood[key, part.call] = place
+            if key.phase == "forward":
+                call.stood[key.name] = place
             if not any(place.same(other) for other in known):
                 known.append(place)
         return place
@@ -175,7 +213,8 @@ class Matcher(Sink):
     ) -> Iterator[Place]:
         """All of them, or a few where the step is lost already."""
         all_ = proposals(part.value.shape, whole, first, part.start)
-        return all_ if self.misfits[*key[:2], part.call] < PATIENCE else islice(all_, FEW)
+        is_lost = self.calls[key.step, part.call].is_lost(key.phase)
+        return islice(all_, FEW) if is_lost else all_
 
     def _of_call(self, key: Key, part: Part, whole: tuple[int, ...]) -> Iterator[Place | None]:
         """A part of what the same call of the plain run gave."""
@@ -205,7 +244,7 @@ class Matcher(Sink):
     def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
         """Where the output stood, if that is sure; times this rank's factor, the first one's."""
         value, shape = part.value, tuple(part.value.shape)
-        stood = self.stood.get((key._replace(phase="forward"), part.call))
+        stood = self.stood(key, part.call)
         if not near.decides:
             return stood, 1.0
         places: Iterable[Place] = [stood] if stood is not None and stood.shape == shape else []
@@ -213,8 +252,8 @@ class Matcher(Sink):
             whole = tuple(near.whole.shape)
             known = self.known[part.call, shape, whole]
             places = chain(places, known, self._proposed(key, part, whole, self.rank))
-        mine = self.factors.get((key.step, part.call))
-        tried = [mine, *(f for (step, _), f in self.factors.items() if step == key.step)]
+        mine = self.calls[key.step, part.call].factor
+        tried = [mine, *self.factors(key.step)]
         for place in places:
             free = [ratio(value, place.of(near.whole))] if mine is None else tried
             if free == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
@@ -233,7 +272,8 @@ class Matcher(Sink):
         """The first factor with which it fits, which its call keeps; else 0."""
         for factor in dict.fromkeys(tried):
             if factor and self._fits(key, part.value, place, near, factor):
-                self.factors.setdefault((key.step, part.call), factor)
+                call = self.calls[key.step, part.call]
+                call.factor = factor if call.factor is None else call.factor
                 return factor
         return 0.0
 
@@ -244,7 +284,7 @@ class Matcher(Sink):
 
         Where none is known, some rows tell one: those that stand where they should.
         """
-        value, lost = part.value, self.misfits[*key[:2], part.call] >= PATIENCE
+        value, lost = part.value, self.calls[key.step, part.call].is_lost(key.phase)
         output = tolerance(self.plain, key._replace(phase="forward"), value.dtype)
         if lost or stood.shape != value.shape or not value.dim():
             return
@@ -273,126 +313,12 @@ class Matcher(Sink):
     def guess(self, key: Key, seen: Seen, number: int) -> Place | None:
         """The most similar place of what fits nowhere: to say what is wrong with it."""
         part, whole = seen.part, self.plain.whole(key)
-        stood = self.stood.get((key._replace(phase="forward"), part.call))
+        stood = self.stood(key, part.call)
         if key.phase == "backward" and stood is not None and stood.holds(part.value):
             return stood
-        owned = [p for p in self.owned.get((key.name, number), ()) if p.holds(part.value)]
         if key.phase in ENDS:
-            return owned[0] if owned else None
+            return next(iter(self.weights[key.name, number].that_hold(part.value)), None)
         known = self.known[part.call, tuple(part.value.shape), tuple(whole.shape)]
         likely = known or proposals(part.value.shape, whole.shape, self.rank, part.start)
         apart = lambda p: rms(part.value.double() - p.of(whole).double())  # noqa: E731
         return min(islice(likely, FEW), key=apart, default=None)
-
-
-class Judge:
-    """Sees what the matchers of all ranks found, in the order of the plain computation."""
-
-    def __init__(self, plain: Record, ranks: list[Matcher], end: int | None = None):
-        self.plain, self.ranks = plain, ranks
-        self.begin, self.end = ranks[0].begins, plain.steps if end is None else end
-        for matcher in ranks:
-            matcher.plain = plain
-        self.report = Report(len(ranks), fewer=plain.fewer)
-        self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
-        self.gradients_fit = cache(partial(across.gradients_fit, plain=plain, ranks=ranks))
-
-    def judge(self) -> Report:
-        """Compare all; see `Report`."""
-        steps = {matcher.steps for matcher in self.ranks}
-        if steps != {self.end}:  # cannot be told apart
-            took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
-            words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
-            bad = [m.rank for m in self.ranks if m.steps != self.end]
-            self._say(Key(across.skipped(self.ranks, self.end), "update", ""), bad, words)
-            return self.report
-        for key in self.order():
-            if self.report.findings and self.report.first.key[:2] != key[:2]:
-                break  # what comes after may be its consequence
-            self._one(key)
-        for matcher in self.ranks:
-            for phase, off in matcher.worst.items():
-                self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
-        self.report.dtypes = across.dtypes(self.order(), self.plain, self.ranks)
-        self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
-        return self.report
-
-    def order(self) -> list[Key]:
-        """Time: phases of each step; modules by their last call; gradients from the end."""
-        first, steps = self.begin or BEFORE, range(self.begin, self.end)
-        mine = (k for k in self.plain.parts
-                if (k.step == first if k.phase == "weights" else k.step in steps))  # fmt: skip
-        place = {key: n for n, key in enumerate(mine)}
-        last = {key: -n if key.phase == "gradient" else n for key, n in place.items()}
-        return sorted(place, key=lambda k: (k.step, PHASES.index(k.phase), last[k]))
-
-    def _one(self, key: Key) -> None:
-        if key.phase == "samples":
-            if words := across.samples(key, self.plain, self.ranks):
-                self._say(key, [], words)
-            return
-        whole = self.plain.whole(key)
-        parts = [(m, n, s) for m in self.ranks for n, s in enumerate(m.seen.get(key, ()))]
-        inside = key.phase in ("forward", "backward")
-        if whole is None or not whole.numel() or (inside and (self.plain.scalar(key) or not parts)):
-            self.report.left_out.append(key)
-            return
-        near = [tolerance(self.plain, key, s.part.value.dtype) for _, _, s in parts]
-        if not all(each.decides for each in near):
-            self.report.undecided += 1
-            return
-        self.report.compared += 1
-        left = [one for one in parts if not one[2].fits]
-        if inside:
-            left = [one for one in left if across.complete(key, self.plain, one[0])]
-            if left and (who := across.summed(key, near[0], self.ranks, left)):
-                self.addends.append((key, who))
-                left = []
-            gone = "" if left else across.on_no_rank(key, near[0], self.ranks)
-            if (left or gone) and self.gradients_fit(key.step):
-                self.report.unplaced.append(key)
-            elif left:
-                self._wrong(key, parts, left)
-            elif gone:
-                self._say(key, [], gone)
-            return
-        missing = [m.rank for m in self.ranks if across.lacks(key, m)]
-        if missing:
-            self._say(key, missing, "is not there")
-        elif left:
-            self._wrong(key, parts, left)
-        elif key.phase == "weights":
-            if words := across.numbers_on_no_rank(key, whole, self.ranks):
-                self._say(key, [], words)
-        elif across.copies_differ([one for one in parts if not one[2].part.unread]):
-            self.report.drifting.append(key)
-
-    def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
-        """Say what is wrong with those that fit nowhere; they may count as they should be after."""
-        values = []
-        for matcher, number, seen in parts:
-            wrong = any(seen is one for *_, one in left)
-            place = matcher.guess(key, seen, number) if wrong else seen.place
-            if place is None and wrong:
-                shapes = f"{list(seen.part.value.shape)} of {list(self.plain.whole(key).shape)}"
-                self._say(key, [matcher.rank], f"its shape {shapes} is no part of the whole")
-                return
-            if place is None:
-                continue
-            if key.phase == "forward" and wrong:
-                matcher.stood[key, seen.part.call] = place
-            wanted = place.of(self.plain.whole(key)).double().view(seen.part.value.shape)
-            base = matcher.factors.get((key.step, seen.part.call), 1.0)
-            base = base if key.phase == "backward" else 1.0
-            found = wanted if seen.fits else seen.part.value.double() / base
-            values.append(Value(matcher.rank, found, wanted, place, wrong, seen.part.local))
-        near = tolerance(self.plain, key, parts[0][2].part.value.dtype)
-        case = Case(key, self.plain, self.ranks, near, values)
-        bad, error = sorted({value.rank for value in case.wrong}), case.error
-        if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
-            self._say(key, bad, in_words(case), error, near.explains(error), factors(case))
-        else:
-            self._say(key, bad, ANOTHER, error, near.explains(error))
-
-    def _say(self, key: Key, bad: list[int], words: str, *more: Any) -> None:
-        self.report.findings.append(Finding(key, bad, words, *more))

@@ -15,7 +15,8 @@ import torch
 from shardlab import ranks as launch
 from shardlab.common.arguments import PROCESSES, check_callable, check_number, check_whole
 
-from .core import Judge, Matcher
+from .core import Matcher
+from .judge import Judge
 from .noise import DECIDES, DRAWS, FACTOR, Noise, eps, largest
 from .record import Record, claim
 from .recording import BEFORE, Watch

@@ -7,11 +7,11 @@ model, and all hold the same. ZeRO's ranks own a shard each, of ever more of it:
 2. `Zero2`: of the gradients as well, which are reduce-scattered as they arrive;
 3. `Zero3`: of the parameters as well, which are gathered just before they are used.
 
-`shard(module, group, stage)` gives one of them. The stages stand in `core`, and in `flat` what they
-gather and send: parameters and gradients side by side in one tensor that falls into N equal shards.
-torch's own optimizers see nothing but the shard. `wrapper` is how all this looks from outside,
-`units` what stage 3 gathers together, `saved` what goes into a checkpoint, `predict` what a rank
-holds and sends.
+`shard(module, group, stage)` gives one of them. A step stands in three files: `core`, the stages;
+`gradients`, how these leave; `flat`, parameters side by side in one tensor that falls into N equal
+shards. torch's own optimizers see nothing but the shard. `units` is what stage 3 gathers together,
+`wrapper` what happens between steps, with `saved`, which makes tensors of pieces and pieces of
+tensors; `predict` what a rank holds and sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -22,8 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-
-from shardlab.common.arguments import check_flag, told
 
 from .core import Unit, Zero1, Zero2, Zero3
 from .flat import Flat, all_gather
@@ -57,7 +55,5 @@ def shard(
 ) -> Zero1 | Zero2 | Zero3:
     """`module`, sharded over `group` in one of ZeRO's stages; options are those of its class."""
     if type(stage) is not int or stage not in STAGES:
-        raise ValueError(f"stage={told(stage)}: allowed are 1, 2 and 3")
-    flags = "late", "reshard", "prefetch"
-    check_flag(**{name: options[name] for name in flags if name in options})
+        raise ValueError(f"stage={stage!r}: allowed are 1, 2 and 3")
     return STAGES[stage](module, group, **options)

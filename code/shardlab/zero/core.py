@@ -2,8 +2,8 @@
 
 `Zero1` and `Zero2` have the model whole, and gather it anew after each step; `Zero3` gathers each
 `Unit` of it just before it is used, and frees it behind. The methods of each stand in the order in
-which a step calls them. What is gathered is a flat tensor (`flat`); how its gradients leave stands
-in `gradients`, and how a sharded model looks to its user in `wrapper`. N ranks, P elements.
+which a step calls them. A step goes from here to `gradients`, which sends these, and to `flat`,
+which gathers parameters; `wrapper` has what happens between steps. N ranks, P elements.
 
 Rajbhandari: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020 (arXiv 1910.02054). Zhao: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
@@ -12,9 +12,9 @@ Sharded Data Parallel", VLDB 2023 (arXiv 2304.11277).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlab import ranks
@@ -29,7 +30,7 @@ from shardlab.data_parallel.buckets import MIB, copy_from_rank_0, in_backward
 
 from .flat import Flat
 from .gradients import Gradients, Reducer
-from .units import Choice, modules_of, names_of, owners
+from .units import Choice, modules_of, owners
 from .wrapper import Sharded
 
 
@@ -74,7 +75,13 @@ class Zero1(Sharded):
         buckets = [Gradients(flat, self.keep, self.ordered) for flat in self.flats]
         self.reducer = Reducer(buckets, group)
         self._synchronise = True
+        self._stepped = False  # pieces may have new values
         self._start_over()
+        notice = weakref.WeakMethod(self._notice)  # the hook shall not keep the model alive
+        hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: (method := notice()) and method(optimizer)
+        )
+        weakref.finalize(self, hook.remove)
 
         flat_of = {p: flat for flat in self.flats for p in flat.parameters}
         module.register_forward_pre_hook(self._pre_forward)
@@ -88,8 +95,12 @@ class Zero1(Sharded):
                 arrived = partial(self._arrived, bucket, index)
                 parameter.register_post_accumulate_grad_hook(arrived)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, whose hooks gather what it uses."""
+        return self.module(*args, **kwargs)
+
     def _start_over(self) -> None:
-        """Before each backward no gradient has come, and nothing is sent."""
+        """Reset the bookkeeping of gradients before a new backward."""
         self._backward.over()
         self._unsent = list(self.reducer.gradients)  # in one fixed order on all ranks
         self._pending = {bucket: len(bucket.flat.parameters) for bucket in self._unsent}
@@ -111,7 +122,7 @@ class Zero1(Sharded):
         self._stepped = False
 
     def _await(self, flats: Iterable[Flat], *_: Any) -> None:
-        """Before the forward of a module in it: have whole what it uses."""
+        """Forward pre-hook of each module: wait until the parameters that it uses are gathered."""
         for flat in flats:
             if flat.state == "gathering":
                 flat.wait()
@@ -148,6 +159,19 @@ class Zero1(Sharded):
         finally:
             self._synchronise = before
 
+    def changed(self) -> None:
+        """Pieces have new values: on some rank, so it has to be called on all.
+
+        The steps of torch's optimizers are noticed; only who changes pieces by hand calls this.
+        """
+        self._stepped = True
+
+    def _notice(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of any optimizer: if it trains pieces, they have changed on some rank."""
+        own = {id(p) for p in self.parameters()}
+        if any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+            self.changed()
+
 
 class Zero2(Zero1):
     """Stage 2: as stage 1, but of the gradients, too, a rank keeps its shard alone.
@@ -163,17 +187,19 @@ class Zero2(Zero1):
     no_sync = Sharded.no_sync
 
 
-@dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered, used and freed together, and how far they are in this step."""
+    """Parameters that are gathered, used and freed together, and how far they are in this step.
 
-    flats: list[Flat]  # one for each kind of parameter in it
-    gradients: list[Gradients]  # of those that are trained
-    reshard: bool = False  # free it after its forward
-    prefetch_after: float = 0  # elements of its gradients, when backward gathers the unit ahead
-    uses: int = 0  # forwards whose backward is not through
-    arrived: int = 0  # elements whose gradients have come
-    sent: bool = False  # its gradients are on their way
+    Parameters: sharded -> gathering (`launch`) -> full (`wait`) -> sharded (`free`). Gradients:
+    `enter` with each forward, `arrive` one by one, `leave` with each backward, `send` after the
+    last of these; `reset` ends the step.
+    """
+
+    def __init__(self, flats: list[Flat], ordered: bool):
+        self.flats = flats  # one for each kind of parameter in it
+        self.gradients = [Gradients(f, keep=False, ordered=ordered) for f in flats if f.trainable]
+        self.elements = sum(sum(g.flat.sizes) for g in self.gradients)
+        self.reset()
 
     def launch(self) -> None:
         """Start to gather, unless it is gathered already."""
@@ -192,8 +218,35 @@ class Unit:
         for flat in self.flats:
             flat.free()
 
-    def start_over(self) -> None:
-        """Between steps a rank has its shard alone."""
+    def enter(self) -> None:
+        """Count a forward, whose backward is to come."""
+        self.uses += 1
+
+    def arrive(self, parameter: Tensor) -> bool:
+        """Count a gradient; return True for the one with which half of the elements are there."""
+        if self.sent:
+            raise RuntimeError(
+                "a unit's gradient came after its backward: its parameters are used outside of its "
+                "forward; leave their module out of `units`, so that it belongs to the rest"
+            )
+        before, self.arrived = self.arrived, self.arrived + parameter.numel()
+        return before < self.elements / 2 <= self.arrived
+
+    def leave(self) -> bool:
+        """Count a backward; return True for the last, that of the first forward."""
+        self.uses -= 1
+        return self.uses == 0
+
+    def send(self, reducer: Reducer) -> None:
+        """Free it, and send its gradients, once for each step."""
+        if not self.sent:
+            self.free()
+            self.sent = True
+            for gradients in self.gradients:
+                reducer.send(gradients)
+
+    def reset(self) -> None:
+        """Keep this rank's shard alone, and begin to count anew."""
         self.free()
         self.uses, self.arrived, self.sent = 0, 0, False
 
@@ -228,39 +281,36 @@ class Zero3(Sharded):
         compute_dtype: torch.dtype | None = None,
         reduction: str = "auto",
     ):
-        chosen = modules_of(module, units) if isinstance(module, nn.Module) else []
-        own = {"units": names_of(module, chosen), "reshard": reshard, "prefetch": prefetch}
+        chosen = modules_of(module, units)
+        own = {"units": [[*unit] for unit in chosen], "reshard": reshard, "prefetch": prefetch}
         super().__init__(module, group, compute_dtype, reduction, **own)
         self.reshard, self.prefetch = reshard, prefetch
-        units_and_rest = []
-        for parameters in owners(module, chosen):
-            flats = self._shard(parameters, stay=False)
-            gradients = [Gradients(f, self.keep, self.ordered) for f in flats if f.trainable]
-            units_and_rest.append(Unit(flats, gradients))
+        parts = [[*unit.values()] for unit in chosen]
+        units_and_rest = [
+            Unit(self._shard(parameters, stay=False), self.ordered)
+            for parameters in owners(module, parts)
+        ]
         *self.units, self.rest = units_and_rest
-        for unit in self.units:
-            unit.reshard = reshard
-            # What an ordered reduce-scatter receives takes up to as much memory as what it sends.
-            # So the first half of a unit's backward hides the gradients of the unit behind it, the
-            # second half the parameters of the unit ahead.
-            if self.ordered:
-                unit.prefetch_after = sum(sum(g.flat.sizes) for g in unit.gradients) / 2
         self.reducer = Reducer([g for unit in units_and_rest for g in unit.gradients], group)
         self._order = list(self.units)  # of the last forward
         self._ran: list[Unit] = []  # in this one
 
-        for unit, modules in zip(units_and_rest, [*chosen, [module]], strict=True):
+        for unit, modules in zip(units_and_rest, [*parts, [module]], strict=True):
             for part in modules:
                 part.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True)
                 part.register_forward_hook(partial(self._post_forward, unit))
             for parameter in (p for g in unit.gradients for p in g.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, unit))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, whose hooks gather its units."""
+        return self.module(*args, **kwargs)
+
     def _start_over(self) -> None:
-        """Before each forward with its backward nothing is whole, and nothing is sent."""
+        """Reset all units before a new forward and backward."""
         self._backward.over()
         for unit in [*self.units, self.rest]:
-            unit.start_over()
+            unit.reset()
 
     def _pre_forward(self, unit: Unit, part: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a unit's forward: have it whole, start on the next, and see when it is through.
@@ -290,7 +340,7 @@ class Zero3(Sharded):
             return aliases.setdefault(id(x), x.view_as(x)) if x.requires_grad else x
 
         args, kwargs = tree_map_only(Tensor, alias, (args, kwargs))
-        unit.uses += 1
+        unit.enter()
         if aliases:  # otherwise nobody tells, and the unit is through when backward is
             register_multi_grad_hook(list(aliases.values()), partial(self._post_backward, unit))
         return args, kwargs
@@ -304,48 +354,37 @@ class Zero3(Sharded):
             tensor.register_hook(partial(self._pre_backward, unit))
         if unit is self.rest and not tensors:  # no backward is to come
             self._free_all()
-        elif unit.reshard or not torch.is_grad_enabled():
+        elif (self.reshard and unit is not self.rest) or not torch.is_grad_enabled():
             unit.free()
 
     def _pre_backward(self, unit: Unit, _gradient: Tensor) -> None:
         """Before a unit's backward: have it whole, and start on the one before."""
         self._backward.begins(self._finish)
         unit.wait()
-        if not unit.prefetch_after:
+        if unit is self.rest or not self.ordered:
             self._prefetch(self._ran[::-1], unit)
 
     def _arrived(self, unit: Unit, parameter: Tensor) -> None:
         """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
         self._backward.begins(self._finish)
-        if unit.sent:
-            raise RuntimeError(
-                "a unit's gradient came after its backward: its parameters are used outside of its "
-                "forward; leave their module out of `units`, so that it belongs to the rest"
-            )
-        before, unit.arrived = unit.arrived, unit.arrived + parameter.numel()
-        if before < unit.prefetch_after <= unit.arrived:
+        # What an ordered reduce-scatter receives takes up to as much memory as what it sends. So
+        # the first half of a unit's backward hides the gradients of the unit behind it, the second
+        # half the parameters of the unit ahead.
+        if unit.arrive(parameter) and unit is not self.rest and self.ordered:
             self.reducer.receive()
             self._prefetch(self._ran[::-1], unit)
 
     def _post_backward(self, unit: Unit, _gradients: Any) -> None:
         """After a unit's backward: free it, and send its gradients."""
-        unit.uses -= 1
-        if unit.uses == 0:
-            self._send(unit)
+        if unit.leave():
+            unit.send(self.reducer)
 
     def _finish(self) -> None:
         """When backward is over: send whatever came first in forward, and the rest."""
         for unit in [*self._ran[::-1], self.rest]:
-            if not unit.sent:
-                self._send(unit)
+            unit.send(self.reducer)
         self.reducer.finish()
         self._start_over()
-
-    def _send(self, unit: Unit) -> None:
-        unit.free()
-        unit.sent = True
-        for gradients in unit.gradients:
-            self.reducer.send(gradients)
 
     def _prefetch(self, order: list[Unit], unit: Unit) -> None:
         """Start to gather what follows `unit` in `order`, in which the rest comes first."""

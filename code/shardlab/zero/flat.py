@@ -7,13 +7,14 @@ gradients are `gradients`; when any of this happens is what ZeRO's stages differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardlab.data_parallel.buckets import copy_from_rank_0
 from shardlab.ranks.renamed import all_gather_single
 
 State = Literal["sharded", "gathering", "full"]  # what of the parameters is on this rank
@@ -29,14 +30,16 @@ class Flat:
     saved for backward points into it, and finds what was gathered last.
     """
 
-    full: Tensor
-    shard: Tensor
-    pieces: list[nn.Parameter]
     state: State
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        stay: bool,
     ):
+        """Own a shard of `parameters`, as they are on rank 0; stay: `full` is there for good."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.group, self.dtype = group, dtype
         first = self.parameters[0]  # all are of one kind
@@ -48,6 +51,17 @@ class Flat:
         self.size = self.shard_size * size
         begin = dist.get_rank(group) * self.shard_size
         self.own = slice(begin, begin + self.shard_size)
+        wide = self.join([p.detach() for p in self.parameters])
+        copy_from_rank_0([wide], group)
+        self.full = wide.to(dtype)  # the same tensor where it has that dtype
+        self._apart = not stay or self.full is not wide  # the shard has memory of its own
+        self.shard = wide[self.own].clone() if self._apart else wide[self.own]
+        self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(self.shard)]
+        self._views, self._nothing = self.views(self.full), self.full.new_empty(0)
+        self.works: list[dist.Work] = []
+        self._show("full", self._views)
+        if not stay:
+            self.free()
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """A flat tensor [size] with its padding at zero."""
@@ -59,6 +73,13 @@ class Flat:
         """`flat` [size], seen as the parameters in their own shapes."""
         pieces = flat[: sum(self.sizes)].split(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def join(self, tensors: Iterable[Tensor]) -> Tensor:
+        """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
+        flat = self.empty(self.master)
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+        return flat
 
     def cut(self, shard: Tensor) -> list[Tensor]:
         """This rank's `shard` [size / N], cut where parameters begin: a view for each of them.
@@ -79,18 +100,6 @@ class Flat:
             first, last = (min(max(x - begin, 0), size) for x in (self.own.start, self.own.stop))
             found.append((first, last))
         return found
-
-    def start(self, full: Tensor, stay: bool) -> None:
-        """Own a shard of `full` [size], in the masters' dtype; stay: it is there for good."""
-        self.full = full.to(self.dtype)  # the same tensor where it has that dtype
-        self._apart = not stay or self.full is not full  # the shard has memory of its own
-        self.shard = full[self.own].clone() if self._apart else full[self.own]
-        self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(self.shard)]
-        self._views, self._nothing = self.views(self.full), self.full.new_empty(0)
-        self.works: list[dist.Work] = []
-        self._show("full", self._views)
-        if not stay:
-            self.free()
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from shardlab.common.arguments import check_kind, check_whole
-
 from .core import Zero3
 from .wrapper import Sharded
 
@@ -17,8 +15,6 @@ def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]
     Figure 1 and section 5): stage 1 4P + 4P + 8P/N, stage 2 4P + 4P/N + 8P/N, stage 3 16P/N.
     With 16 bits to compute in: 2P + 4P + 12P/N, 2P + 16P/N, and 16P/N, master weights included.
     """
-    check_kind(Sharded, model=model)
-    check_whole(0, bytes_per_state=bytes_per_state)
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     found["parameters"] = sum(p.nbytes for p in model.frozen.values())
     replicated = not isinstance(model, Zero3)
@@ -41,8 +37,6 @@ def predicted_sent(model: Sharded, backwards: int = 1) -> dict[str, int]:
     step, with `no_sync`). Parameters: in stages 1 and 2 once per step; in stage 3 once per
     forward, and what is freed between forward and backward once more.
     """
-    check_kind(Sharded, model=model)
-    check_whole(backwards=backwards)
     sends = 1 if model.keep else backwards
     found = {"gradients": 0, "parameters": 0}
     for flat in model.flats:

@@ -9,8 +9,7 @@ it. Beside its own N-th of everything a rank needs memory for one flat tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,58 +21,6 @@ from shardlab.layout.boxes import Box, Piece, elements, shape, stretch
 from shardlab.ranks.gather import gathered
 
 from .flat import Flat, all_gather
-
-if TYPE_CHECKING:
-    from .wrapper import Sharded
-
-
-@contextmanager
-def checkpoint_tensors(
-    model: Sharded, optimizer: torch.optim.Optimizer, to_load: bool
-) -> Iterator[dict[str, Any]]:
-    """Weights and the optimizer's states, as rows; buffers, scalars and frozen weights are whole.
-
-    to_load: with states for all that the optimizer trains, which are gone again afterwards.
-    Raises ValueError for an optimizer whose states are no numbers for each element.
-    """
-    pieces = dict(model.named_parameters())
-    made = [p for p in pieces.values() if to_load and p not in optimizer.state]
-    if to_load:
-        _warm_up(model, optimizer)
-    try:
-        rows = _rows(model, pieces)
-        own = model.module.state_dict(keep_vars=True)
-        weights = {name: rows.get(model._names.get(t), t.detach()) for name, t in own.items()}
-        known = _known(model, optimizer)
-        states: dict[str, dict[str, Tensor]] = {name: {} for name in known}
-        for key in sorted({key for of in known.values() for key in of}):
-            values = {n: optimizer.state.get(pieces[n], {}).get(key) for n in known}
-            for name, value in _rows(model, values).items():
-                states[name][key] = value
-        for name, of in known.items():
-            states[name] |= {key: value for key, value in of.items() if value is not None}
-        yield {"model": weights, "optimizer": states}
-    finally:
-        for piece in made:
-            optimizer.state.pop(piece, None)
-
-
-@torch.no_grad()
-def restore(model: Sharded, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
-    pieces = dict(model.named_parameters())
-    _warm_up(model, optimizer)
-    for name, piece in pieces.items():
-        if name not in state["optimizer"]:
-            optimizer.state.pop(piece, None)
-    _give(model, state["model"], pieces)  # a checkpoint fills what is whole in its place
-    for key in sorted({key for of in state["optimizer"].values() for key in of}):
-        values = {name: of[key] for name, of in state["optimizer"].items() if key in of}
-        targets = {name: optimizer.state[pieces[name]][key] for name in values}
-        _give(model, values, {name: t for name, t in targets.items() if t.dim()})
-        for name, target in targets.items():
-            if not target.dim():
-                target.copy_(values[name])
 
 
 def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -99,35 +46,40 @@ def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> No
         p.grad = before[p]
 
 
-def _warm_up(model: Sharded, optimizer: torch.optim.Optimizer) -> None:
-    given = {p for group in optimizer.param_groups for p in group["params"]}
-    warm([p for p in model.parameters() if p in given and p.requires_grad], optimizer)
-    model.changed()  # it was a step: for one rank, for all
-
-
-def _known(model: Sharded, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """By name, the states that any rank has: scalars themselves, None for one of each element.
+def states(
+    flats: Sequence[Flat],
+    pieces: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+) -> dict[str, dict[str, Tensor]]:
+    """By name, the states that any rank has: scalars and those of frozen weights whole, else rows.
 
     A rank without an element of a parameter steps nothing, and its counter stays behind.
     """
-    mine: dict[str, dict[str, Any]] = {}
+    dealt = {name for flat in flats for name in flat.names}
+    mine: dict[str, dict[str, Any]] = {}  # None for a number for each element
     wrong = None
-    for name, piece in model.named_parameters():
+    for name, piece in pieces.items():
         state = optimizer.state.get(piece, {}) if piece.numel() else {}
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.dim() and value.shape != piece.shape:
                 wrong = f"{key} of {name}"
-            elif name in model.frozen or not value.dim():
-                mine.setdefault(name, {})[key] = value.cpu()
             else:
-                mine.setdefault(name, {})[key] = None
-    everyone = gathered((mine, wrong), model.group)
+                as_rows = name in dealt and value.dim()
+                mine.setdefault(name, {})[key] = None if as_rows else value.cpu()
+    everyone = gathered((mine, wrong), group)
     if problems := [problem for _, problem in everyone if problem]:
-        text = (
-            f"{problems[0]} is no number for each element; allowed are those with no other states"
+        kind, allowed = type(optimizer).__name__, "allowed are those with no other states"
+        raise ValueError(
+            f"optimizer={kind}: {problems[0]} is no number for each element; {allowed}"
         )
-        raise ValueError(f"optimizer={type(optimizer).__name__}: {text}")
-    return {name: of for states, _ in reversed(everyone) for name, of in states.items()}
+    known = {name: dict(of) for found, _ in reversed(everyone) for name, of in found.items()}
+    for key in sorted({key for of in known.values() for key, value in of.items() if value is None}):
+        names = [name for name, of in known.items() if of.get(key, 0) is None]
+        values = {name: optimizer.state.get(pieces[name], {}).get(key) for name in names}
+        for name, value in rows(flats, values).items():
+            known[name][key] = value
+    return known
 
 
 def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -164,14 +116,14 @@ def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[Piece]:
             yield Piece(name, box, piece.detach()[begin:end].view(shape(box)))
 
 
-def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:
+def rows(flats: Sequence[Flat], values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:
     """By name, this rank's rows of what its pieces have `values` of, on this rank or another."""
     found: dict[str | None, Tensor] = {}
-    rank, size = dist.get_rank(model.group), dist.get_world_size(model.group)
-    mesh = DeviceMesh.from_group(model.group, model.flats[0].device.type)
-    for flat in model.flats:
+    for flat in flats:
         if values.keys().isdisjoint(flat.names):
             continue
+        rank, size = dist.get_rank(flat.group), dist.get_world_size(flat.group)
+        mesh = DeviceMesh.from_group(flat.group, flat.device.type)
         for name, view in assembled(flat, [values.get(name) for name in flat.names]).items():
             if name not in values:
                 continue
@@ -186,8 +138,10 @@ def _rows(model: Sharded, values: Mapping[str, Tensor | None]) -> dict[str | Non
     return found
 
 
-def _give(model: Sharded, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+def give(
+    flats: Sequence[Flat], values: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> None:
     """Copy what this rank owns of `values`, rows by name, into its `targets`."""
-    for flat in model.flats:
+    for flat in flats:
         if not targets.keys().isdisjoint(flat.names):
             deal_out(flat, values, targets)

@@ -1,11 +1,10 @@
-"""What a sharded model looks like from outside: pieces for the optimizer, whole weights, one norm.
+"""A sharded model between steps: pieces for the optimizer, whole weights, one norm, checkpoints.
 
-It knows nothing of stages: which part of a flat tensor is where, and when, is in `core`.
+It knows nothing of a step, which is in `core`: which part of a flat tensor is where, and when.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardlab import ranks
 from shardlab.data_parallel.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
@@ -58,7 +56,9 @@ class Sharded(ranks.Single, nn.Module):
         **own: Any,
     ):
         super().__init__()
-        _check_options(compute_dtype, reduction)
+        if reduction not in ("auto", "ordered", "library"):
+            allowed = "allowed are 'auto', 'ordered' and 'library'"
+            raise ValueError(f"reduction={reduction!r}: {allowed}")
         options = {"compute_dtype": compute_dtype, "reduction": reduction, **own}
         ranks.check_model(module, group, stage=type(self), **options)
         if not all(p.is_floating_point() for p in module.parameters()):
@@ -71,33 +71,16 @@ class Sharded(ranks.Single, nn.Module):
         self.frozen: dict[str, nn.Parameter] = {}  # whole on every rank
         self._names = {p: name for name, p in module.named_parameters()}
         self._backward = Backward()
-        self._stepped = False  # pieces may have new values
         copy_from_rank_0(module.buffers(), group)
-        notice = weakref.WeakMethod(self._notice)  # the hook shall not keep the model alive
-
-        def stepped(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (method := notice()) is not None:
-                method(optimizer)
-
-        self._hook = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, self._hook.remove)
 
     def _shard(self, parameters: Iterable[nn.Parameter], stay: bool, *limits: float) -> list[Flat]:
         """Put parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
         flats = []
         for bucket in deal(parameters, *limits):
             named = {self._names[p]: p for p in bucket}
-            flat = Flat(named, self.group, self.compute_dtype or bucket[0].dtype)
-            full = _joined(flat, [p.detach() for p in bucket])
-            copy_from_rank_0([full], self.group)
-            flat.start(full, stay)
-            flats.append(flat)
+            flats.append(Flat(named, self.group, self.compute_dtype or bucket[0].dtype, stay))
         self.flats += flats
         return flats
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.module(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -155,23 +138,62 @@ class Sharded(ranks.Single, nn.Module):
         }
         check_state(state, {name: shapes.get(t, t.shape) for name, t in own.items()})
         for flat in self.flats:
-            flat.shard.copy_(_joined(flat, [state[name] for name in flat.names])[flat.own])
+            flat.shard.copy_(flat.join(state[name] for name in flat.names)[flat.own])
         for name, tensor in own.items():
             if tensor not in shapes:
                 tensor.copy_(state[name])
         self.changed()
 
-    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
-        """For `shardlab.checkpoint`: weights and states by the plain module's names."""
-        return saved.checkpoint_tensors(self, optimizer, to_load)
+    @contextmanager
+    def checkpoint_tensors(
+        self, optimizer: torch.optim.Optimizer, to_load: bool
+    ) -> Iterator[dict[str, Any]]:
+        """For `checkpoint`: weights and the optimizer's states as rows, by the module's names.
+
+        Buffers, scalars and frozen weights are whole. to_load: with states for all that the
+        optimizer trains, which are gone again afterwards. Raises ValueError for an optimizer whose
+        states are no numbers for each element.
+        """
+        pieces = dict(self.named_parameters())
+        made = [p for p in pieces.values() if to_load and p not in optimizer.state]
+        if to_load:
+            self._warm_up(optimizer)
+        try:
+            rows = saved.rows(self.flats, pieces)
+            own = self.module.state_dict(keep_vars=True)
+            weights = {name: rows.get(self._names.get(t), t.detach()) for name, t in own.items()}
+            states = saved.states(self.flats, pieces, optimizer, self.group)
+            yield {"model": weights, "optimizer": states}
+        finally:
+            for piece in made:
+                optimizer.state.pop(piece, None)
 
     def checkpoint_name(self, name: str) -> str:
         """The name of a parameter in such a checkpoint: its own."""
         return name
 
+    @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
         """Take over such tensors, saved by any number of ranks after `step` steps."""
-        saved.restore(self, optimizer, state)
+        pieces = dict(self.named_parameters())
+        self._warm_up(optimizer)
+        for name, piece in pieces.items():
+            if name not in state["optimizer"]:
+                optimizer.state.pop(piece, None)
+        # A checkpoint fills what is whole in its place.
+        saved.give(self.flats, state["model"], pieces)
+        for key in sorted({key for of in state["optimizer"].values() for key in of}):
+            values = {name: of[key] for name, of in state["optimizer"].items() if key in of}
+            targets = {name: optimizer.state[pieces[name]][key] for name in values}
+            saved.give(self.flats, values, {name: t for name, t in targets.items() if t.dim()})
+            for name, target in targets.items():
+                if not target.dim():
+                    target.copy_(values[name])
+
+    def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
+        given = {p for group in optimizer.param_groups for p in group["params"]}
+        saved.warm([p for p in self.parameters() if p in given and p.requires_grad], optimizer)
+        self.changed()  # it was a step: for one rank, for all
 
     def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[Piece]:
         """What this rank trains, and buffers, as parts of the plain module's tensors: views.
@@ -200,32 +222,4 @@ class Sharded(ranks.Single, nn.Module):
         raise ValueError("a sharded model stays where it is: move or convert the module before")
 
     def changed(self) -> None:
-        """Pieces have new values: on some rank, so it has to be called on all.
-
-        The steps of torch's optimizers are noticed; only who changes pieces by hand calls this.
-        """
-        self._stepped = True
-
-    def _notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped: if it is ours, pieces have changed, here or on other ranks."""
-        own = {id(p) for p in self.parameters()}
-        if any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
-            self.changed()
-
-
-def _joined(flat: Flat, tensors: list[Tensor]) -> Tensor:
-    """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
-    full = flat.empty(flat.master)
-    for view, tensor in zip(flat.views(full), tensors, strict=True):
-        view.copy_(tensor)
-    return full
-
-
-def _check_options(compute_dtype: Any, reduction: Any) -> None:
-    if compute_dtype is not None and (
-        not isinstance(compute_dtype, torch.dtype) or not compute_dtype.is_floating_point
-    ):
-        allowed = "allowed are None and floating-point types, torch.bfloat16 for one"
-        raise ValueError(f"compute_dtype={compute_dtype!r}: {allowed}")
-    if reduction not in ("auto", "ordered", "library"):
-        raise ValueError(f"reduction={reduction!r}: allowed are 'auto', 'ordered' and 'library'")
+        """Pieces have new values: nothing to do where each forward gathers them, as in stage 3."""

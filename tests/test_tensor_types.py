@@ -260,7 +260,7 @@ def test_a_message_names_line_operation_words_and_parameter():
 def test_nothing_wrong_is_run():
     ran = []
 
-    class Fails(torch.autograd.Function):
+    class Fails(tt.Operator):
         words = "I -> R"
 
         @staticmethod
@@ -454,12 +454,9 @@ def test_real_ranks_say_the_same():
 
 
 def test_nothing_is_left_of_the_checker_afterwards():
-    apply = torch.autograd.Function.__dict__["apply"]
-
     def step():
         with pytest.raises(tt.Mismatch), tt.checking(tp=world()):
             F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V"))
-        assert torch.autograd.Function.__dict__["apply"] is apply
         return F.linear(torch.ones(1, 2), torch.ones(1, 2)).item()
 
     assert ranks.run(step, 2) == [2.0, 2.0]

@@ -366,10 +366,10 @@ show.source(_Columns.plainly)
 show.source(core.Follow.raw)
 
 # %% [markdown]
-# Megatron's $f$ and its like reach torch in another way: `torch.autograd.Function.apply` asks no mode. While a check goes on, it does.
+# torch hands an autograd Function to no mode. So Megatron's $f$ and its like are `Operator`s, whose `apply` asks the mode while a check goes on. A result of any other Function is refused where it is used.
 
 # %%
-show.source(core.checking)
+show.source(tt.Operator, core.checking)
 
 
 # %% [markdown]

@@ -45,6 +45,7 @@ from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Attention
 from shardlab.measure.count import clock
 from shardlab.ranks import check_group, check_same, check_trained, exchange
+from shardlab.tensor_types.operator import Operator
 
 from .kernel import block_attention, block_gradients
 from .layout import check_call, check_layout, key_repeats, positions, split
@@ -88,7 +89,7 @@ def ring_attention(
     return _RingAttention.apply(q_BAsD, k_BKsD, v_BKsD, ring)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Operator):
     words = "V, V, V -> V"  # see tensor_types
 
     @staticmethod

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.ranks import check_group
+from shardlab.tensor_types.operator import Operator
 
 from .layout import check_call, join, key_repeats, split
 
@@ -76,7 +77,7 @@ def tokens_for_heads(
     return y_BsNaD.contiguous().flatten(2, 3).transpose(1, 2)
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(Operator):
     """Part j of each rank to rank j: [N, …] to [N, …]. It is its own way back, in backward too."""
 
     words = "V -> V"

@@ -25,14 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import ranks
-from shardlab.common.arguments import (
-    check_all,
-    check_callable,
-    check_flag,
-    check_kind,
-    check_number,
-    check_numbers,
-)
 from shardlab.data_parallel import buckets
 from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
 
@@ -51,8 +43,6 @@ def assign_buckets(
     The sizes are torch's (Li, section 3.2.2).
     """
     ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
-    parameters = [*parameters] if isinstance(parameters, Iterable) else parameters
-    check_all(nn.Parameter, parameters=parameters)
     trained = [p for p in parameters if p.requires_grad]
     return buckets.deal(reversed(trained), bucket_bytes, first_bytes)
 
@@ -67,7 +57,6 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
         ranks.check_group(group)
-        check_all(nn.Parameter, parameters=parameters)
         self.parameters = parameters
         self.group = group
         self.scale = 1 / dist.get_world_size(group)
@@ -119,7 +108,6 @@ class Bucket:
 
 def average_in_buckets(buckets: Sequence[Bucket]) -> None:
     """Step 2: average all gradients after backward, one message per bucket, all at once."""
-    check_all(Bucket, buckets=buckets)
     for bucket in buckets:
         bucket.launch()
     for bucket in buckets:
@@ -161,7 +149,6 @@ class DataParallel(ranks.Single, nn.Module):
         broadcast_buffers: bool = True,
     ):
         super().__init__()
-        check_flag(broadcast_buffers=broadcast_buffers)
         ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
         sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
         ranks.check_model(module, group, **sizes, broadcast_buffers=broadcast_buffers)
@@ -239,8 +226,6 @@ def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) ->
     is loss_sum * N / (count of all ranks): its average over ranks is the joined mean, which the
     average of the ranks' own means is not, unless all counts are equal.
     """
-    check_kind(torch.Tensor, loss_sum=loss_sum)
-    ranks.agree.check_whole(0, count=count)
     ranks.check_group(group)
     total = torch.full((), count, device=loss_sum.device)  # made there: a GPU is not waited for
     dist.all_reduce(total, group=group)  # a scalar
@@ -275,10 +260,6 @@ def step_seconds(
     sizes: bytes of each bucket. wire: bytes to seconds of one all-reduce; one follows the other.
     Bucket k is ready when backward has gone through the bytes of buckets 0 to k, as even work.
     """
-    check_number(0, forward=forward, backward=backward)
-    check_numbers(sizes=sizes)
-    check_callable(wire=wire)
-    check_flag(overlap=overlap)
     ready = free = forward
     for size in sizes:
         ready += backward * size / sum(sizes)

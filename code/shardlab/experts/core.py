@@ -34,6 +34,7 @@ from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Experts
 from shardlab.gpt.router import Router
 from shardlab.ranks import check_group, check_number, check_same
+from shardlab.tensor_types.operator import Operator
 
 Group = dist.ProcessGroup
 
@@ -49,7 +50,7 @@ def exchange(x_RH: Tensor, sent: Sequence[int], received: Sequence[int], group: 
     return _Exchange.apply(x_RH, list(sent), list(received), group)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Operator):
     words = "V -> V"  # each rank its own: see tensor_types
 
     @staticmethod

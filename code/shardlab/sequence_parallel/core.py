@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -33,11 +32,12 @@ from shardlab.data_parallel.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
+from shardlab.tensor_types.operator import Operator
 
 Finish = Callable[[], Tensor]
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Operator):
     words = "V -> R"  # what x is on all ranks, and what it becomes: see tensor_types
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Enter(torch.autograd.Function):
         return _scatter(dx_BSH, ctx.group)(), None
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(Operator):
     words = "P -> V"
 
     @staticmethod

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.ranks import check_group
+from shardlab.tensor_types.operator import Operator
 
 
 def used(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -30,7 +30,7 @@ def used(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-class _Copied(torch.autograd.Function):
+class _Copied(Operator):
     words = "V -> V"  # see tensor_types
 
     @staticmethod

@@ -31,6 +31,7 @@ from shardlab.gpt.latent import LatentAttention
 from shardlab.gpt.model import GPT, Attention, FeedForward
 from shardlab.layout.entries import COPIED
 from shardlab.ranks import check_group, check_same
+from shardlab.tensor_types.operator import Operator
 
 from .copied import used
 from .cross_entropy import check_entries, own_rows
@@ -52,7 +53,7 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
     return _CopyTo.apply(x, group) if check_group(group)[1] > 1 else x
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyTo(Operator):
     words = "I -> R"  # what x is on all ranks, and what it becomes: see tensor_types
 
     @staticmethod
@@ -80,7 +81,7 @@ def reduce_from_(x: Tensor, group: Group) -> Tensor:
     return _ReduceFrom.apply(x, group, True) if check_group(group)[1] > 1 else x
 
 
-class _ReduceFrom(torch.autograd.Function):
+class _ReduceFrom(Operator):
     words = "P -> I"
 
     @staticmethod

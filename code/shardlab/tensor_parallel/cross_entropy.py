@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from shardlab.common.arguments import check_kind, check_one_of
 from shardlab.gpt.model import IGNORED
 from shardlab.ranks import check_group, check_same_once
+from shardlab.tensor_types.operator import Operator
 
 Group = dist.ProcessGroup
 
@@ -37,7 +38,7 @@ def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
             raise ValueError(f"{name}: {wrong} is among them; allowed are 0 to {vocabulary - 1}")
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Operator):
     """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target; 0 if ignored.
 
     mean: divide each by the number of those that are not.

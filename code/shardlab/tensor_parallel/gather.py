@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
+from shardlab.tensor_types.operator import Operator
 
 from .core import Group, shard_slice
 
@@ -36,7 +36,7 @@ def split_last(x: Tensor, group: Group) -> Tensor:
     return _SplitLast.apply(x, group) if check_group(group)[1] > 1 else x
 
 
-class _GatherLast(torch.autograd.Function):
+class _GatherLast(Operator):
     words = "V -> I"  # see tensor_types
 
     @staticmethod
@@ -49,7 +49,7 @@ class _GatherLast(torch.autograd.Function):
         return dx[..., shard_slice("last dimension", dx.shape[-1], ctx.group)], None
 
 
-class _SplitLast(torch.autograd.Function):
+class _SplitLast(Operator):
     words = "I -> V"
 
     @staticmethod

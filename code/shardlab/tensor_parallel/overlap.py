@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from shardlab.common.arguments import (
     told,
 )
 from shardlab.ranks import check_group
+from shardlab.tensor_types.operator import Operator
 
 from .copied import used
 
@@ -149,7 +149,7 @@ def columns(
     return _Columns.apply(x, group, edges, *weights, *biases)
 
 
-class _Columns(torch.autograd.Function):
+class _Columns(Operator):
     @staticmethod
     def plainly(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
         """The same, one after the other: `tensor_types` follows this, whose operators it knows."""

@@ -1,6 +1,7 @@
 """Tensor types: what a tensor is over ranks, its gradient included, and a checker of programs.
 
 - `core`: the table of what goes with what, and the checker: what the lesson teaches;
+- `operator`: the base class of operators that send;
 - `declared`: saying what a tensor is;
 - `functions`: what torch's functions do with addends;
 - `messages`: the line, the operation, and what would be right;
@@ -13,11 +14,13 @@ from .check import Verdict, check
 from .core import checking, combined, moved
 from .declared import DUAL, WORDS, believe, declare, declare_parameters, type_of
 from .messages import Mismatch
+from .operator import Operator
 
 __all__ = [
     "DUAL",
     "WORDS",
     "Mismatch",
+    "Operator",
     "Verdict",
     "believe",
     "check",

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks
-from shardlab.ranks import check_group
 
 from .declared import DUAL, parse
 
@@ -39,7 +38,6 @@ def disproof(
     Every rank of the group calls it, with real ranks behind; all find the same.
     Raises ValueError for words that are none, and for operators of several tensors.
     """
-    check_group(group)
     (src, *more), dst = parse(words)
     if more:
         raise ValueError(f"words={words!r}: allowed here are operators of one tensor")

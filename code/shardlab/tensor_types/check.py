@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import ranks
-from shardlab.common.arguments import RANKS, check_callable, check_number, check_whole
+from shardlab.common.arguments import RANKS, check_whole
 
 from .core import checking
 from .messages import Mismatch
@@ -59,8 +59,6 @@ def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> V
     """
     if not degrees:
         raise ValueError("degrees: there is none; allowed is one for each axis, as in tp=2")
-    check_callable(step=step)
-    check_number(timeout=timeout)
     check_whole(2, RANKS, **degrees)
     try:
         inspect.signature(step).bind(**dict.fromkeys(degrees))

@@ -17,20 +17,22 @@ I invariant, V varying, P partial; DTensor has R, V (as Shard) and P, and not th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import functions
 from .declared import DUAL, Type, meshes, parse, type_of
 from .messages import Mismatch, located
+from .operator import Operator
 
 # The table: what comes out of an operation that sends nothing, on one axis.
 
@@ -88,7 +90,7 @@ class Follow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operator, name = getattr(func, "operator", None), getattr(func, "__name__", "")
+        operator, name = _operator(func), getattr(func, "__name__", "")
         if name in functions.ASIDE:
             return func(*args, **kwargs)
         if name == "__get__":
@@ -150,7 +152,7 @@ class Follow(TorchFunctionMode):
             raise Mismatch("has no type", before.index(None))
         fixed = [not (torch.is_grad_enabled() and x.requires_grad) for x in tensors]
         self.judged += 1
-        if operator := getattr(func, "operator", None):
+        if operator := _operator(func):
             return self.operator(operator, args, before, fixed)
         if name in functions.SHAPE_OF:
             before, fixed = before[:1], fixed[:1]
@@ -171,8 +173,8 @@ class Follow(TorchFunctionMode):
                 made[axis] = combined([known[axis] for known in before], fixed, how)
         return made
 
-    def operator(self, operator: type, args: Any, before: Any, fixed: Any) -> Type:
-        """What an autograd Function gives: by its words on its group's axis, by table on others."""
+    def operator(self, operator: type[Operator], args: Any, before: Any, fixed: Any) -> Type:
+        """What an operator gives: by its words on its group's axis, by the table on the others."""
         if not hasattr(operator, "words"):
             raise Mismatch("an operator without `words`")
         takes, dst = parse(operator.words)
@@ -244,6 +246,11 @@ class Follow(TorchFunctionMode):
     def known(self, x: Tensor) -> Type | None:
         """The type of `x` on this mesh's axes; Mismatch where one is missing."""
         known = type_of(x)
+        if (
+            isinstance(x.grad_fn, BackwardCFunction)
+            and _operator(x.grad_fn._forward_cls.apply) is None
+        ):
+            raise Mismatch("comes from an autograd Function that is no Operator with `words`")
         if known is not None and (missing := self.groups.keys() - known):
             raise Mismatch(f"nobody said what it is on {min(missing)}")
         return known and {axis: known[axis] for axis in self.groups}
@@ -261,8 +268,14 @@ class Follow(TorchFunctionMode):
         """Of a tensor: its gradient has a type of its own, its transpose has that of the tensor."""
         out = func(*args)
         if isinstance(out, Tensor) and func.__self__.__name__ in functions.VIEWS:
-            _give(out, type_of(args[0]))
+            _give(out, self.known(args[0]))
         return out
+
+
+def _operator(func: Any) -> type[Operator] | None:
+    """The operator whose `apply` this is."""
+    of = getattr(func, "__self__", None)
+    return of if isinstance(of, type) and issubclass(of, Operator) else None
 
 
 def _give(x: Tensor, made: Type | None) -> None:
@@ -299,27 +312,10 @@ def checking(**groups: dist.ProcessGroup) -> Iterator[Follow]:
             raise ValueError(f"{axis}={group!r}: allowed is a process group that holds this rank")
     if not groups:
         raise ValueError("groups: there is none; allowed is one for each axis, as in tp=group")
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    class Apply:
-        """torch passes an autograd Function by; this asks the modes, and the next one of them."""
-
-        def __get__(self, _: Any, cls: type) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
-                if not torch._C._len_torch_function_stack() or not meshes:
-                    return apply.__get__(None, cls)(*args)
-                given = tuple(x for x in args if isinstance(x, Tensor))
-                return handle_torch_function(call, given, *args)
-
-            call.operator = cls
-            return call
-
     mode = Follow(groups)
-    torch.autograd.Function.apply = Apply()
     meshes.append(tuple(groups))
     try:
         with mode:
             yield mode
     finally:
         meshes.pop()
-        torch.autograd.Function.apply = apply

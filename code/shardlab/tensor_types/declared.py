@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_kind
-
 from .messages import Mismatch, located
 
 Type = dict[str, str]  # axis -> word
@@ -30,7 +28,6 @@ def declare(x: Some, **words: str) -> Some:
     a leaf that is the same on all ranks may be said to be I, R or V: no gradient is behind it.
     Raises ValueError for an unknown word or axis, Mismatch where more is known.
     """
-    check_kind(Tensor, x=x)
     _check_words(words)
     known = type_of(x) or {}
     for axis, word in words.items():
@@ -48,8 +45,6 @@ def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> N
 
     Messages name these parameters. Raises ValueError for names that are missing or too many.
     """
-    check_kind(nn.Module, module=module)
-    check_kind((str, Mapping), **words)
     for x in module.buffers():
         declare(x, **dict.fromkeys(words, "R"))
     named = dict(module.named_parameters())
@@ -65,7 +60,6 @@ def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> N
 
 def believe(x: Some, **words: str) -> Some:
     """Overwrite what is known of `x`: for what hooks did to a gradient, where nobody looked."""
-    check_kind(Tensor, x=x)
     _check_words(words)
     x.over_ranks = {**(type_of(x) or {}), **words}
     return x

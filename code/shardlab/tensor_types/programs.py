@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab import ranks
-from shardlab.ranks import check_group
 
 from .core import checking, combined, moved
 from .declared import declare
@@ -132,7 +131,6 @@ def wrong_gradients(
     Of I each rank has to have all of the gradient, of R and P's own words what DUAL says: R's
     gradients add up to it, V's and P's are each for its own numbers.
     """
-    check_group(group)
     given = parameters(seed, group)
     weights = torch.arange(1.0, _SIZE + 1, dtype=torch.float64, device=ranks.device())
 

@@ -274,6 +274,13 @@ def test_nothing_wrong_is_run():
     assert "given V" in refused(step) and not ran
 
 
+def test_a_function_whose_words_nobody_sees_is_refused():
+    def step(tp):
+        (SumsTwice.apply(grown(2, tp="P"), tp) * 2.0).sum().backward()
+
+    assert "an autograd Function that is no Operator" in refused(step)
+
+
 def test_addends_go_through_what_is_linear():
     def linear(tp):
         p, r = grown(4, 4, tp="P"), grown(4, 4, tp="R")

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -231,10 +231,7 @@ def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
     waits: collects the places at which the host waits for a GPU; there are none in a step after the
     first, which makes connections.
     """
-    config, device = row.config, ranks.device().type
-    if config and device != "cpu":  # elsewhere dropout has not one process's bits
-        config = replace(config, dropout=0.0)
-    row = replace(row, config=config)
+    config = row.config
     plain, own = row.model(config), groups(row)
     theirs = SIDES[row.against](row, copy.deepcopy(plain), own)
     mine = SIDES[row.technique](row, plain, own)

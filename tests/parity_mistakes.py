@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from contract import Row
 from parity_programs import (
     CLIP,
     CONTIGUOUS,
-    DROPS,
     GPT2,
     LLAMA,
     ONE,
@@ -48,7 +46,6 @@ from shardlab.common import show
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import Config
 from shardlab.layout import Layout
-from shardlab.tensor_parallel import dropout
 
 
 def swapped_sums(module: nn.Module, group: Any) -> None:
@@ -183,7 +180,6 @@ SWAPPED = replace(
 )
 COPIES = row("experts", SPARSE, Layout(dp=4, ep=2))
 MESH = row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **CLIP)
-DROPPING = row("tensor", DROPS, Layout(tp=2))
 
 COURSE: dict[str, Wrong] = {
     "collectives: two sums in another order": Wrong(
@@ -231,10 +227,6 @@ COURSE: dict[str, Wrong] = {
     ),
     "pipeline: micro-batches divided twice": Wrong(
         PARTED, "gradient ", "0.25 times", mistake=lambda side: counted(side, 0.25)
-    ),
-    "dropout: heads of all ranks drop alike": Wrong(
-        DROPPING, r"forward blocks\.0\.attention\.out", "random numbers are drawn",
-        instead=((dropout, "dist", SimpleNamespace(get_rank=lambda group: 0)),),
     ),
     "tensor: shards drawn from one seed": Wrong(
         TENSOR, "weights ", "another seed", mistake=lambda side: shards(side, False)
@@ -294,6 +286,7 @@ class Mistake(NamedTuple):
 HANGS, RAISES = "it hangs: there is no run to compare", "it is refused, or raises, at once"
 BYTES = "all numbers are right: bytes, counted, show it"
 SECONDS = "all numbers are right: seconds, measured, show it"
+MASKS = "masks are random: seeds are compared, and numbers with dropout 0"
 FILE = "it is in what is saved, and nothing is trained by it: loading shows it"
 
 SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the program or the reason
@@ -371,8 +364,8 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
     },
     "tensor_parallel": {
         "The forgotten all-reduce": "tensor: sum of the input's gradient forgotten",
-        "Dropout: ranks with seeds of their own": "dropout: other masks on each rank",
-        "one seed too many": "dropout: heads of all ranks drop alike",
+        "Dropout: ranks with seeds of their own": MASKS,
+        "one seed too many": MASKS,
         "Shards initialised apart": "tensor: shards drawn from seeds of their own",
         "one seed on all ranks": "tensor: shards drawn from one seed",
         "A batch for each rank, a norm for each rank": "tensor: a batch for each rank",
@@ -417,7 +410,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "the twins do not meet": "pipeline: a tied matrix's gradient of one end",
         "norms are not summed": "sequence: gradients of norms not summed",
         "copies weigh the same": "data: a mean of means over other counts",
-        "A seed for each rank": "dropout: other masks on each rank",
+        "A seed for each rank": MASKS,
     },
     "deepspeed_engine": {
         "A misspelt name": "DeepSpeed: clipped unasked",

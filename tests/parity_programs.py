@@ -378,7 +378,6 @@ def right() -> Iterator[tuple[str, Row]]:
         for stage in (0, 1, 3):
             layout = Layout(dp=n, zero=stage)
             yield f"resumed {stage} {n}", row("resumed", LLAMA, layout)
-        yield f"tensor dropout {n}", row("tensor", DROPS, Layout(tp=n))
         if n == 4:
             yield "grouped 4", row("grouped", replace(LLAMA, kv_heads=2), Layout(tp=n))
         yield f"experts {n}", row("experts", SPARSE, Layout(dp=n, ep=n))
@@ -609,10 +608,6 @@ def twice_divided(module: nn.Module, *groups: Any, right: Any = experts.average_
         p.grad /= dist.get_world_size()
 
 
-def own_masks(side: Any) -> None:
-    side.begin = lambda: torch.manual_seed(1000 + dist.get_rank())
-
-
 def data(**more: Any) -> Row:
     return row("data", more.pop("config", GPT2), more.pop("layout", ONE),
                options={"way": "parameters"}, **more)  # fmt: skip
@@ -764,9 +759,5 @@ WRONG: dict[str, Wrong] = {
     "experts: tokens dropped by a capacity": Wrong(
         EXPERTS, r"forward blocks\.\d\.ffn\.", "rows are on no rank",
         other=replace(EXPERTS, config=replace(SPARSE, capacity=0.75)),
-    ),
-    "dropout: other masks on each rank": Wrong(
-        row("tensor", DROPS, Layout(tp=2)), r"forward blocks\.0\.", "random numbers are drawn",
-        mistake=own_masks,
     ),
 }  # fmt: skip

@@ -230,15 +230,13 @@ CUT = {
     "untied": UNTIED,
     "no bias": replace(GPT2, bias=False, layers=1),
     "swiglu, bias, tied": replace(LLAMA, bias=True, tied=True, norm="layer", layers=1),
-    "dropout": replace(GPT2, dropout=0.3),
-    "dropout, llama": replace(LLAMA, dropout=0.2, layers=1),
     "qwen": QWEN,
     "latent": LATENT,
-    "latent keys, dropout": replace(LATENT, query_latent=None, dropout=0.3, window=3, layers=1),
+    "latent keys": replace(LATENT, query_latent=None, window=3, layers=1),
     "deepseek": ROUTED_LATENT,
-    "copies": replace(LLAMA, kv_heads=1, bias=True, dropout=0.2, layers=1),
+    "copies": replace(LLAMA, kv_heads=1, bias=True, layers=1),
 }
-NEW = [CUT[case] for case in ("qwen", "latent", "latent keys, dropout", "deepseek", "copies")]
+NEW = [CUT[case] for case in ("qwen", "latent", "latent keys", "deepseek", "copies")]
 
 
 def tensors() -> Iterator[Row]:
@@ -248,19 +246,19 @@ def tensors() -> Iterator[Row]:
         # What a model is made of is cut on two ranks as on four.
         rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            daily = case in ("gpt2", "llama", "dropout", "qwen")  # four ranks copy its heads
+            daily = case in ("gpt2", "llama", "qwen")  # four ranks copy its heads
             more = near if daily else rest
             if t == 1 and config in NEW:
                 more = near | {"weekly": "cpu"}
             yield row("tensor", case, config, Layout(tp=t), **more)
-        for case in ("llama", "dropout"):
+        for case in ("llama", "gpt2"):
             layout = Layout(tp=t, recompute="full")
             yield row("tensor", f"{case}, recomputed", CUT[case], layout, **near)
         options = {"by_layer": True}
         yield row("tensor", "layer by layer", LLAMA, Layout(tp=t), options=options, **rest)
         yield row("tensor", "frozen", UNTIED, Layout(tp=t), frozen=("embedding",), **rest)
         along = Layout(tp=t, sequence_parallel=True)
-        for case in ("gpt2", "llama", "dropout", "qwen", "latent"):
+        for case in ("gpt2", "llama", "qwen", "latent"):
             config = replace(CUT[case], seq=8)
             more = near | {"weekly": "cpu" if CUT[case] in NEW and t != 2 else ""}
             yield row("tensor", f"{case}, along", config, along, **more)
@@ -363,7 +361,7 @@ def meshes() -> Iterator[Row]:
     """Several cuts at once."""
     gpt = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
     llama = replace(gpt, mlp="swiglu", norm="rms", bias=False, tied=False)
-    drops = replace(gpt, dropout=0.2)
+    deep = replace(gpt, layers=4)
     eight = Layout(dp=2, pp=2, tp=2, microbatches=2)
     four = replace(eight, pp=1)
     along = {"sequence_parallel": True}
@@ -371,35 +369,35 @@ def meshes() -> Iterator[Row]:
         (Layout(microbatches=2), gpt, (3,)),
         (replace(eight, dp=1, schedule="gpipe", **along), gpt, (4,)),
         (replace(eight, tp=1, zero=1), gpt, (2, 2)),
-        (replace(four, zero=2, **along), drops, (4, 3)),
+        (replace(four, zero=2, **along), gpt, (4, 3)),
         (replace(four, zero=3, microbatches=1, **along), llama, (2, 2)),
         (replace(four, zero=3, order=("tp", "pp", "dp")), gpt, (2, 3)),
         (replace(eight, zero=1, **along), gpt, (2, 2)),
-        (replace(eight, zero=1, **along), replace(drops, layers=4), (3, 2)),
-        (eight, replace(llama, dropout=0.1), (2, 3)),
+        (replace(eight, zero=1, **along), deep, (3, 2)),
+        (eight, llama, (2, 3)),
         (replace(eight, zero=1, order=("pp", "tp", "dp")), gpt, (2, 2)),
     ]
     cases += [(Layout(dp=2, zero=s), gpt, (2, 2)) for s in range(4)]
     looped = {"schedule": "interleaved", "chunks": 2}
-    deep, again = replace(gpt, layers=4), {"recompute": "full"}
+    again = {"recompute": "full"}
     cases += [
         (replace(eight, dp=1, **looped, **along), deep, (4,)),
         (replace(eight, tp=1, zero=1, **looped), replace(deep, layers=6), (2, 3)),
-        (replace(eight, zero=1, **looped, **along, **again), replace(drops, layers=4), (3, 2)),
+        (replace(eight, zero=1, **looped, **along, **again), deep, (3, 2)),
         (replace(eight, dp=1, pp=4, tp=1, **looped), replace(deep, layers=8), (4,)),
         (replace(four, zero=3, **again), llama, (2, 2)),
-        (Layout(tp=2, **along, **again), drops, (2,)),
+        (Layout(tp=2, **along, **again), gpt, (2,)),
         (Layout(pp=2, microbatches=3, schedule="naive", **again), gpt, (4,)),
     ]
     cases += [(Layout(tp=2, **along), llama, (2,)), (Layout(pp=2, microbatches=2), gpt, (4,))]
     for number, (layout, config, sizes) in enumerate(cases):
-        # On eight ranks: 6 is in 7, which drops as well, and the order of 9 is in 5.
+        # On eight ranks: 6 is in 7, and the order of 9 is in 5.
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
         if layout.ranks in (2, 4):
             # One cut alone is in the rows of its technique, and beside others on four.
             narrow = (AGAIN if layout.ranks == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
-            yield row("mesh", f"{number}", replace(config, dropout=0.0), layout, **narrow)
+            yield row("mesh", f"{number}", config, layout, **narrow)
     short = {"sizes": (2, 3), "ignored": True}
     yield row("mesh", "short", gpt, replace(eight, zero=1), clip=(0.3,), **short)
     yield row("mesh", "short", gpt, replace(four, zero=2), **F32 | short | {"weekly": ""})

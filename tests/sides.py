@@ -104,12 +104,8 @@ class Side:
         self.optimizer = row.optimizer(self.model)
         place = {axis: dist.get_rank(group) for axis, group in groups.items()}
         self.copy = place["dp"]
-        self.number = 0
 
     def made(self, model: Any, **_: Any) -> Any:
-        drops = self.row.technique == "mesh" and self.row.config.dropout
-        blocks = dict(model.blocks.named_children()) if drops else {}
-        self.drops = mesh.PlacedDropout(blocks) if drops else None
         return model
 
     def loss(self, part: Part, reduction: str = "mean") -> Tensor:
@@ -121,9 +117,6 @@ class Side:
         return experts.watch(self.model) if self.row.balanced else nullcontext([])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
-        if self.drops:
-            self.drops.begin(self.number)
-        self.number += 1
         total, found, whole = sum(counted(part) for copy in batch for part in copy), {}, 0.0
         with self.watched() as routed:
             for number, copy in enumerate(batch):
@@ -140,8 +133,6 @@ class Side:
         if self.row.balanced:
             (whole + 0.1 * experts.balancing_loss(routed)).backward()
             experts.update_bias(routed, 0.01)
-        if self.drops:
-            self.drops.end()
         return found | {None: sum(found.values()) / len(batch)}
 
     def named(self) -> dict[str, nn.Parameter]:
@@ -272,7 +263,7 @@ class Masters(Side):
     """One process that computes in few bits and keeps weights in 32."""
 
     def made(self, model: Any, compute_dtype: torch.dtype, **_: Any) -> Any:
-        self.drops, self.narrow = None, GPT(model.config).to(ranks.device(), compute_dtype)
+        self.narrow = GPT(model.config).to(ranks.device(), compute_dtype)
         self.follow(model)
         return model
 
@@ -348,8 +339,6 @@ class Tensors(Side):
         elif self.row.options.get("by_layer"):
             options = {"edges": tp.Edges(tp.copy_to, tp.reduce_from)}
         model = tp.parallelize(model, self.group, **options)
-        if layout.sequence_parallel:
-            sp.slice_dropouts(model, self.group)
         self.cuts = tp.cuts(model)
         return recomputed(model) if layout.recompute == "full" else model
 

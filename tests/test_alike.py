@@ -143,8 +143,7 @@ COPIED = {
     "ring": lambda group: cp.distribute(gpt(), group, "ring"),
     "ulysses": lambda group: cp.distribute(gpt(), group, "ulysses", "contiguous"),
     "tensor": lambda group: tp.parallelize(gpt(), group),
-    "tensor, equal dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="equal"),
-    "tensor, own dropout": lambda group: tp.parallelize(gpt(DROPS), group, dropout="own"),
+    "tensor, dropout": lambda group: tp.parallelize(gpt(DROPS), group),
     "sequence": lambda group: tp.parallelize(gpt(), group, sp.ALONG_SEQUENCE),
     "experts": lambda group: experts.parallelize(gpt(SPARSE), group),
 }
@@ -269,7 +268,6 @@ DIFFER = {
         wrapped(tp.parallelize, model=THREE),
         {
             "edges": wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
-            "dropout": wrapped(tp.parallelize, dropout="own", model=THREE),
             "model": wrapped(tp.parallelize, model=replace(THREE, layers=2)),
             "config": wrapped(tp.parallelize, model=replace(THREE, rotary_base=500.0)),
         },

@@ -68,7 +68,6 @@ def step_of(name):
         return lambda x, y: (tp.loss(model(x), y, group).backward(), tp.clip_grad_norm_(model, 1.0))
     if name == "along_sequence":
         model = tp.parallelize(gpt(), group, edges=sp.ALONG_SEQUENCE)
-        sp.slice_dropouts(model, group)
         return lambda x, y: (
             tp.loss(model(x), y, group).backward(),
             sp.sum_gradients(model, group),

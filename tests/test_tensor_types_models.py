@@ -134,8 +134,7 @@ def test_torchs_optimizer_passes():
 def test_dropout_passes_where_each_rank_draws_for_its_heads():
     def dropped(tp):
         model = GPT(replace(GPT2, dropout=0.1))
-        model = tp_.parallelize(model, tp, sp.ALONG_SEQUENCE, dropout="own")
-        sp.slice_dropouts(model, tp)
+        model = tp_.parallelize(model, tp, sp.ALONG_SEQUENCE)
         tt.declare_parameters(model, tp=tp_.words(model))
         x, y = batch(tp="R")
         tp_.loss(model(x), y, tp).backward()
@@ -190,9 +189,8 @@ def test_wrappers_of_data_parallelism_pass():
     assert ranks.run(lambda: list(map(wrapped, kinds)), 2) == [[1] * 4] * 2
 
 
-# Not over ranks: a product of which backward computes a half, seconds asleep, a GPU's dropout.
+# Not over ranks: a product of which backward computes a half, seconds asleep.
 WITHOUT_WORDS = {"pipeline.deferred._Linear", "pipeline.pipelines._Sleep"}
-WITHOUT_WORDS |= {"sequence_parallel.dropout._Fused"}
 
 
 def test_every_operator_states_its_words():

@@ -77,7 +77,7 @@ from shardlab.data_parallel.buckets import add_up
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout, orders
 from shardlab.measure import count
-from shardlab.mesh import Parallel, PlacedDropout, picture
+from shardlab.mesh import Parallel, picture
 from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
 from shardtools.commands.mesh import add_command
 
@@ -348,7 +348,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # These are the largest differences of any number in the model. They come from sums in another order.
-# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with dropout, uneven batches, chunks and recomputation.
+# In float64 [the tests](../tests/test_contract.py) hold two dozen meshes to $10^{-11}$ after each of five steps, all with clipping, some with uneven batches, chunks and recomputation.
 #
 # ## What each of them needs
 #
@@ -483,38 +483,10 @@ for seeded in ("one seed", "by rank", "by copy"):
     assert right == (seeded == "by copy")
 show.table(rows, ["seeds", "alike in a tensor group", "alike in two copies"])
 
-
 # %% [markdown]
-# 50 % is what chance gives. So seed by copy and stage.
-# But then another mesh drops other numbers: you can neither compare with one process nor resume under another mesh. [`PlacedDropout`](../code/shardlab/mesh/dropout.py) solves this. Before each block it sets the generator by step, block and micro-batch, where micro-batches are counted over all copies.
-
-# %% tags=["hide-input"]
-# Holds a job with PlacedDropout against one process
-def dropped():
-    config, sizes, microbatches = replace(SMALL, dropout=0.2), (3, 2), 2
-    layout = replace(EIGHT, zero=1, sequence_parallel=True)
-    job, reference = parallel(layout, config), model_of(config)
-    drops = PlacedDropout(dict(reference.blocks.named_children()))
-    copy, off = dist.get_rank(job.groups.dp), 0.0
-    tokens, targets = batch_of(config, 5, 0)
-    value = job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
-    drops.begin(0)
-    for x, y in zip(tokens.split(sizes), targets.split(sizes)):
-        for a, b in zip(x.tensor_split(microbatches), y.tensor_split(microbatches)):
-            part = loss(reference(a), b) * len(a) / len(tokens)
-            part.backward()
-            value = value - part.detach()
-    drops.end()
-    found = mesh.full_tensors(job, lambda piece: piece.grad)
-    off = max(gap(found[n], p.grad) for n, p in reference.named_parameters())
-    return abs(value.item()), off
-
-
-lost, off = ranks.run(dropped, 8, device="cpu")[0]  # CPU: masks by the CPU's generator
-assert lost < 5e-6 and off < 1e-5  # float32
-print(f"dropout on 8 ranks: loss off by {short(lost)}, gradients by {short(off)}")
-
-# %% [markdown]
+# 50 % is what chance gives. So `Parallel` seeds torch's generator by copy and stage; within a tensor group, [each rank draws for itself](tensor_parallel.md#dropout-ranks-with-seeds-of-their-own-or-with-one-seed-too-many) only where it has a part.
+# Another mesh then drops other numbers: compare with one process at dropout 0.
+#
 # ## What it costs
 #
 # ### Held and sent, by group
@@ -724,7 +696,7 @@ show.table(rows, head)
 # %% [markdown]
 # The weights as loaded have the same bits under every mesh. Two steps later they have them only if sums are made in the same order.
 # Another $p$ changes no sum while the micro-batches are the same. Another $t$ or $d$ adds up in another order, and the last digits differ.
-# Dropout also goes on with the same numbers if `PlacedDropout` draws them and $d$ times the $m$ micro-batches of a copy is unchanged: [the tests](../tests/test_mesh.py) hold it to the bit.
+# Dropout draws other numbers under another mesh.
 #
 # ## Hybrid sharding: ZeRO-3 in a node, copies across
 #
@@ -985,7 +957,7 @@ check(my_mesh)
 # - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
 # - The last digit is the tensor axis's, which sends in every layer. Other orders send up to 24 times as much out of a node.
 # - Cut matrices, then layers, then shard over copies. A step sums along tensor, pipeline, between the twins, along data, and last what is partly seen.
-# - Every number counts once in the gradient norm; copies weigh by their tokens that count; dropout follows the place in the model and the batch, not the rank.
+# - Every number counts once in the gradient norm; copies weigh by their tokens that count; copies and stages drop by seeds of their own, the ranks of a tensor group by one.
 # - What ranks hold and send is predicted to the byte, along each axis.
 # - A checkpoint loads under any mesh with the same bits; later steps have them if sums are made in the same order.
 #

@@ -413,8 +413,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 # %% [markdown]
 # The differences are rounding: sums over ranks are made in another order than one process makes them.
-# [The tests](../tests/test_sequence_parallel.py) do the same with SwiGLU, grouped keys and values, untied heads, and dropout.
-# For dropout each rank draws the mask of all tokens and uses its own tokens' part ([dropout.py](../code/shardlab/sequence_parallel/dropout.py)), so that the bits are one process's.
+# [The tests](../tests/test_contract.py) do the same with SwiGLU, grouped keys and values, and untied heads.
 #
 # ## What it costs
 #
@@ -535,7 +534,7 @@ show.table(rows, [*head, "counted (B)"], caption="A rank of four, one step")
 #
 # **Does dropout use the same mask on every rank?**
 # It must not. Outside the cut parts ranks have different tokens, and inside different heads, so they need different masks. If all draw from one seed, they drop the same places of different tokens: nothing fails, but the masks are not independent.
-# Megatron keeps a second state of the random generator for this. Ours draws the whole mask on every rank, which costs time and gives the bits of one process.
+# Megatron keeps a second state of the random generator for this. [Ours](../code/shardlab/tensor_parallel/dropout.py) seeds the generator by rank for the time of the layer, and puts it back. So compare with one process at dropout 0.
 #
 # **Which sequence parallelism is meant?**
 # Three things go by the name. Megatron's option `--sequence-parallel` and PyTorch's `SequenceParallel` are this lesson's.

@@ -62,7 +62,7 @@ from shardlab.layout import Layout
 from shardlab.measure import count, link
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
-from shardlab.tensor_parallel.dropout import _own
+from shardlab.tensor_parallel.dropout import own_seed
 from shardlab.tensor_parallel.overlap import _Columns
 
 show.style()
@@ -976,7 +976,7 @@ print("tensors of a plain GPT:", len(weights))
 # ### Five steps beside one process
 #
 # The next cell trains one process and $t$ ranks on the same batches, and compares logits, gradients and weights.
-# "GPT-2's" are its choices (GELU, LayerNorm, biases, a tied head), "Llama's" its own (SwiGLU, RMSNorm, two heads of queries for each of keys and values, no tied head); "dropout" is the first with dropout of 10 %.
+# "GPT-2's" are its choices (GELU, LayerNorm, biases, a tied head), "Llama's" its own (SwiGLU, RMSNorm, two heads of queries for each of keys and values, no tied head).
 
 # %% tags=["hide-input"]
 # Table: largest differences from one process, on 2 and on 4 ranks
@@ -984,11 +984,7 @@ GPT2ISH = Config(seq=32, layers=2, heads=8, hidden=64)
 LLAMAISH = replace(
     GPT2ISH, kv_heads=4, mlp="swiglu", norm="rms", bias=False, tied=False
 )
-CASES = {
-    "GPT-2's": GPT2ISH,
-    "Llama's": LLAMAISH,
-    "dropout": replace(GPT2ISH, dropout=0.1),
-}
+CASES = {"GPT-2's": GPT2ISH, "Llama's": LLAMAISH}
 
 
 def gradients_apart(alone, cut_, group):
@@ -1017,7 +1013,6 @@ def compare(config, dtype):
     for step in range(5):
         outputs = []
         for model, of, optimizer in models:
-            torch.manual_seed(step)  # dropout: all ranks draw the same
             optimizer.zero_grad()
             tokens, targets = batch(step, 4, 32)
             outputs.append(model(tokens))
@@ -1031,27 +1026,21 @@ def compare(config, dtype):
     return [*found, max(apart(weights[name], full[name]) for name in weights)]
 
 
-def compare_all(names):
+def compare_all():
     types = torch.float32, torch.float64
-    return [compare(CASES[name], dtype) for name in names for dtype in types]
+    return [compare(config, dtype) for config in CASES.values() for dtype in types]
 
 
 rows = []
-for names, device in ((["GPT-2's", "Llama's"], "auto"), (["dropout"], "cpu")):
-    # A mask's bits are one process's on the CPU alone; a GPU's kernels draw their own.
-    found = [
-        torch.tensor(ranks.run(compare_all, t, names, device=device)) for t in (2, 4)
-    ]
-    for i, (name, dtype) in enumerate(
-        (n, d) for n in names for d in ("float32", "float64")
-    ):
-        # Sums over ranks are made in another order. Logits and gradients reach 1; AdamW
-        # divides by a gradient's size, and where that is almost 0, rounding decides
-        # which way a weight moves.
-        room = (1e-4, 1e-4, 5e-3) if dtype == "float32" else (1e-12, 1e-12, 1e-9)
-        off = torch.cat(found)[:, i].amax(0).tolist()
-        assert all(x <= limit for x, limit in zip(off, room, strict=True)), off
-        rows.append((name, dtype, *map(short, off)))
+found = [torch.tensor(ranks.run(compare_all, t)) for t in (2, 4)]
+for i, (name, dtype) in enumerate((n, d) for n in CASES for d in ("float32", "float64")):
+    # Sums over ranks are made in another order. Logits and gradients reach 1; AdamW
+    # divides by a gradient's size, and where that is almost 0, rounding decides
+    # which way a weight moves.
+    room = (1e-4, 1e-4, 5e-3) if dtype == "float32" else (1e-12, 1e-12, 1e-9)
+    off = torch.cat(found)[:, i].amax(0).tolist()
+    assert all(x <= limit for x, limit in zip(off, room, strict=True)), off
+    rows.append((name, dtype, *map(short, off)))
 show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps"])
 
 
@@ -1619,10 +1608,10 @@ assert fraction == 1.0
 # By chance, two masks agree in 82 % of their entries, $0.9^2 + 0.1^2$, as those of one rank's heads do. Two ranks' agree in all: heads drop in pairs.
 #
 # The loss does not show the other mistake: dropout is noisy in any case. But the ranks no longer have the same stream. They multiply different $X$ by parts of one matrix, and nothing equals one process any more.
-# `parallelize` draws attention's mask whole on every rank and keeps its own heads' part (`dropout="equal"`), or lets each rank draw from a seed of its own inside the region only, and puts the generator back (`"own"`), as Megatron does:
+# `parallelize` does as Megatron does. Inside attention each rank draws from a seed of its own, and then puts the generator back:
 
 # %%
-show.source(_own)
+show.source(own_seed)
 
 
 # %% [markdown]

@@ -944,7 +944,6 @@ print(tt.check(without_gradients, tp=2))
 
 # %% [markdown]
 # What moves between two ranks only, as in a pipeline, has no words: there each rank runs another program. Check the model uncut.
-# Dropout within attention (`"equal"`) draws masks of which nobody knows the word, and is refused: check with dropout 0.
 #
 # ### Every mistake of this course
 #

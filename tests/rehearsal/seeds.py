@@ -130,15 +130,6 @@ SEEDS = [
         "the host waits at",
     ),
     Seed(
-        "dropout in place, which is another kernel",
-        "shardlab/sequence_parallel/dropout.py",
-        "if gpu.is_on(x_BsH.device) and self.p < 1:",
-        "if False:",
-        "sequence_parallel.token_dropout",
-        "differs by",
-        gpus=4,
-    ),
-    Seed(
         "what is under way is overwritten after an error",
         "shardlab/data_parallel/core.py",
         "            bucket.work.wait()\n            for parameter in bucket.parameters:",

@@ -2,7 +2,6 @@
 
 - `core`: a layout's groups; the plain GPT along three of them at once, `Parallel`: what the
   lesson teaches;
-- `dropout`: numbers that do not depend on the mesh;
 - `states`: whole weights and gradients, the tensors of a checkpoint, what a rank holds and sends;
 - `predict`: the same by formula, and what a mesh cannot train;
 - `groups`, `picture`: the groups of any layout, in words and drawn;
@@ -17,7 +16,6 @@ __all__ = [
     "Groups",
     "Instead",
     "Parallel",
-    "PlacedDropout",
     "SCHEDULES",
     "check_cuts",
     "counted",
@@ -39,7 +37,6 @@ _LATER = {
     "Groups": "shardlab.mesh.core",
     "Instead": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
-    "PlacedDropout": "shardlab.mesh.dropout",
     "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.states",

@@ -20,7 +20,7 @@ Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,16 @@ from shardlab.common.arguments import check_kind, check_whole
 from shardlab.data_parallel.buckets import add_up, clip_by_joint_norm
 from shardlab.gpt.model import GPT, IGNORED
 from shardlab.layout import Layout
+from shardlab.layout.boxes import Piece, whole
+from shardlab.layout.entries import ledger
 from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import agree, check_group, check_same, device
+from shardlab.ranks.gather import named
+from shardlab.zero.flat import Flat
+from shardlab.zero.saved import pieces_of
 
-from .dropout import PlacedDropout
+from . import states
 from .predict import check_cuts, layers_of_parts
-from .states import OnMesh
 
 Group = dist.ProcessGroup
 AXES = "dp", "pp", "tp"  # those of a layout that `Parallel` cuts along
@@ -91,7 +95,7 @@ def groups_of(device_mesh: DeviceMesh) -> Groups:
     return Groups(*(device_mesh.get_group(axis) for axis in AXES))
 
 
-class Parallel(OnMesh):
+class Parallel(nn.Module):
     """This rank's part of a plain GPT that is cut along three groups at once.
 
         layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=4)
@@ -106,8 +110,8 @@ class Parallel(OnMesh):
     those of the groups; schedule, chunks of each stage, micro-batches; ZeRO's stage between the
     copies, 2 and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices
     by tokens, too; recompute: "full" keeps of each block its input alone, and computes the rest
-    again in backward, messages too. seed: of dropout, which then drops what one process drops (see
-    `dropout`), whatever the layout.
+    again in backward, messages too. seed: of dropout; each copy and each stage seeds torch's
+    generator with a number of its own.
 
     `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
     matrix, or with ZeRO a flat piece of that part.
@@ -126,17 +130,19 @@ class Parallel(OnMesh):
         for axis, group in zip(AXES, groups, strict=True):
             if (degree := getattr(layout, axis)) != (size := check_group(group)[1]):
                 raise ValueError(f"{axis}={degree}: allowed with this group is {size}")
-        self.config, self.layout, self.groups, self.number = model.config, layout, groups, 0
+        self.config, self.layout, self.groups = model.config, layout, groups
         m, chunks = layout.microbatches, layout.chunks
         schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
         self._cut_matrices(model, layout.sequence_parallel)
         parts = self._cut_layers(model, schedule)
-        blocks = {number: block for part in parts for number, block in part.blocks.items()}
-        self.there = blocks
+        self.blocks = {number: block for part in parts for number, block in part.blocks.items()}
         if layout.recompute == "full":
-            pipeline.compute_again(list(blocks.values()))
+            pipeline.compute_again(list(self.blocks.values()))
         self._share_copies(parts, schedule)
-        self.dropout = PlacedDropout(blocks, seed) if self.config.dropout else None
+        if self.config.dropout:  # ranks of a tensor group have one seed: `parallelize` knows more
+            torch.manual_seed(
+                seed + dist.get_rank(groups.dp) * layout.pp + dist.get_rank(groups.pp)
+            )
 
     def _cut_matrices(self, model: GPT, sequence: bool) -> None:
         """Along tp: t ranks share each matrix, and with `sequence` the tokens in between."""
@@ -145,7 +151,6 @@ class Parallel(OnMesh):
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.partly = set()  # names of what is whole on every rank, but sees a t-th of the tokens
         if sequence:
-            sequence_parallel.slice_dropouts(model, self.groups.tp)
             self.partly = {names[p] for p in sequence_parallel.seen_partly(model)}
         self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
         self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
@@ -212,27 +217,20 @@ class Parallel(OnMesh):
         shorter than the micro-batches are many. Returns the mean loss over the joined batch on
         every rank; gradients are those of this mean.
         """
-        copy, copies = check_group(self.groups.dp)
         # The average over copies shall be the mean over targets: a copy with more weighs more.
         counted = (targets_BS != IGNORED).sum()
         total = counted.clone()
         dist.all_reduce(total, group=self.groups.dp)  # a scalar
-        self.weight = counted * copies / total.double()
-        if self.dropout is not None:
-            microbatches = self.pipeline.schedule.microbatches
-            self.dropout.begin(self.number, first=copy * microbatches, device=tokens_BS.device)
+        self.weight = counted * self.layout.dp / total.double()
         # tp: sums in every layer; pp: activations, and the sum of the twins' gradients; dp, where
         # every copy holds all: the average.
         value = self.pipeline.step(tokens_BS, targets_BS)
-        if self.dropout is not None:
-            self.dropout.end()
         if self.layout.zero == 1:
             for part in self.sharded:
                 part.reduce()  # dp: the average, of which each copy gets its pieces
         if self.partly:  # tp: norms and late biases, whose gradients know a t-th of the tokens
             known = [p.grad for name, p in self.named_parameters() if name in self.partly]
             add_up([g for g in known if g is not None], self.groups.tp, joined=True)
-        self.number += 1
         return self._joined(value, total)
 
     @torch.no_grad()
@@ -272,3 +270,59 @@ class Parallel(OnMesh):
         """What this rank's optimizer trains, by the plain model's names."""
         for name, parameter in self.pipeline.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
+
+    def changed(self) -> None:
+        """Pieces have new values, here or on other ranks: all ranks call it."""
+        for part in self.sharded:
+            part.changed()
+
+    @property
+    def flats(self) -> list[Flat]:
+        """What ZeRO has dealt out of them."""
+        return [flat for part in self.sharded for flat in part.flats]
+
+    def pieces(self) -> list[Piece]:
+        """What this rank trains, and buffers, as parts of the plain model's tensors: views.
+
+        Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
+        """
+        rank, size = check_group(self.groups.tp)
+        boxes = {entry.name: entry.box(rank, size) for entry in ledger(self.config)}
+        if self.sharded:
+            found = [piece for flat in self.flats for piece in pieces_of(flat, boxes)]
+        else:
+            found = [Piece(name, boxes[name], p.detach()) for name, p in self.named_parameters()]
+        found = [piece._replace(name=self.checkpoint_name(piece.name)) for piece in found]
+        return found + [Piece(name, whole(b.shape), b) for name, b in self.untrained.items()]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The plain model's state dict, whole and on every rank; every rank has to call it."""
+        found = states.full_tensors(self)
+        if self.config.experts:
+            found |= named(self.untrained, self.groups.pp)
+        return found
+
+    @property
+    def untrained(self) -> dict[str, Tensor]:
+        """Buffers of this rank's layers: a router's bias, which its whole tensor group has."""
+        return {
+            f"blocks.{number}.{name}": buffer
+            for number, block in self.blocks.items()
+            for name, buffer in block.named_buffers()
+        }
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank's own tensors are no model."""
+        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
+
+    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
+        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
+        return states.checkpoint_tensors(self, optimizer, to_load)
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name in a checkpoint: a tied head's is the embedding's, as in one process."""
+        return "embedding.weight" if self.config.tied and name == "head.weight" else name
+
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
+        """Take over such tensors, saved under any mesh after `step` steps."""
+        states.restore(self, optimizer, state)

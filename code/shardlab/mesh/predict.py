@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 
 from shardlab import tensor_parallel
-from shardlab.common.arguments import check_kind, check_whole, given
 from shardlab.common.shapes import Config
 from shardlab.data_parallel.buckets import MIB, deal
 from shardlab.layout import Layout, Stage, entries
@@ -48,8 +47,6 @@ def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
 
     `layout` with all these values is one that `check_cuts` takes, as far as the model can be cut.
     """
-    check_kind(Config, config=config)
-    check_kind(Layout, layout=layout)
     found = {
         name: Instead(only, f": allowed in a mesh is {only!r}")
         for name, only in {"cp": 1, "ep": 1, "etp": None, "replicas": 1, "offload": "none"}.items()
@@ -73,7 +70,6 @@ def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
 
 def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
     """Raise ValueError for what `Parallel` cannot train; `seq`: tokens of a sequence, if known."""
-    check_kind(Layout, layout=layout)
     tensor_parallel.predict.check_degree(config, layout.tp)
     for name, instead in left_out(config, layout).items():
         raise ValueError(f"{name}={getattr(layout, name)!r}{instead.why}")
@@ -83,7 +79,6 @@ def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
             f"as many as give each part layers, and the last the head; here parts have {sizes}"
         )
         raise ValueError(f"pp={layout.pp}, chunks={layout.chunks}: allowed are {allowed}")
-    check_whole(**given(seq=seq))
     if layout.sequence_parallel and seq is not None and seq % layout.tp:
         allowed = f"multiples of {layout.tp}"
         raise ValueError(f"seq={seq}: allowed with sequence parallelism are {allowed}")
@@ -180,7 +175,6 @@ def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[st
 
     With a tied head on a stage of its own, by the embedding's name.
     """
-    check_kind(Config, config=config)
     check_cuts(config, layout)
     place = layout.place(rank)
     boxes = {entry.name: entry.box(place["tp"], layout.tp) for entry in entries.ledger(config)}
@@ -204,11 +198,9 @@ def predicted_sent(
     2(n-1)/n S, its halves (n-1)/n S. Of numbers there are some: the batch's size (8 bytes) and the
     loss (4) along dp, the loss along pp; with ZeRO a byte for each parameter.
     """
-    check_kind(Config, config=config)
     seq = config.seq if seq is None else seq
     check_cuts(config, layout, seq)
     batch = layout.micro_batch * layout.microbatches if batch is None else batch
-    check_whole(batch=batch)
     zero, microbatches = layout.zero, layout.microbatches
     place, (d, p, t) = layout.place(rank), (layout.dp, layout.pp, layout.tp)
     flats = shared(config, layout, place["pp"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,93 +18,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab.common.arguments import check_callable, check_kind
-from shardlab.layout.boxes import Piece, whole
 from shardlab.layout.entries import ledger
 from shardlab.measure import count
-from shardlab.ranks import check_group
 from shardlab.ranks.gather import joined, named
 from shardlab.tensor_parallel import shard_slice
-from shardlab.zero.flat import Flat
-from shardlab.zero.saved import assembled, deal_out, pieces_of, warm
+from shardlab.zero.saved import assembled, deal_out, warm
+
+if TYPE_CHECKING:
+    from .core import Parallel
 
 Of = Callable[[torch.nn.Parameter], Tensor | None]
 
 
-class OnMesh(nn.Module):
-    """A model of which each rank has a part: see `core.Parallel`, which has these attributes.
-
-    config: the plain model's. groups: three, one for each axis. cuts: by parameter's name, the
-    dimension along which the tensor group cuts it; several: into how many parts. sharded: its
-    parts, as ZeRO has sharded them; [] without. there: the layers that a rank has, by number.
-    """
-
-    def changed(self) -> None:
-        """Pieces have new values, here or on other ranks: all ranks call it."""
-        for part in self.sharded:
-            part.changed()
-
-    @property
-    def flats(self) -> list[Flat]:
-        """What ZeRO has dealt out of them."""
-        return [flat for part in self.sharded for flat in part.flats]
-
-    def pieces(self) -> list[Piece]:
-        """What this rank trains, and buffers, as parts of the plain model's tensors: views.
-
-        Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
-        """
-        rank, size = check_group(self.groups.tp)
-        boxes = {entry.name: entry.box(rank, size) for entry in ledger(self.config)}
-        if self.sharded:
-            found = [piece for flat in self.flats for piece in pieces_of(flat, boxes)]
-        else:
-            found = [Piece(name, boxes[name], p.detach()) for name, p in self.named_parameters()]
-        found = [piece._replace(name=self.checkpoint_name(piece.name)) for piece in found]
-        return found + [Piece(name, whole(b.shape), b) for name, b in self.untrained.items()]
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The plain model's state dict, whole and on every rank; every rank has to call it."""
-        found = full_tensors(self)
-        if self.config.experts:
-            found |= named(self.untrained, self.groups.pp)
-        return found
-
-    @property
-    def untrained(self) -> dict[str, Tensor]:
-        """Buffers of this rank's layers: a router's bias, which its whole tensor group has."""
-        return {
-            f"blocks.{number}.{name}": buffer
-            for number, block in self.there.items()
-            for name, buffer in block.named_buffers()
-        }
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank's own tensors are no model."""
-        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
-
-    def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
-        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
-        return checkpoint_tensors(self, optimizer, to_load)
-
-    def checkpoint_name(self, name: str) -> str:
-        """The name in a checkpoint: a tied head's is the embedding's, as in one process."""
-        return "embedding.weight" if self.config.tied and name == "head.weight" else name
-
-    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
-        """Take over such tensors, saved under any mesh after `step` steps."""
-        restore(self, optimizer, state)
-        self.number = step
-
-
 @torch.no_grad()
-def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
+def local(job: Parallel, of: Of) -> dict[str, Tensor]:
     """By name, `of` each parameter as this rank's tensor group cuts it; all copies call it.
 
     of(piece) is a tensor of the piece's shape, such as its gradient; None stands for zeros.
     """
-    check_kind(OnMesh, job=job)
-    check_callable(of=of)
     if not job.sharded:
         pairs = ((name, p, of(p)) for name, p in job.named_parameters())
         return {n: torch.zeros_like(p) if v is None else v.detach() for n, p, v in pairs}
@@ -115,7 +46,7 @@ def local(job: OnMesh, of: Of) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def full_tensors(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]:
+def full_tensors(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tensor]:
     """`of` each parameter of the plain model, whole and in its order, on every rank.
 
     full_tensors(job): the plain model's state dict; with `lambda piece: piece.grad`, its gradients.
@@ -136,7 +67,7 @@ def full_tensors(job: OnMesh, of: Of = lambda piece: piece) -> dict[str, Tensor]
 
 @contextmanager
 def checkpoint_tensors(
-    job: OnMesh, optimizer: torch.optim.Optimizer, to_load: bool
+    job: Parallel, optimizer: torch.optim.Optimizer, to_load: bool
 ) -> Iterator[dict[str, Any]]:
     """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
 
@@ -169,7 +100,7 @@ def checkpoint_tensors(
 
 
 @torch.no_grad()
-def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
     untrained, given = job.untrained, state["model"]
     for name, buffer in untrained.items():
@@ -192,7 +123,7 @@ def restore(job: OnMesh, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     job.changed()
 
 
-def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
+def _give(job: Parallel, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
     """Copy what is named by parameter, as the tensor group cuts it, into what pieces have of it."""
     if not job.sharded:
         for name, parameter in job.named_parameters():
@@ -202,7 +133,7 @@ def _give(job: OnMesh, values: dict[str, Tensor], target: Callable[[Any], Tensor
         deal_out(flat, values, {n: target(p) for n, p in zip(flat.names, flat.pieces, strict=True)})
 
 
-def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
     found = {}
     for name, tensor in mine.items():
         dimension, several = job.cuts[name], job.several[name]
@@ -214,7 +145,7 @@ def _named(job: OnMesh, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, 
     return found
 
 
-def _local(job: OnMesh, name: str, value: Tensor) -> Tensor:
+def _local(job: Parallel, name: str, value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return value.to_local()
     dimension, tp, several = job.cuts[name], job.groups.tp, job.several[name]
@@ -227,10 +158,8 @@ def _local(job: OnMesh, name: str, value: Tensor) -> Tensor:
 # What is there, counted: beside what `predict` has.
 
 
-def held(job: OnMesh, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of model states that are there, counted by storage, as `predicted_states` has them."""
-    check_kind(OnMesh, job=job)
-    check_kind(torch.optim.Optimizer, optimizer=optimizer)
     trained = list(job.parameters())
     plain = [part.module for part in job.sharded] or job.pipeline.parts
     # Of a model in shards: what it computes with, pieces.
@@ -243,10 +172,8 @@ def held(job: OnMesh, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     }
 
 
-def counted(sent: count.Sent, job: OnMesh) -> dict[str, float]:
+def counted(sent: count.Sent, job: Parallel) -> dict[str, float]:
     """Bytes that left this rank along "tp", "pp" (twins among them) and "dp", of what was sent."""
-    check_kind(count.Sent, sent=sent)
-    check_kind(OnMesh, job=job)
     groups = {axis: {group} for axis, group in job.groups._asdict().items()}
     groups["pp"].add(job.pipeline.mail.back)  # with nccl, messages to lower stages have their own
     return {

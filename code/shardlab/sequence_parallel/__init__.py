@@ -1,20 +1,17 @@
 """Megatron's sequence parallelism: what tensor parallelism leaves whole is cut by tokens.
 
 `tensor_parallel.parallelize(model, group, edges=ALONG_SEQUENCE)` uses it; `sum_gradients` comes
-after backward. `slice_dropouts` makes dropout agree with one process, `edges_sent` predicts the
-bytes that a rank sends. A context that is cut everywhere, in attention too, is `context_parallel`.
+after backward. `edges_sent` predicts the bytes that a rank sends. A context that is cut everywhere,
+in attention too, is `context_parallel`.
 """
 
 from .core import ALONG_SEQUENCE, AlongSequence, seen_partly, sum_gradients
-from .dropout import TokenDropout, slice_dropouts
 from .predict import edges_sent
 
 __all__ = [
     "ALONG_SEQUENCE",
     "AlongSequence",
-    "TokenDropout",
     "edges_sent",
     "seen_partly",
-    "slice_dropouts",
     "sum_gradients",
 ]

@@ -9,7 +9,7 @@ its end, and in backward one at its beginning, make it what one process computes
 - `cross_entropy`: the loss, of logits that no rank has whole;
 - `overlap`: the first layers of a region at once, so that backward sends while it computes;
 - `copied`: heads of keys and values that several ranks have;
-- `dropout`: within attention, whose heads are on different ranks;
+- `dropout`: a seed for each rank, where activations are cut;
 - `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
 - `gather`: two more operators, for other orders of cuts;
 - `predict`: which numbers of ranks will do, and what a rank holds and sends.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_kind, check_one_of
+from shardlab.common.arguments import check_kind
 from shardlab.gpt.latent import LatentAttention
 from shardlab.gpt.model import GPT, Attention, FeedForward
 from shardlab.layout.entries import COPIED
@@ -35,7 +35,7 @@ from shardlab.tensor_types.operator import Operator
 
 from .copied import used
 from .cross_entropy import check_entries, own_rows
-from .dropout import DROPOUTS, drop_by_heads
+from .dropout import draw_apart
 from .overlap import Edge, Edges, Entrance, added_up, check_edges, handed_on
 from .predict import check_degree, multiples, parts_of
 
@@ -248,9 +248,7 @@ class HeadNorm(nn.Module):
         return F.rms_norm(x_BaSD, weight_D.shape, weight_D, self.eps)
 
 
-def cut_attention(
-    attention: Attention, group: Group, edges: Edges = REPLICATED, dropout: str = "equal"
-) -> None:
+def cut_attention(attention: Attention, group: Group, edges: Edges = REPLICATED) -> None:
     """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before.
 
     Of fewer heads of keys and values than ranks it has the one that its queries look at.
@@ -263,13 +261,11 @@ def cut_attention(
         setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter, some))
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
         setattr(attention, name, HeadNorm(getattr(attention, name), group))
-    _end(attention, group, edges, dropout)
+    _end(attention, group, edges)
     Entrance([getattr(attention, name) for name in first], group, edges)
 
 
-def cut_latent(
-    attention: LatentAttention, group: Group, edges: Edges = REPLICATED, dropout: str = "equal"
-) -> None:
+def cut_latent(attention: LatentAttention, group: Group, edges: Edges = REPLICATED) -> None:
     """The same of latent attention: what all heads share stays whole, and enters instead of x."""
     shard_slice("heads", attention.config.heads, group)
     for name in ("query", "key_value"):
@@ -277,7 +273,7 @@ def cut_latent(
         setattr(attention, name, layer)
         Entrance([layer], group, edges)
     attention.compress = partial(_entering, attention, group, edges.enter)
-    _end(attention, group, edges, dropout)
+    _end(attention, group, edges)
 
 
 def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) -> Any:
@@ -285,10 +281,10 @@ def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) 
     return q, latent, enter(position_BSP, group)  # the others enter where they are multiplied
 
 
-def _end(attention: nn.Module, group: Group, edges: Edges, dropout: str) -> None:
+def _end(attention: nn.Module, group: Group, edges: Edges) -> None:
     attention.out = RowLinear.from_plain(attention.out, group, edges.leave)
-    if attention.config.dropout and check_group(group)[1] > 1:
-        drop_by_heads(attention, group, dropout)
+    if attention.config.dropout:
+        draw_apart(attention, group)
 
 
 # Cut by vocabulary: the embedding. The loss, from logits of which each rank has a part, stands in
@@ -335,15 +331,15 @@ class VocabEmbedding(Cut):
 # The whole model.
 
 
-def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: str = "equal") -> GPT:
+def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
     """Leave this rank its share of `model`, in place, and return it: logits [B, S, V / t].
 
     Every rank of `group` calls it with the same model, and gives it the same tokens; train with
     `loss`, and make the optimizer afterwards. Names of parameters stay those of the plain GPT, a
     tied head stays tied. A model on meta gets numbers by `initialize` or `load_full_state_dict`.
 
-    edges: what stands around each region. dropout, within attention: "equal", as one process draws
-    it, or "own", each rank for itself (see `dropout`); between blocks equal generators draw alike.
+    edges: what stands around each region. Dropout: each rank draws for what it has a part of, and
+    all draw alike for what they have whole, if their generators begin alike (see `dropout`).
 
     Raises ValueError for anything but a plain GPT, a group without this rank, sizes that the ranks
     do not divide, and on every rank when models or arguments differ.
@@ -353,16 +349,17 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED, dropout: st
     check_edges(edges)
     if hasattr(model, "tensor_group"):
         raise ValueError("model: it is parallelized already; allowed is a plain GPT")
-    check_one_of(DROPOUTS, dropout=dropout)
     check_degree(model.config, ranks)
     if model.config.experts and edges is not REPLICATED:
         raise ValueError(f"edges: with experts={model.config.experts} allowed is REPLICATED")
-    check_same(group, model=model, config=model.config, edges=edges, dropout=dropout)
+    check_same(group, model=model, config=model.config, edges=edges)
     for block in model.blocks:
         cut_mixer = cut_latent if isinstance(block.attention, LatentAttention) else cut_attention
-        cut_mixer(block.attention, group, edges, dropout)
+        cut_mixer(block.attention, group, edges)
         for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:
             cut_ffn(ffn, group, edges)
+        if model.config.dropout and edges.uncut == "R":  # a rank has its own tokens there
+            draw_apart(block.dropout, group)
     tied = model.head.weight is model.embedding.weight
     model.embedding = VocabEmbedding.from_plain(model.embedding, group, edges.leave)
     model.head = ColumnLinear.from_plain(model.head, group, edges.enter)

@@ -21,15 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import (
-    check_all,
-    check_callable,
-    check_flag,
-    check_one_of,
-    given,
-    told,
-)
-from shardlab.ranks import check_group
+from shardlab.common.arguments import told
 from shardlab.tensor_types.operator import Operator
 
 from .copied import used
@@ -59,12 +51,6 @@ class Edges:
     back: Callable[[Tensor, Group], Finish] | None = None
     keep: bool = True
     uncut: str = "I"
-
-    def __post_init__(self) -> None:
-        check_callable(enter=self.enter, leave=self.leave)
-        check_callable(**given(begin=self.begin, back=self.back))
-        check_flag(keep=self.keep)
-        check_one_of(("I", "R"), uncut=self.uncut)
 
 
 def check_edges(edges: Edges) -> None:
@@ -100,9 +86,6 @@ class Entrance:
 
     def __init__(self, layers: Sequence[nn.Module], group: Group, edges: Edges):
         """From now on the `layers`, which have a weight and a bias or None, ask this."""
-        check_edges(edges)
-        check_all(nn.Module, layers=layers)
-        check_group(group)
         self.layers = [weakref.ref(layer) for layer in layers]  # they have this, and no circle
         self.group, self.edges = group, edges
         self.x: Tensor | None = None  # what the outputs below are of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_kind, given, is_whole
+from shardlab.common.arguments import is_whole
 from shardlab.data_parallel.buckets import clip_by_joint_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
@@ -27,7 +27,6 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
 
     A tied parameter stands here once, under its first name.
     """
-    check_kind(nn.Module, model=model)
     found = {}
     for prefix, module in model.named_modules():
         for name, _ in module.named_parameters(prefix, recurse=False):
@@ -142,8 +141,6 @@ def initialize(
 
     Raises ValueError for a model that is not parallelized.
     """
-    check_kind((torch.device, str), **given(device=device))
-    check_kind(torch.dtype, **given(dtype=dtype))
     group, shapes = _group(model), full_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
     _, size = check_group(group)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, loss
 
@@ -14,8 +15,8 @@ from .common import GPT2, LLAMA, batch, model, near, twice, world
 
 def dropout():
     config = replace(GPT2, dropout=0.3)
-    for way in ("equal", "own"):
-        mine = tp.parallelize(model(config), world()[0], dropout=way)
+    for edges in (tp.REPLICATED, sp.ALONG_SEQUENCE):
+        mine = tp.parallelize(model(config), world()[0], edges)
         x, y = batch(config)
         tp.loss(mine(x), y, world()[0]).backward()
 

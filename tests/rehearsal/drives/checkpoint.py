@@ -65,20 +65,10 @@ def _saved(kind: str, wait: bool = True) -> None:
         export(training.model, place / "weights.pt", group)
 
 
-def plain():
-    _saved("plain")
-
-
-def replicated():
-    _saved("replicated")
-
-
 @on(1, 2, 4, daily=(2,))
-def sharded():
-    _saved("sharded")
-
-
-def sharded_in_the_background():
+def every_kind():
+    _saved("plain")
+    _saved("replicated")
     _saved("sharded", wait=False)
 
 

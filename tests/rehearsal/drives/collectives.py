@@ -46,11 +46,7 @@ def shards():
     near(torch.cat(outputs), whole)
     collectives.all_to_all(outputs, collectives.split(_mine(), size), group)
     near(torch.stack(outputs), mine + torch.arange(size, device=mine.device)[:, None])
-
-
-@on(1, 2, 4)
-def barrier():
-    collectives.barrier(world()[0])
+    collectives.barrier(group)
 
 
 @on(1, 2, 4)

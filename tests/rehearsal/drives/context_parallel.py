@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from shardlab import context_parallel as cp
 from shardlab import ranks
+from shardlab.context_parallel.kernel import block_attention
 
 from .common import near, on, solution, world
 
@@ -27,17 +28,15 @@ def _attention(way: str, layout: str, dtype: torch.dtype, tolerance: float) -> N
 
 
 @on(1, 2, 4)
-def ring():
-    _attention("ring", "zigzag", torch.float32, 1e-5)
-
-
-def ring_in_other_dtypes():
-    _attention("ring", "zigzag", torch.float64, 1e-5)
-    _attention("ring", "zigzag", torch.bfloat16, 5e-2)
+def attention():
+    for way, layout in (("ring", "zigzag"), ("ulysses", "contiguous")):
+        _attention(way, layout, torch.float32, 1e-5)
+        _attention(way, layout, torch.float64, 1e-5)
+        _attention(way, layout, torch.bfloat16, 5e-2)
 
 
 @on(1, 2, 4)
-def solution_of_the_ring():
+def solutions():
     group, rank, size = world()
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
@@ -45,39 +44,14 @@ def solution_of_the_ring():
     y = solution("context_parallel", "ex-context-ring")(*mine, group)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     near(y, cp.split(wanted, size, rank, "contiguous", dim=2), 1e-5)
-
-
-@on(2, 4)
-def solution_of_the_pass():
-    group, rank, size = world()
-    mine = torch.full((3,), float(rank), device=ranks.device())
-    got = solution("context_parallel", "ex-context-pass")
-    if ranks.place(size)[0] == "nccl":  # gloo takes no tensor of a GPU: ranks.exchange is for that
-        near(got(mine, group), torch.full_like(mine, (rank - 1) % size), 0.0)
-
-
-@on(1, 2, 4)
-def solution_of_decoding():
-    group, rank, size = world()
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, 16, 8, device=ranks.device())
-    parts = (x.chunk(size, 2)[rank].clone() for x in (k, v))
-    y = solution("context_parallel", "ex-context-decode")(q[:, :, :1], *parts, group)
+    y = solution("context_parallel", "ex-context-decode")(q[:, :, :1], *mine[1:], group)
     near(y, F.scaled_dot_product_attention(q[:, :, :1], k, v), 1e-5)
-
-
-@on(1, 2, 4)
-def ulysses():
-    _attention("ulysses", "contiguous", torch.float32, 1e-5)
-
-
-def ulysses_in_other_dtypes():
-    _attention("ulysses", "contiguous", torch.float64, 1e-5)
-    _attention("ulysses", "contiguous", torch.bfloat16, 5e-2)
+    if ranks.place(size)[0] == "nccl":  # gloo takes no tensor of a GPU: ranks.exchange is for that
+        x = torch.full((3,), float(rank), device=ranks.device())
+        got = solution("context_parallel", "ex-context-pass")(x, group)
+        near(got, torch.full_like(x, (rank - 1) % size), 0.0)
 
 
 def block():
-    from shardlab.context_parallel.kernel import block_attention
-
     q = torch.randn(1, 2, 6, 5, dtype=torch.float64, device=ranks.device())
     block_attention(q, q, q, causal=True)

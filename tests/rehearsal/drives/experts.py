@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardlab import experts, ranks
+from shardlab import collectives, experts, ranks
 
 from .common import near, on, solution, world
 
@@ -30,16 +30,11 @@ def exchange():
 
 
 @on(1, 2, 4)
-def solution_of_the_exchange():
-    from shardlab import collectives
-
+def solutions():
     x, sent, received = _rows()
     got = solution("experts", "ex-experts-exchange", collectives=collectives)
     near(got(x, sent, received, world()[0]), experts.exchange(x, sent, received, world()[0]), 0.0)
 
-
-@on(1, 2, 4)
-def solution_of_balance():
     group, rank, size = world()
     torch.manual_seed(0)
     scores = torch.rand(4 * size, 4).softmax(-1).to(ranks.device())

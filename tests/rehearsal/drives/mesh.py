@@ -1,4 +1,4 @@
-"""Three cuts at once: steps, the norm, whole weights, checkpoints, dropout, torch's mesh."""
+"""Three cuts at once: steps, the norm, whole weights, checkpoints, torch's mesh."""
 
 from __future__ import annotations
 
@@ -28,14 +28,6 @@ def _job(shape: Layout, config: Any = GPT2, zero: int = 0, sequence: bool = Fals
     m = 1 if shape.dp > 2 else 2
     layout = replace(shape, zero=zero, sequence_parallel=sequence, microbatches=m)
     return plain, mesh.Parallel(mine, mesh.join(layout, world()[0]), layout)
-
-
-@on(1, 2, 4)
-def dropout():
-    config = replace(GPT2, dropout=0.3)
-    _, job = _job(_shape(dp=2, tp=2), config, zero=1, sequence=True)
-    x, y = (part.chunk(job.groups.dp.size())[job.groups.dp.rank()] for part in batch(config))
-    job.step(x, y)
 
 
 @on(1, 2, 4)

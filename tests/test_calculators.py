@@ -249,7 +249,7 @@ def test_a_form_says_without_a_script_what_to_type(book: Book) -> None:
     assert len(forms) == 4
     lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
     assert lines[0][1] == "python -m shardlab memory --model gpt-2 --dp 8 --zero 1"
-    assert lines[2][1] == "python -m shardlab strategy --model gpt-2 --gpu a100 --gpus 8"
+    assert lines[2][1] == "python -m shardlab strategy plan --model gpt-2 --gpu a100 --gpus 8"
     assert lines[1][1] == "python -m shardlab schedule zb-h1 --stages 4 --microbatches 8"
     assert lines[3][1] == "python -m shardlab mesh --dp 2 --tp 2 --node 2 --order tp,pp,dp"
     for form in forms:

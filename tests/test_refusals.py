@@ -246,7 +246,7 @@ FOLDER = "watch", "hang"  # ask for one before all else
 PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
 SMALL = "schedule 1f1b --stages 2 --microbatches 2"
-PLAN = "strategy --model llama-3-8b --gpu a100-80 --gpus 16"
+PLAN = "strategy plan --model llama-3-8b --gpu a100-80 --gpus 16"
 MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
 HUGE = "1" + 4001 * "0"
 MISTAKES = {  # a command: words of the one line that it gets
@@ -268,8 +268,8 @@ MISTAKES = {  # a command: words of the one line that it gets
     "mesh --dp 64 --batch 64": "ranks=64: allowed",
     "mesh --budget much": "budget='much': allowed",
     "mesh --layout x2": "layout: 'x2' is no part of one",
-    "strategy --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
-    f"{PLAN} --emit nemo": "emit='nemo': allowed",
+    "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
+    "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
     "parity none.py -- true": "plain='none.py': there is no such script",
     "grade none": "folder='none': allowed",
     "grade . --part zeros": "part='zeros': allowed",
@@ -382,9 +382,9 @@ def test_a_file_is_written_whole_or_not_at_all(capsys: Any, tmp_path: Any, monke
 
 
 READ = {
-    "case": f"strategy --rates {PUBLISHED}/rates_megatron.json --case",
-    "fit": "strategy --profile megatron --rates never.json --fit",
-    "rates": "strategy --model gpt-2 --gpu h100 --gpus 8 --rates",
+    "case": f"strategy predict --rates {PUBLISHED}/rates_megatron.json",
+    "fit": "strategy fit --profile megatron --rates never.json",
+    "rates": "strategy plan --model gpt-2 --gpu h100 --gpus 8 --rates",
 }
 NO_JSON = ["[" * 100_000, f"[{HUGE}]", "[1e999]", "[NaN]", "", '[{"id": 1, "con', "[3]", "null"]
 

@@ -27,9 +27,8 @@ MEGATRON, TORCHTITAN = (
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 LLAMA = PRESETS["llama-3-8b"]
 PAIR = replace(MACHINES["a100"], per_node=2)
-ENGINES = "torchtitan", "megatron", "deepspeed", "fsdp2", "course"
-ASK = ["strategy", "--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
-ASK += ["--emit", "slurm", "--engine"]
+ENGINES = "torchtitan", "megatron", "course"
+JOB = ["--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
 
 
 def files(engine, layout=None, config=LLAMA, time="00:50:00", **more):
@@ -79,7 +78,18 @@ def test_the_course_s_script_takes_the_options_of_its_job(tmp_path):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path, capsys):
     into = tmp_path / "job"
-    ask = [*ASK, engine, "--into", str(into), "--time", "00:30:00", "--tokens", "1e9"]
+    ask = [
+        "strategy",
+        "emit",
+        engine,
+        *JOB,
+        "--into",
+        str(into),
+        "--time",
+        "00:30:00",
+        "--tokens",
+        "1e9",
+    ]
     status, out, error = ran(capsys, *ask)
     assert status == 0, error
     assert "sbatch job.sbatch" in out and all(path.name in out for path in into.iterdir())
@@ -104,7 +114,7 @@ def test_slurm_takes_the_batch_files_and_says_which_time_is_too_long(tmp_path, c
         assert f"no {SITE} here" in (tmp_path / f"course/train-{number}.err").read_text()
         for name, value in box.environment.items():
             monkeypatch.setenv(name, value)
-        ask = [*ASK, "course", "--into", str(tmp_path / "late")]
+        ask = ["strategy", "emit", "course", *JOB, "--into", str(tmp_path / "late")]
         status, _, error = ran(capsys, *ask, "--time", "5:00:00")
         assert (status, "allowed in the default partition are times up to 1:00:00" in error) == (
             2,
@@ -117,18 +127,8 @@ def test_slurm_takes_the_batch_files_and_says_which_time_is_too_long(tmp_path, c
 
 
 @NEEDS
-@pytest.mark.parametrize(
-    ("engine", "steps", "options"),
-    [
-        ("course", 300, ["--limit", "4000", "--report", "1"]),
-        ("deepspeed", 30, []),
-        ("fsdp2", 30, []),
-    ],
-    ids=["course", "deepspeed", "fsdp2"],
-)
-def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(
-    engine, steps, options, tmp_path, request
-):
+def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path, request):
+    engine, steps = "course", 300
     if not request.config.getoption("--whole"):
         pytest.skip("trains twice; the cluster's own batch files are requeued each day")
     nano = replace(PRESETS["nano"], seq=16)
@@ -141,7 +141,7 @@ def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(
             "PYTHONPATH": str(HERE.parent / "code"),
         }
         how = {"cwd": folder, "env": {**box.environment, **more}}
-        options = [*options, "--steps", str(steps), "--every", "100"]
+        options = ["--limit", "4000", "--report", "1", "--steps", str(steps), "--every", "100"]
         number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
         metrics = folder / "run/metrics.jsonl"
         until(lambda: metrics.exists() and losses(folder / "run"))
@@ -171,12 +171,3 @@ def test_what_a_job_cannot_have_is_one_clear_error():
             Limits(time)
     with pytest.raises(ValueError, match="partition='a b': allowed are names"):
         Limits(partition="a b")
-    for change, words_ in (
-        ({"pp": 2}, "pp=2: with engine='course' allowed is 1"),
-        ({"recompute": "full"}, "recompute='full', offload='none': with engine='course'"),
-        ({"tp": 2, "zero": 1, "sequence_parallel": True}, "sequence_parallel=True: with engine="),
-        ({"tp": 2}, "tp=2: with engine='course' allowed with zero=0 and bf16 is 1"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            files("course", Layout(**change))
-        assert words_ in str(caught.value)

@@ -21,7 +21,7 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def predicted(capsys, path: Path) -> list[dict[str, str]]:
-    status, out, err = run(capsys, "--predict", path, "--rates", NANOTRON, "--profile", "nanotron")
+    status, out, err = run(capsys, "predict", path, "--rates", NANOTRON, "--profile", "nanotron")
     assert status == 0 and not err
     return list(csv.DictReader(io.StringIO(out)))
 
@@ -69,9 +69,7 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
 def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
     rates = tmp_path / "rates.json"
     for source, profile in ((SWEEP, "nanotron"), (CASES, "megatron")):
-        status, out, err = run(
-            capsys, "--fit", source, "--rates", rates, "--profile", profile
-        )  # fmt: skip
+        status, out, err = run(capsys, "fit", source, "--rates", rates, "--profile", profile)
         assert status == 0 and not err and "launch" in out and source.name in out
         kept = known(profile)
         found = json.loads(rates.read_text())
@@ -106,7 +104,7 @@ def test_cases(capsys, tmp_path) -> None:
     cases = [{"id": 1, "config": config}, {"id": "llama", "config": llama}]
     cases += [{"id": name, "config": value} for name, value in odd.items()]
     path.write_text(json.dumps(cases))
-    status, out, err = run(capsys, "--case", path, "--rates", MEGATRON, "--profile", "megatron")
+    status, out, err = run(capsys, "predict", path, "--rates", MEGATRON, "--profile", "megatron")
     found = json.loads(out)
     assert status == 0 and not err
     assert [x["id"] for x in found] == [x["id"] for x in cases]
@@ -120,29 +118,29 @@ def test_cases(capsys, tmp_path) -> None:
 
 
 WRONG = {
-    "no entry": ([], "neither: allowed is exactly one of"),
-    "two": (["--fit", SWEEP, "--case", CASES], "--fit and --case: allowed is exactly one of"),
-    "no rates": (["--fit", SWEEP], "rates='': allowed with --fit is a file"),
-    "profile": (["--fit", SWEEP, "--rates", "R", "--profile", "mine"], "profile='mine': allowed"),
-    "no profile": (["--fit", SWEEP, "--rates", "R"], "profile='': allowed are course, megatron"),
+    "no rates": (["fit", SWEEP], "rates='': allowed are files"),
+    "profile": (["fit", SWEEP, "--rates", "R", "--profile", "mine"], "profile='mine': allowed"),
+    "no profile": (["fit", SWEEP, "--rates", "R"], "profile='': allowed are course, megatron"),
     "no file": (
-        ["--fit", "none.csv", "--rates", "R", "--profile", "nanotron"],
-        "fit='none.csv': allowed are files",
+        ["fit", "none.csv", "--rates", "R", "--profile", "nanotron"],
+        "file='none.csv': allowed are files",
     ),
-    "not rates": (["--predict", SWEEP, "--rates", CASES], "allowed are files that --fit wrote"),
+    "not rates": (
+        ["predict", SWEEP, "--rates", CASES],
+        "allowed are files that `strategy fit` wrote",
+    ),
     "another's rates": (
-        ["--predict", SWEEP, "--rates", NANOTRON, "--profile", "megatron"],
+        ["predict", SWEEP, "--rates", NANOTRON, "--profile", "megatron"],
         "profile='megatron': allowed is 'nanotron'",
     ),
-    "not rows": (["--predict", CASES, "--rates", NANOTRON], "'layers' is missing"),
-    "not cases": (["--case", SWEEP, "--rates", MEGATRON], "allowed are JSON files"),
-    "other JSON": (["--case", MEGATRON, "--rates", MEGATRON], 'objects with "id" and "config"'),
+    "not rows": (["predict", "ROWS", "--rates", NANOTRON], "'layers' is missing"),
+    "other JSON": (["predict", MEGATRON, "--rates", MEGATRON], 'objects with "id" and "config"'),
     "nothing to fit": (
-        ["--fit", "EMPTY", "--rates", "R", "--profile", "nanotron"],
+        ["fit", "EMPTY", "--rates", "R", "--profile", "nanotron"],
         "measured=0: allowed are 1 or more",
     ),
     "nowhere to write": (
-        ["--fit", CASES, "--rates", "none/R", "--profile", "megatron"],
+        ["fit", CASES, "--rates", "none/R", "--profile", "megatron"],
         "rates='none/R': allowed are files in a folder",
     ),
 }
@@ -154,8 +152,9 @@ def test_a_mistake_gets_one_line_and_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").write_text(HEAD + "\n")
+    Path("ROWS").write_text("hidden,heads\n1,1\n")
     arguments, words = WRONG[name]
     status, out, err = run(capsys, *arguments)
     assert status == 2 and not out
     assert words in err and err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["EMPTY"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["EMPTY", "ROWS"]

@@ -206,8 +206,8 @@ def test_messages_of_context_ranks_hide_behind_attention() -> None:
 # --- What is said of it ------------------------------------------------------------------------
 
 
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    return ran(capsys, "strategy", *map(str, arguments))
+def run(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
+    return ran(capsys, "strategy", *part.split(), *map(str, arguments))
 
 
 JOB = "--model", "llama-3-405b", "--gpu", "h100", "--batch", "2048", "--seq", "8192"
@@ -295,7 +295,6 @@ def test_products_in_fewer_bits(capsys) -> None:
         (("--layout", "d 8, sideways"), "layout: 'sideways' is no part of one"),
         (("--layout", "d 8", "--tp", 2), "--tp with --layout, which says it"),
         (("--layout", "d 8", "--recompute", "full"), "--recompute with --layout"),
-        (("--layout", "d 8", "--top", 2), "--top with --layout"),
         (("--layout", "d 8", "--gpus", 16), "gpus=16: allowed is 8, those of the layout"),
         (("--layout", "d 8", "--batch", 12), "batch=12: allowed are multiples of d · b = 8"),
         (("--layout", "d 8, m 2", "--batch", 8), "batch=8: allowed is 16, d · b · m"),
@@ -303,7 +302,7 @@ def test_products_in_fewer_bits(capsys) -> None:
         (("--layout", "p 5"), "pp=5: allowed are divisors of layers=32"),
         (("--gpus", 8, "--offload", "all"), "offload='all': allowed are 'none'"),
         (("--gpus", 8, "--recompute", "some"), "recompute='some': allowed are 'none'"),
-        (("--gpus", 8, "--mtp", 1), "--mtp alone: allowed with --config, whose file has such"),
+        (("--gpus", 8, "--mtp", 1), "--mtp: allowed with --config, whose file has such"),
         (("--gpus", 8, "--dtype", "fp7"), "dtype='fp7': allowed are 'bf16'"),
     ],
 )

@@ -46,12 +46,12 @@ def test_every_line_of_the_page_is_known_here():
 def test_the_planner_s_commands_run_and_say_what_the_page_says(
     line, tmp_path, capsys, monkeypatch, request
 ):
-    if "--run" in line and not request.config.getoption("--whole"):
+    if "strategy run" in line and not request.config.getoption("--whole"):
         pytest.skip("starts eight ranks: tests/test_strategy_trial.py starts some each day")
     monkeypatch.chdir(tmp_path)
     status, out, error = ran(capsys, *words(line))
     assert status == 0, error
-    if "--run" in line:
+    if "strategy run" in line:
         assert out.rstrip().endswith("equal to one process but for rounding")
     if "--layout" in line:
         assert "FullAC.Config()" in out and "needs 65.0 GB more" in out
@@ -88,10 +88,10 @@ def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
 @NEEDS
 def test_slurm_takes_the_page_s_jobs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = next(line for line in PLANS if "--engine torchtitan" in line)
+    line = next(line for line in PLANS if "emit torchtitan" in line)
     with slurm.up(tmp_path / "box", cpus=32, gpus=7) as box:  # no machine has eight such devices
         for engine in ENGINES:
-            asked = line.replace("--engine torchtitan", f"--engine {engine}")
+            asked = line.replace("emit torchtitan", f"emit {engine}")
             assert ran(capsys, *words(asked))[0] == 0
             box.run(["sbatch", "--test-only", "--gpus-per-node=7", "job.sbatch"], cwd="job")
         assert box.run(["squeue", "--me"]).stdout.startswith(" ")

@@ -642,36 +642,36 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
 #
 # ## On the command line, and in the page
 #
-# The command is this planner; without `--profile` it plans the course's own model. It says how many rates are guesses, and prints the fastest layouts, what was ruled out and why; `--explain` adds the parts of the first one's time, and `--json` prints all of it.
+# The command `strategy plan` is this planner; without `--profile` it plans the course's own model. It says how many rates are guesses, and prints the fastest layouts, what was ruled out and why; `--explain` adds the parts of the first one's time, and `--json` prints all of it.
 
 # %%
-shardlab("strategy --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
+shardlab("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
 # Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
 # `--layout` takes a layout as it is, from a paper for instance. With Megatron's constants Llama 3 405B on 16,384 GPUs is predicted at 44 % MFU, and ran at 41 {cite}`dubey2024llama3`. It ran in 80 GiB: predicted are 92 GB, or 80 if gradients are sharded as well.
 #
 # `--config config.json` plans a model of Hugging Face's hub as `transformers` builds it, [counted exactly](memory.md#a-model-of-today-from-its-configjson): latent attention, windows, experts of any kind. What a file leaves open is named, and what is not understood is refused in one line.
-# `--rates here.json` takes the constants that `--measure` or `--fit` wrote.
-# `--emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, FSDP2, torchtitan, Megatron, or as a batch file for Slurm.
+# `--rates here.json` takes the constants that `strategy fit` wrote.
+# `strategy emit` writes the fastest layout that an engine can run as its configuration, each line with its reason: for DeepSpeed, torchtitan, Megatron, the course's `train.py`, or as a batch file for Slurm.
 # A file for DeepSpeed begins so:
 
 # %%
-shardlab("strategy --model llama-3-8b --gpu h100 --gpus 16 --emit deepspeed", 15)
+shardlab("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
 
 # %% [markdown]
 # It is planned with that engine's bytes, not with the course's: Megatron and `fully_shard` sum gradients in float32, 4 bytes where the course's model has 2.
 # So with Megatron GPT-3 gets eight stages on 1,024 GPUs, where the course's own model gets four:
 
 # %%
-shardlab("strategy --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536 --emit megatron", 3)
+shardlab("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 3)
 
 # %% [markdown]
-# `--run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
+# `strategy run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
 # It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted. What the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, it leaves out, and says so.
 
 # %% tags=["measured"]
-shardlab("strategy --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4 --run", 20)
+shardlab("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
 
 # %% [markdown]
 # [`python -m shardlab parity`](parity.md#two-scripts) says whether *your* training script computes the same under that layout as in one process.

@@ -25,6 +25,10 @@ class Options:
         """The command's parser: this one."""
         return self
 
+    def add_mutually_exclusive_group(self):
+        """Options of which a form has one: here they are options like any other."""
+        return self
+
     def add_argument(self, name, **how):
         """An option, which without a value is what the command takes it for."""
         flag = how.get("action") == "store_true"
@@ -60,7 +64,8 @@ def command(name, given):
     """What `python -m shardlab <name> --json` prints, read again; ValueError as there."""
     __import__(MODULES[name])
     options = Options()
-    sys.modules[MODULES[name]].add_command(options)
+    module = sys.modules[MODULES[name]]
+    getattr(module, "add_plan" if name == "strategy" else "add_command")(options)
     for key in given:
         if key not in options.values:
             raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
@@ -76,7 +81,7 @@ def command(name, given):
 
 def command_line(name, given):
     """The same in a terminal. What is called `name` has its place there, all else its option."""
-    words = ["python -m shardlab", name]
+    words = ["python -m shardlab", "strategy plan" if name == "strategy" else name]
     for key, value in given.items():
         option = "--" + key.replace("_", "-")
         if value is True:

@@ -1,6 +1,6 @@
 """A site, said once: `cluster.yml`, from which its batch files and commands are made.
 
-    python -m shardlab strategy … --emit slurm --engine course --site cluster.yml
+    python -m shardlab strategy emit course … --into job --site cluster.yml
     python -m shardlab cluster files --site cluster.yml --into jobs
 
 What a site asks of every job (its account, its modules, its container) goes into a batch file that
@@ -207,7 +207,7 @@ class Site:
         if word in ("srun", "salloc") and "--jobid" not in line:
             given = [f"{name}={quote(value)}" for name, value in self.asks().items()]
             return " ".join([word, *given, self._gres(rest)])
-        if "shardlab strategy" in line and "--emit slurm" in line:
+        if "strategy emit" in line and ("emit slurm" in line or "--into" in line):
             return f"{line} --site cluster.yml"
         return line
 

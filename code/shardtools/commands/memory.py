@@ -11,7 +11,7 @@ count as 0, and the table says so. --json prints whole bytes per rank, whatever 
 parameters, gradients, optimizer, activations, buffers, their total on the device; with --model
 peak, the most that is held at one moment, which is less; and host, what is kept in the host's
 memory instead. All of it is what a program holds: what an allocator reserves with it is in
-`strategy --explain`.
+`strategy plan --explain`.
 
 --config takes any causal model of transformers, from its config.json; its class is built without
 numbers, and so torch and transformers are needed. Its states are exact. Of activations what fused

@@ -1,54 +1,12 @@
 """`python -m shardlab strategy`: which layout, how long it takes, and whether it fits.
 
-    python -m shardlab strategy --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
-    python -m shardlab strategy --config config.json --gpu h100 --gpus 64 --seq 8192 --batch 512
-    python -m shardlab strategy --model gpt-3-175b --gpu a100 --gpus 64 --tp 8 --pp 8 --explain
+    python -m shardlab strategy plan --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
+    python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
+    python -m shardlab strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024
+    python -m shardlab strategy fit --rates here.json
+    python -m shardlab strategy predict rows.csv --rates rates.json
 
-The table has the layouts that fit and are fastest: micro-batch and how many, GB that the fullest
-rank reserves, and that stay free; seconds of a step; MFU, without the pairs of tokens that masks
-and windows hide; with --tokens the days and GPU hours of the training, and with --price their cost.
---dp, --tp, --pp, --cp, --ep, --zero, --micro-batch, --recompute and --offload keep one value of a
-layout. --explain shows the first layout part by part, --json everything. --run trains the first one
-here, on real ranks, as small as this machine can: whether it equals one process, and what each rank
-holds and sends beside the prediction.
-
-    python -m shardlab strategy --model llama-3-405b --gpu h100 --batch 2048 \\
-        --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence parallelism"
-
---mtp plans so many of the modules that predict further tokens, of those that a file of --config
-names: they are trained on the last stage, with the head.
-
---layout takes one layout as it is, in the words of the table, and shows it part by part, whether it
-fits or not; micro-batches that it does not name follow from --batch.
-
---emit writes the fastest layout that an engine can run as its configuration: deepspeed, fsdp2,
-torchtitan, megatron, or slurm, a batch file. It is planned with the bytes and seconds of that
-engine's --profile; with slurm, of any. torchtitan runs a model eagerly, compiled, or captured in a
-CUDA graph, which is taken unless --compile says another: that is predicted, and emitted. Rates are
-the profile's, or those of a file: --rates.
-
-    python -m shardlab strategy --measure --rates here.json
-    python -m shardlab strategy --fit sweep.csv --rates rates.json --profile nanotron
-    python -m shardlab strategy --predict rows.csv --rates rates.json --profile nanotron
-    python -m shardlab strategy --case cases.json --rates rates.json --profile megatron
-
---measure finds rates of the machine at hand, in under a minute; a plan with them needs no --gpu.
-
---fit finds rates from measured steps (CSV with the columns of the Ultra-Scale sweep) or from layer
-times (JSON, a list of cases with "id", "config" and "published") and writes them; with --profile
-engines from a table of throughputs (CSV: source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
-and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names each line that it leaves out, and why.
-
---predict prints the rows of a CSV file with predicted_seconds of a step, predicted_memory_gib that
-rank 0 reserves, and a note: why a row cannot be expressed; its numbers are then empty.
-
---case prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
-allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
-hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep, etp,
-dp, mbs, gbs, seq; and of today's engines (--profile engines) engine, dtype, recompute (none,
-selective, full, operators), compile (false, true, "captured"); what is missing follows.
-
-Each takes --profile: whose implementation is predicted.
+`--help` behind each of these words is its manual.
 """
 
 from __future__ import annotations
@@ -56,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -80,23 +39,89 @@ from .rates import Rates, known, read
 from .rates import today as rates_today
 from .space import rule
 
-ENTRIES = "measure", "fit", "predict", "case"
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
 FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
 WORDS = "recompute", "offload"  # and those that it keeps by name
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
+ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # those of `emit`
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy` to the command line."""
+    """Add `strategy`, with its five subcommands, to the command line."""
     parser = options.command(commands, "strategy", __doc__)
+    parser.set_defaults(command=lambda _: parser.print_help() or 0)
+    parts = parser.add_subparsers(title="commands", metavar="command")
+    for add in (add_plan, add_run, add_emit, add_fit, add_predict):
+        add(parts)
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy plan`, the one that a page's calculator runs."""
+    parser = _command(commands, "plan", _plan)
+    _add_job(parser)
     add = partial(options.add, parser)
-    add("fit", "measured steps (CSV) or layer times (JSON), to find rates from", "FILE")
-    add("predict", "rows to predict (CSV)", "FILE")
-    add("case", "cases to predict (JSON)", "FILE")
-    add("rates", "rates: written by --fit, read by the others", "FILE")
-    add("profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
+    add("price", "of one GPU for an hour; with --tokens", "P")
+    add("top", f"rows of the table ({TOP})", "N")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--explain", action="store_true", default=None, help="the first, by part")
+    forms.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
+
+
+def add_run(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy run`."""
+    _add_job(_command(commands, "run", _run))
+
+
+def add_emit(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy emit`."""
+    parser = _command(commands, "emit", _emit)
+    parser.add_argument("engine", metavar="ENGINE", help=", ".join(ENGINES))
+    _add_job(parser)
+    add = partial(options.add, parser)
+    add("into", "write the whole Slurm job into this folder", "DIR")
+    add("site", "what every job wants there: a cluster.yml; with slurm or --into", "FILE")
+    add("time", "the job's time limit (01:00:00); with --into", "TIME")
+    add("partition", "where the job runs (the default one); with --into", "NAME")
+
+
+def add_fit(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy fit`."""
+    parser = _command(commands, "fit", _fit)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="measured steps or layer times")
+    options.add(parser, "rates", "the file to write", "FILE")
+    _add_profile(parser)
+
+
+def add_predict(commands: argparse._SubParsersAction) -> None:
+    """Add `strategy predict`."""
+    parser = _command(commands, "predict", _predict)
+    parser.add_argument("file", metavar="FILE", help="rows (CSV), or cases (.json)")
+    options.add(parser, "rates", "a file that `strategy fit` wrote", "FILE")
+    _add_profile(parser)
+
+
+def _command(
+    commands: argparse._SubParsersAction, name: str, run: Callable[[dict[str, Any]], int]
+) -> argparse.ArgumentParser:
+    """Return the parser of a subcommand; the docstring of `run` is its manual."""
+
+    def called(chosen: argparse.Namespace) -> int:
+        return run({name: value for name, value in vars(chosen).items() if value is not None})
+
+    manual = (run.__doc__ or "").replace("\n    ", "\n")
+    parser = options.command(commands, name, manual)
+    parser.set_defaults(command=called)
+    return parser
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    options.add(parser, "profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is planned for."""
+    add = partial(options.add, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
     add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
@@ -106,119 +131,174 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("seq", "tokens of a sequence (the model's longest)", "S")
     add("batch", "sequences in a step (some four million tokens)", "B")
     add("tokens", "of the whole training, for example 1.5e12", "N")
-    add("price", "of one GPU for an hour", "P")
-    add("top", f"rows of the table ({TOP})", "N")
     for name in FIXED:
         add(name.replace("_", "-"), "keep this value", "N")
     add("recompute", "keep this: none, full, selective, or operators as norms+ffn", "HOW")
     add("offload", f"keep this: {', '.join(OFFLOADS)}", "WHAT")
     add("layout", "plan this one alone, as 'd 2 · t 8 · p 4, ZeRO-1'", "WORDS")
     add("dtype", f"products: {', '.join(DTYPES)} (bf16)", "NAME")
-    words = "find the rates of this machine"
-    parser.add_argument("--measure", action="store_true", default=None, help=words)
-    parser.add_argument("--explain", action="store_true", default=None, help="the first, by part")
-    parser.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
-    words = "train the first, small, on ranks of this machine"
-    parser.add_argument("--run", action="store_true", default=None, help=words)
-    add("compile", f"how torchtitan runs it: {', '.join(HOW)}", "HOW")
-    add("emit", "the fastest layout as a configuration for it", "ENGINE")
-    add(
-        "engine",
-        "with --emit slurm, the whole job of: torchtitan, megatron, deepspeed, fsdp2, course",
-        "ENGINE",
-    )
-    add("site", "with --emit slurm, what every job wants there: a cluster.yml", "FILE")
-    add("into", "with --engine, the folder for its files (job)", "DIR")
-    add("time", "with --engine, the job's time limit (01:00:00)", "TIME")
-    add("partition", "with --engine, where it runs (the default one)", "NAME")
-    parser.set_defaults(command=_main)
+    add("compile", f"how torchtitan runs it: {', '.join(HOW)} (captured)", "HOW")
+    add("rates", "a file that `strategy fit` wrote (the profile's own)", "FILE")
+    _add_profile(parser)
 
 
-def _main(chosen: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(chosen).items() if value is not None}
-    entries = [name for name in ENTRIES if name in given]
-    asks = [name for name in ("model", "config") if name in given]
-    if len(entries + asks) != 1:
-        said = " and ".join(f"--{name}" for name in entries + asks) or "neither"
-        allowed = "exactly one of --model, --config, --measure, --fit, --predict and --case"
-        raise ValueError(f"{said}: allowed is {allowed}")
-    _check_apart(given, (entries + asks)[0])
-    if asks:
-        return _planned(given)
-    if not given.get("rates"):
-        raise ValueError(f"rates='': allowed with --{entries[0]} is a file")
-    from . import measurements  # which no page's calculator needs
+def _plan(given: dict[str, Any]) -> int:
+    """Print the layouts that fit, the fastest first.
 
-    if entries[0] in ("measure", "fit"):
-        options.written("rates", given["rates"])  # before anything is measured or fitted
-        left: list[str] = []
-        if entries == ["measure"]:
-            rates = _measured(given)
-        else:
-            rates = measurements.fitted(Path(given["fit"]), _profile(given), left)
-        options.written("rates", given["rates"], rates.write)
-        print("\n".join([table(rates), *left]))
-        return 0
-    profile, rates = _rates(given)
-    if entries == ["predict"]:
-        print(measurements.predicted_rows(Path(given["predict"]), profile, rates), end="")
+        python -m shardlab strategy plan --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
+        python -m shardlab strategy plan --config config.json --gpu h100 --gpus 64 --seq 8192
+        python -m shardlab strategy plan --model gpt-3-175b --gpu a100 --gpus 64 --tp 8 --explain
+        python -m shardlab strategy plan --model llama-3-405b --gpu h100 --batch 2048 \\
+            --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron"
+
+    The table has micro-batch and how many; GB that the fullest rank reserves, and that stay free;
+    seconds of a step; MFU, without the pairs of tokens that masks and windows hide; with --tokens
+    the days and GPU hours of the training, and with --price their cost. --explain shows the first
+    layout part by part.
+
+    --layout takes one layout as it is, in the words of the table, and shows it part by part,
+    whether it fits or not; micro-batches that it does not name follow from --batch. --mtp plans so
+    many of the modules that predict further tokens: they are trained with the head.
+    """
+    if "price" in given and "tokens" not in given:
+        raise ValueError("--price: allowed with --tokens, of which it is the price")
+    asked, found, rates = _planned(given)
+    first = found.fits[0] if found.fits else found.nearest
+    top = options.whole("top", given.get("top", str(TOP)))
+    if "json" in given:
+        best = found.fits[:top] or [first]
+        print(json.dumps(report.data(asked, found, best), indent=1))
+    elif "explain" in given or "layout" in given:
+        print(report.explained(asked, found, first, rates))
+        if len(rows := told(found, first.layout)) > 1:
+            print("", *report.aligned(rows), sep="\n")
     else:
-        found = measurements.predicted_cases(Path(given["case"]), profile, rates)
-        print(json.dumps(found, indent=1))
+        print(report.text(asked, found, rates, top))
     return 0
 
 
-def _check_apart(given: dict[str, Any], what: str) -> None:
-    """Raise ValueError for options of which one would go unheard beside another."""
-    if what in ENTRIES:
-        more = [name for name in given if name not in ("command", what, "rates", "profile")]
-        options.apart(given, more, f"with --{what}: allowed are --rates and --profile")
-    forms = [name for name in ("json", "explain", "run", "emit") if name in given]
-    if forms:
-        options.apart(given, forms[1:], f"with --{forms[0]}: allowed is one of them")
-    if forms and forms != ["json"]:
-        options.apart(given, ["top"], f"with --{forms[0]}, which has one layout and no table")
+def _run(given: dict[str, Any]) -> int:
+    """Train the fastest layout here, on real ranks, as small as this machine can.
+
+        python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
+
+    It says whether the layout equals one process, and what each rank holds and sends beside the
+    prediction. The exit status is 1 where it does not equal one process.
+    """
+    if "mtp" in given:
+        raise ValueError("--mtp with run: the course's own model has no such modules")
+    asked, found, _ = _planned(given, own=True)
+    from .trial import trained  # which loads torch
+
+    text, good = trained(asked.name, asked.config, (found.fits or [found.nearest])[0].layout)
+    print(text)
+    return 0 if good else 1
+
+
+def _emit(given: dict[str, Any]) -> int:
+    """Write the fastest layout that an engine can run as its configuration.
+
+        python -m shardlab strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16
+        python -m shardlab strategy emit torchtitan --model llama-3-8b --gpu a100-80 --gpus 16 \\
+            --time 00:55:00 --into job
+        python -m shardlab strategy emit slurm --model llama-3-8b --gpu a100 --gpus 16
+
+    deepspeed prints its JSON; torchtitan a configuration module; megatron a script of arguments;
+    course the options of train.py; slurm a batch file for any program. --into writes the whole
+    Slurm job of torchtitan, megatron or course into a folder.
+
+    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.
+    torchtitan runs a model eagerly, compiled, or captured in a CUDA graph: --compile.
+    """
+    from . import emitted  # which no page's calculator loads
+
+    given = emitted.for_engine(given)
+    asked, found, _ = _planned(given, own=True)
+    print((emitted.written if "into" in given else emitted.emitted)(given, asked, found))
+    return 0
+
+
+def _fit(given: dict[str, Any]) -> int:
+    """Find rates from measured steps, and write them into a file.
+
+        python -m shardlab strategy fit --rates here.json
+        python -m shardlab strategy fit sweep.csv --rates rates.json --profile nanotron
+
+    Without a file it measures this machine, in under a minute; a plan with those rates needs no
+    --gpu. A CSV file has measured steps, with the columns of the Ultra-Scale sweep; a JSON file
+    layer times, as a list of cases with "id", "config" and "published"; and with --profile engines
+    a CSV file is a table of throughputs (source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
+    and tokens_per_s_per_gpu, step_s or tflops_per_gpu). Each line that is left out is named.
+    """
+    from . import measurements  # which no page's calculator needs
+
+    options.written("rates", given.get("rates", ""))  # before anything is measured or fitted
+    left: list[str] = []
+    if "file" in given:
+        rates = measurements.fitted(Path(given["file"]), _profile(given), left)
+    else:
+        from .measure import measure
+
+        rates = measure(_profile({"profile": "course", **given}).name)
+    options.written("rates", given["rates"], rates.write)
+    print("\n".join([table(rates), *left]))
+    return 0
+
+
+def _predict(given: dict[str, Any]) -> int:
+    """Print what is predicted of each row of a CSV file, or of each case of a JSON file.
+
+        python -m shardlab strategy predict rows.csv --rates rates.json --profile nanotron
+        python -m shardlab strategy predict cases.json --rates rates.json --profile megatron
+
+    A row comes back with predicted_seconds of a step, predicted_memory_gib that rank 0 reserves,
+    and a note: why it cannot be expressed; its numbers are then empty.
+
+    Of cases it prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
+    allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
+    hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep,
+    etp, dp, mbs, gbs, seq; and with --profile engines engine, dtype, recompute (none, selective,
+    full, operators), compile (false, true, "captured"); what is missing follows.
+    """
+    from . import measurements  # which no page's calculator needs
+
+    path = Path(given["file"])
+    profile, rates = _rates(given)
+    if path.suffix == ".json":
+        print(json.dumps(measurements.predicted_cases(path, profile, rates), indent=1))
+    else:
+        print(measurements.predicted_rows(path, profile, rates), end="")
+    return 0
+
+
+def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Plan, Rates]:
+    """Return what was asked, its plan, and the rates. own: of the course's own model."""
+    if ("model" in given) == ("config" in given):
+        said = "--model and --config" if "model" in given else "neither"
+        raise ValueError(f"{said}: allowed is exactly one of --model and --config")
+    if "mtp" in given and "config" not in given:
+        raise ValueError("--mtp: allowed with --config, whose file has such modules")
     if "layout" in given:
-        options.apart(given, (*FIXED, *WORDS, "top"), "with --layout, which says it")
-    if "config" not in given:
-        words = "alone: allowed with --config, whose file has such modules"
-        options.apart(given, ["mtp"], words)
-    if "run" in given:
-        options.apart(given, ["mtp"], "with --run: the course's own model has no such modules")
-    if given.get("emit") != "slurm":
-        options.apart(given, ["engine", "site"], "alone: allowed with --emit slurm")
-    if "engine" not in given:
-        more = ["into", "time", "partition"]
-        options.apart(given, more, "alone: allowed with --engine, of whose job it is")
-    if "tokens" not in given:
-        options.apart(given, ["price"], "alone: allowed with --tokens, of which it is the price")
-
-
-def _planned(given: dict[str, Any]) -> int:
-    """Print the plan that the options ask for; the status is 1 where its trial is not equal."""
-    if "emit" in given:
-        from .emitted import for_engine  # which no page's calculator loads
-
-        given = for_engine(given)
+        options.apart(given, (*FIXED, *WORDS), "with --layout, which says it")
     if "rates" in given:
         profile, rates = _rates(given)
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
     profile = _compiled(given, today(profile))
-    asked = _asked(given, rates)
+    asked = _asked(given, rates, own)
     dtype = given.get("dtype", "bf16")
     if "layout" in given:
         layout = _entered(given, asked)
-        found = alone(asked.config, asked.machine, layout, asked.seq, profile, rates, dtype)
-    else:
-        job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
-        fixed = _fixed(given)
-        _check_kept(fixed, asked, profile)
-        found = plan(*job, profile, rates, fixed, dtype)
-        if not found.fits:
-            raise ValueError(short(found))
-    return _told(given, asked, found, rates)
+        job = asked.config, asked.machine, layout, asked.seq
+        return asked, alone(*job, profile, rates, dtype), rates
+    fixed = _fixed(given)
+    _check_kept(fixed, asked, profile)
+    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
+    found = plan(*job, profile, rates, fixed, dtype)
+    if not found.fits:
+        raise ValueError(short(found))
+    return asked, found, rates
 
 
 def _fixed(given: dict[str, Any]) -> dict[str, object]:
@@ -278,32 +358,6 @@ def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
     return layout
 
 
-def _told(given: dict[str, Any], asked: report.Asked, found: Plan, rates: Rates) -> int:
-    """Print a plan in the form that the options ask for; the status as of `_planned`."""
-    first = found.fits[0] if found.fits else found.nearest
-    top = options.whole("top", given.get("top", str(TOP)))
-    if "json" in given:
-        best = found.fits[:top] or [first]
-        print(json.dumps(report.data(asked, found, best), indent=1))
-    elif "emit" in given:
-        from .emitted import emitted, written
-
-        print((written if "engine" in given else emitted)(given, asked, found))
-    elif "run" in given:
-        from .trial import trained  # which loads torch
-
-        text, good = trained(asked.name, asked.config, first.layout)
-        print(text)
-        return 0 if good else 1
-    elif "explain" in given or "layout" in given:
-        print(report.explained(asked, found, first, rates))
-        if len(rows := told(found, first.layout)) > 1:
-            print("", *report.aligned(rows), sep="\n")
-    else:
-        print(report.text(asked, found, rates, top))
-    return 0
-
-
 def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
     """The profile with its model run as --compile says, where an engine has the choice."""
     if "compile" not in given:
@@ -324,11 +378,11 @@ def _own(path: Path, found: Structure) -> Config:
     own = config_in(path)
     if structure(own).total != found.total:
         words = f"config={str(path)!r}: {found.total:,} parameters"
-        raise ValueError(f"{words}; allowed with --emit and --run are {structure(own).total:,}")
+        raise ValueError(f"{words}; allowed with emit and run are {structure(own).total:,}")
     return own
 
 
-def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
+def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
     if "model" in given:
         name = given["model"]
         check_one_of(PRESETS, model=name)
@@ -340,7 +394,7 @@ def _asked(given: dict[str, Any], rates: Rates) -> report.Asked:
         name, config = path.name, hub.planned(path, mtp=mtp)
         for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
             print(f"assumed: {words}", file=sys.stderr)
-        if "emit" in given or "run" in given:
+        if own:
             config = replace(config, own=_own(path, hub.planned(path)))
     if "gpu" in given or rates.machine is None:
         machine = check_named(gpu=given.get("gpu", ""))
@@ -377,19 +431,13 @@ def _profile(given: dict[str, Any]) -> Profile:
 
 
 def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
-    """The rates of a file, and the profile that they are for."""
-    rates = read(Path(given["rates"]))
+    """Return the rates of a file, and the profile that they are for."""
+    rates = read(Path(given.get("rates", "")))
     profile = _profile({"profile": rates.profile, **given})
     if profile.name != rates.profile:
         where = f"the profile of {given['rates']}"
         raise ValueError(f"profile={profile.name!r}: allowed is {rates.profile!r}, {where}")
     return profile, rates
-
-
-def _measured(given: dict[str, Any]) -> Rates:
-    from .measure import measure  # which no page's calculator loads, as it does not emit
-
-    return measure(_profile({"profile": "course", **given}).name)
 
 
 def table(rates: Rates) -> str:

@@ -1,4 +1,4 @@
-"""What `strategy --emit` writes: a configuration, or the files of a whole job."""
+"""What `strategy emit` writes: a configuration, or the files of a whole job."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ def for_engine(given: dict[str, Any]) -> dict[str, Any]:
 
     And --site as it was read, with the GPUs of its node where --per-node says no others.
     """
-    engine = given["emit"]
-    check_one_of(ENGINES, emit=engine)
+    engine = given["engine"]
+    check_one_of(ENGINES, engine=engine)
+    if "into" in given:
+        check_one_of(JOBS, engine=engine)
+    else:
+        options.apart(
+            given, ("time", "partition"), "alone: allowed with --into, of whose job it is"
+        )
+    if "site" in given and "into" not in given and engine != "slurm":
+        raise ValueError("--site alone: allowed with slurm and with --into")
     if "site" in given:
         given = {**given, "site": (at := site.read(given["site"]))}
         given = {"per_node": str(at.gpus_per_node), **given} if at.gpus_per_node else given
-    if "engine" in given:
-        check_one_of(JOBS, engine=given["engine"])
-        engine = given["engine"]
     if engine not in PROFILES:
         return given
     if given.get("profile", engine) != engine:
-        words = f"profile={given['profile']!r}: allowed with --emit {engine} is {engine!r}"
+        words = f"profile={given['profile']!r}: allowed with emit {engine} is {engine!r}"
         raise ValueError(f"{words}, whose bytes and seconds it is planned with")
     return {**given, "profile": engine}
 
 
 def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     """The fastest layout that an engine can run, as its configuration; why not the first, aside."""
-    engine, job = given["emit"], (asked.config, asked.machine)
+    engine, job = given["engine"], (asked.config, asked.machine)
 
     def text(one: Planned, how: str) -> str:
         return emit(engine, *job, one.layout, asked.seq, how).rstrip("\n")
@@ -76,7 +81,7 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     planned, texts = _able(engine, found, files)
     if at:
         texts |= {FILE: at.batch(texts[FILE]), SITE: at.script()}
-    folder = Path(options.folder("into", given.get("into", "job")))
+    folder = Path(options.folder("into", given["into"]))
     takes = f"{planned.seconds:.3g} s a step and {planned.reserved / 1e9:.1f} GB on the fullest GPU"
     said = [f"{planned.layout}: {takes}, as predicted", f"{folder}:"]
     for name, text in texts.items():
@@ -101,4 +106,4 @@ def _able(engine: str, found: Plan, make: Callable[[Planned, str], T]) -> T:
             words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
             print(f"{words}: {why}", file=sys.stderr)
         return made
-    raise ValueError(f"emit={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")
+    raise ValueError(f"engine={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")

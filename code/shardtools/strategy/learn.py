@@ -3,7 +3,7 @@
 What each half of the published table is predicted by the other, the table keeps for a picture. With
 the rates, after a change of what is predicted:
 
-    python -m shardlab strategy --fit code/shardtools/strategy/published/throughput.csv \\
+    python -m shardlab strategy fit code/shardtools/strategy/published/throughput.csv \\
         --profile engines --rates code/shardtools/strategy/published/rates_engines.json
     python -m shardtools.strategy.learn code/shardtools/strategy/published/throughput.csv
 """

@@ -1,4 +1,4 @@
-"""Rates of the machine at hand, measured in well under a minute: `--measure`.
+"""Rates of the machine at hand, measured in well under a minute: `strategy fit` without a file.
 
 Each is the median of several timings, and as unsure as they differ. A GPU's are shares of its data
 sheet where it is known. A CPU has no sheet, and GPUs may be new: then what is measured here is the

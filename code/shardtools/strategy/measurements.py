@@ -1,6 +1,6 @@
 """Files of measured steps: the rates that they tell, and what rates predict of each step.
 
-What `strategy --fit`, `--predict` and `--case` do, which no page's calculator needs.
+What `strategy fit` and `strategy predict` do, which no page's calculator needs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ADDED = "predicted_seconds", "predicted_memory_gib", "note"
 def fitted(source: Path, profile: Profile, left: list[str]) -> Rates:
     """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
     if source.suffix == ".json":
-        return learn.from_cases(files.read_cases("fit", source), profile, source.name)
-    rows = files.read_rows("fit", source)
+        return learn.from_cases(files.read_cases("file", source), profile, source.name)
+    rows = files.read_rows("file", source)
     if not tables.of_throughputs(rows, profile):
         return learn.from_rows(rows, profile, source.name)
     rates, out = learn.from_table(rows, source.name)
@@ -33,7 +33,7 @@ def fitted(source: Path, profile: Profile, left: list[str]) -> Rates:
 
 def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
-    rows = files.read_rows("predict", path)
+    rows = files.read_rows("file", path)
     values = check_rates(profile, rates)
     published = tables.of_throughputs(rows, profile)
     columns = [name for name in (rows[0] if rows else files.COLUMNS) if name not in (None, *ADDED)]
@@ -58,7 +58,7 @@ def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str
     """What is predicted of each case, in order. Raises ValueError for the file."""
     values = check_rates(profile, rates)
     listed = []
-    for case in files.read_cases("case", path):
+    for case in files.read_cases("file", path):
         found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
         try:
             prediction = of_job(files.case_job(case["config"], profile), values)

@@ -335,7 +335,7 @@ def guesses(profile: str) -> Rates:
 
 
 def known(profile: str) -> Rates:
-    """The best that the course knows: fitted on published runs (`--fit`), or else guesses."""
+    """Return the best known rates: fitted on published runs (`strategy fit`), or guesses."""
     path = PUBLISHED / f"rates_{profile}.json"
     if path.exists():
         return read(path)
@@ -371,13 +371,15 @@ def read(path: Path) -> Rates:
         missing = [name for name in guesses(profile) if name not in rates]
         machine = Machine(**given["machine"]) if "machine" in given else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise ValueError(f"rates={str(path)!r}: allowed are files that --fit wrote") from None
+        raise ValueError(
+            f"rates={str(path)!r}: allowed are files that `strategy fit` wrote"
+        ) from None
     bad = [n for n, r in rates.items() if not 1e-9 <= r.value <= 1e9 or not 0 <= r.spread <= 1e9]
     for name in missing + bad:
         allowed = f"files with a {name!r} from 1e-9 to 1e9, and its spread from 0"
         raise ValueError(f"rates={str(path)!r}: allowed are {allowed}")
     if machine and not all(_likely(field, value) for field, value in vars(machine).items()):
-        raise ValueError(f"rates={str(path)!r}: allowed are machines as --measure finds them")
+        raise ValueError(f"rates={str(path)!r}: allowed are machines as `strategy fit` finds them")
     return Rates(profile, rates, machine)
 
 

@@ -128,7 +128,7 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
         if "cost" in one:
             cells.append(f"{one['cost']:,.0f}")
         table.append([*cells, one["waits_for"]])
-    if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `--explain`, too
+    if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `plan --explain`, too
         table = [cells[:-1] for cells in table]
     lines += aligned(table)
     lines += ["", first(found, rates), *on_host(asked, found.fits[0])]

@@ -1,21 +1,20 @@
 """A chosen layout as a configuration for an engine, with the reason of each line beside it.
 
-    print(emit("fsdp2", PRESETS["llama-3-8b"], MACHINES["h100"], Layout(dp=16, zero=3)))
+    print(emit("megatron", PRESETS["llama-3-8b"], MACHINES["h100"], Layout(dp=16, zero=3)))
 
 | engine     | what is written                                        | for                   |
 |------------|--------------------------------------------------------|-----------------------|
 | deepspeed  | its configuration, in Hjson, which is what it reads    | DeepSpeed 0.19.8      |
-| fsdp2      | a script that trains the course's plain GPT            | torch 2.13            |
 | torchtitan | a module with one configuration function               | torchtitan 0.3.0      |
 | megatron   | a shell script around the arguments of pretrain_gpt.py | Megatron Core 0.19.2  |
 | course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
-`job` is the whole of a job for Slurm, of any of the other engines: with its environment, its signal
-and its way to resume.
+`job` returns all files of a Slurm job for torchtitan, Megatron or the course's script: a batch file
+with its environment, its signal and its way to resume, beside the engine's own file. Any other
+program, such as yours with DeepSpeed, is started by the batch file of "slurm".
 A layout that an engine cannot express is refused, with the field and what comes nearest. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
-Files that are mostly code have a Jinja2 template beside their writer, the others are put together.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 
-from . import course, deepspeed, fsdp2, megatron, slurm, torchtitan
+from . import course, deepspeed, megatron, slurm, torchtitan
 from .job import Limits, job
 from .target import Target
 
@@ -35,7 +34,6 @@ __all__ = ["ENGINES", "FILES", "Limits", "emit", "job"]
 
 _WRITERS: dict[str, ModuleType] = {
     "deepspeed": deepspeed,
-    "fsdp2": fsdp2,
     "torchtitan": torchtitan,
     "megatron": megatron,
     "course": course,

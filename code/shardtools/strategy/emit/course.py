@@ -50,7 +50,7 @@ def _check(target: Target) -> None:
             raise target.refusal(f"{name}={getattr(at, name)}", "is 1", why)
     if at.recompute != "none" or at.offload != "none":
         given = f"recompute={at.recompute!r}, offload={at.offload!r}"
-        why = "call torch.utils.checkpoint in your model, or take fsdp2, which has both"
+        why = "call torch.utils.checkpoint in your model, or take torchtitan, which has both"
         raise target.refusal(given, "are 'none'", why)
     if at.sequence_parallel and at.tp > 1:
         why = "it keeps whole what stands between the cut matrices"

@@ -6,7 +6,7 @@ the file by itself, as Hugging Face's Trainer does, wants plain JSON: drop the l
 with //, as `plain` does.
 
 Not in this file, since DeepSpeed takes them from the program: the model and where it is cut into
-stages, what is recomputed, the optimizer. `script` writes such a program, for a whole job.
+stages, what is recomputed, the optimizer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .target import Target, beside, filled, wrapped
+from .target import Target
 
-FILE, SCRIPT = "ds_config.json", "train_deepspeed.py"
+FILE = "ds_config.json"
 
 # Names of the course's plain GPT: cut by columns where outputs are a rank's own, by rows where they
 # are added up. `deepspeed_engine.core.COURSE_PLAN` is the same.
@@ -35,7 +35,7 @@ def write(target: Target) -> str:
     head = [
         *target.title(),
         "For DeepSpeed 0.19.8, which reads these comments; initialize(config='ds_config.json').",
-        *target.torchrun(SCRIPT),
+        *target.torchrun("YOUR_PROGRAM.py"),
     ]
     lines = [*(f"// {line}" for line in head), "{"]
     for key, value, why in _rows(target):
@@ -45,28 +45,6 @@ def write(target: Target) -> str:
     lines[-1] = lines[-1][:-1]
     del lines[len(head) + 1]  # the empty line behind the bracket
     return "\n".join([*lines, "}", ""])
-
-
-def script(target: Target) -> str:
-    """The program of a job, which gives the file to DeepSpeed; ValueError for what it cannot do."""
-    at = target.layout
-    if at.recompute == "selective":
-        why = "torch's fused attention keeps no scores; nearest is 'none', which is no larger"
-        raise target.refusal("recompute='selective'", "are 'none' and 'full'", why)
-    if at.pp > 1 and at.zero == 0:
-        why = "DeepSpeed cannot load that checkpoint; nearest is 1"
-        raise target.refusal("zero=0", f"with pp={at.pp} is 1", why)
-    text = filled(
-        SCRIPT,
-        target,
-        config=FILE,
-        title="\n".join(target.title()),
-        launch="\n".join(target.torchrun(SCRIPT)),
-        shape=target.shape(),
-        settings="\n".join(beside(target.of_a_step())),
-        full=at.recompute == "full" and at.pp == 1,
-    )
-    return wrapped(text)
 
 
 def plain(text: str) -> str:

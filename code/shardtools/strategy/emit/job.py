@@ -2,10 +2,9 @@
 
     for name, text in job(target, Limits("12:00:00"), steps=1000, seconds=85.0).items(): ...
 
-The batch file asks for a signal some minutes before its end. Then engines that know a signal save
-and leave, as the scripts that are written here do by `loop.py`; torchtitan knows none, and goes
-back to its last checkpoint. The job returns to the queue under its number, and the engine resumes
-from its folder.
+The batch file asks for a signal some minutes before its end. Megatron and train.py then save and
+leave; torchtitan knows no signal, and goes back to its last checkpoint. The job returns to the
+queue under its number, and the engine resumes from its folder.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import course, deepspeed, fsdp2, megatron, torchtitan
+from . import course, megatron, torchtitan
 from .slurm import options
 from .target import Target
 
 FILE, SITE = "job.sbatch", "site.sh"
 RUN = "run"  # the folder, beside the batch file, of checkpoints and metrics
-ENGINES = ("torchtitan", "megatron", "deepspeed", "fsdp2", "course")
-LOOP = "loop.py"  # of scripts that are made here: steps, checkpoints, the signal
+ENGINES = ("torchtitan", "megatron", "course")
 SIGNAL = 300  # seconds before the end: Slurm may be a minute early, and a save takes its time
 LEAST = 600  # of a time limit: less than that leaves no time to train
 LOST = 0.1  # of a time limit that training may lose, where it ends without a save
@@ -173,19 +171,12 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
 
 def _files(target: Target) -> dict[str, str]:
     """The engine's own files, by their names."""
-    here = Path(__file__).parent
     if target.engine == "torchtitan":
         return {torchtitan.FILE: torchtitan.write(target)}
     if target.engine == "megatron":
         return {megatron.FILE: megatron.write(target)}
-    if target.engine == "course":
-        script = here.parents[2] / "shardlab/train/take_home.py"
-        return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
-    loop = {LOOP: (here / LOOP).read_text(encoding="utf-8")}
-    if target.engine == "fsdp2":
-        return {fsdp2.FILE: fsdp2.write(target, job=True), **loop}
-    own = {deepspeed.FILE: deepspeed.write(target), deepspeed.SCRIPT: deepspeed.script(target)}
-    return own | loop
+    script = Path(__file__).parents[3] / "shardlab/train/take_home.py"
+    return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
 
 
 def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
@@ -203,9 +194,5 @@ def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
         resume = f"--save {RUN} --load {RUN} --save-interval {every} --train-iters {steps}"
         leave = "--exit-signal-handler --exit-signal SIGUSR1"
         return [f"bash {megatron.FILE} {resume}", leave], ""
-    limits = f"--steps {steps} --every {every}"
-    if target.engine != "course":
-        script = deepspeed.SCRIPT if target.engine == "deepspeed" else fsdp2.FILE
-        return [*torchrun, f"{script} {limits} --folder {RUN}"], ""
-    own = f'train.py "${{options[@]}}" {limits}'
+    own = f'train.py "${{options[@]}}" --steps {steps} --every {every}'
     return [*torchrun, own, f"--folder {RUN} --resume auto"], f"source ./{course.FILE}\n"

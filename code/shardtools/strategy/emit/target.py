@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from shardlab.common.arguments import check_whole, listed
 from shardlab.common.machines import Machine
@@ -56,7 +54,7 @@ class Target:
         plain = {"qk_norm": False, "window": None, "latent": None, "yarn": None}
         if self.config.content_size * self.config.heads != self.config.hidden:
             plain["head"] = None  # a file may also write the size that follows from these two
-        if self.engine == "torchtitan" or self.engine == "fsdp2" and at.tp > 1:
+        if self.engine == "torchtitan":
             for name, only in plain.items():
                 if (value := getattr(self.config, name)) is not only:
                     words = "of these engines 'megatron' has arguments for it"
@@ -102,16 +100,6 @@ class Target:
         if vocab % t:
             why = f"nearest is a vocabulary filled up to {-(-vocab // t) * t}, or tp=1"
             raise self.refusal(f"vocab={vocab}", f"with tp={t} are multiples of {t}", why)
-
-    @property
-    def share(self) -> str:
-        """A script's line that says which share of the data a rank takes."""
-        at, rank = self.layout, "share = dist.get_rank()"
-        if at.tp > 1:
-            return f"{rank} // {at.tp}  # of the data: ranks that share matrices share it"
-        if at.pp > 1:
-            return f"{rank} % {at.dp}  # of the data: stages of a copy share it"
-        return f"{rank}  # of the data"
 
     def torchrun(self, program: str) -> list[str]:
         """The lines that start `program` on each node."""
@@ -205,20 +193,6 @@ class Target:
             return f"{self.machine.name} has no bf16: the loss has to be scaled"
         return "products in 16 bits, with float32's range: no loss scaling"
 
-    def of_a_step(self) -> list[tuple[str, str]]:
-        """A script's lines about the tokens of a step, each with its reason."""
-        return [
-            (f"SEQ = {self.seq}", "tokens of a sequence"),
-            (f"MICRO_BATCH = {self.layout.micro_batch}", self.why_micro_batch()),
-            (f"MICROBATCHES = {self.layout.microbatches}", self.why_microbatches()),
-        ]
-
-    def shape(self) -> str:
-        """The model's sizes as a script gives them to `Config`, a line each."""
-        sizes = ((field, getattr(self.config, field.name)) for field in fields(self.config))
-        given = [f"{field.name}={size!r}" for field, size in sizes if size != field.default]
-        return ",\n".join(given).replace("'", '"')
-
     def title(self) -> list[str]:
         """What the file is for, in two lines."""
         gpus = f"{self.layout.ranks} × {self.machine.name}"
@@ -238,31 +212,3 @@ def beside(rows: list[tuple[str, str]], mark: str = "#", indent: int = 0) -> lis
     else:
         found = [text for line, why in rows for text in ([f"{mark} {why}"] if why else []) + [line]]
     return [space + text for text in found]
-
-
-def filled(file: str, target: Target, **words: Any) -> str:
-    """The text of `file`, by its template in this folder, which also sees the target's parts."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # torch brings it along
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    known = {"target": target, "at": target.layout, "c": target.config, **words}
-    return environment.get_template(f"{file}.jinja").render(known)
-
-
-def wrapped(text: str) -> str:
-    """Python, where a comment beside a line that is too long for both is above it."""
-    lines = []
-    for line in text.splitlines():
-        code, mark, why = line.partition("  # ")
-        if len(line) <= WIDTH or not mark:
-            lines.append(line)
-            continue
-        indent = " " * (len(code) - len(code.lstrip()))
-        lines += [f"{indent}# {why}", code]
-    return "\n".join([*lines, ""])

@@ -2,7 +2,7 @@
 
 torchtitan finds a function by the names of a module and of the function, takes the `Trainer.Config`
 that it returns, and lets options of the command line change it. The function written here begins
-with torchtitan's own Llama 3 8B and sets what the layout decides. Its fields have slots: a name
+with torchtitan's own Llama 3 and sets what the layout decides. Its fields have slots: a name
 that torchtitan does not know is an error at once.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardlab.common.shapes import Config
 
-from .target import Target, beside, filled
+from .target import Target, beside
 
 FILE = "planned.py"
 LAUNCH = "-m torchtitan.train --module planned --config planned"
@@ -33,25 +33,50 @@ FLAVORS = {
     "70B": (80, 64, 8192, 28_672, False),
     "405B": (126, 128, 16_384, 53_248, False),
 }
+_PARTS = """
+    # What each part holds; by itself torchtitan counts embedding and head as layers.
+    names, first = [], 0
+    for layers in {parts}:
+        names.append([f"layers.{{i}}" for i in range(first, first + layers)])
+        first += layers
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "lm_head"]
+    config.parallelism.module_fqns_per_model_part = names"""
 
 
 def write(target: Target) -> str:
     """The text of the module; ValueError for what torchtitan cannot do."""
     _check(target)
-    return filled(
-        FILE,
-        target,
-        title="\n".join(target.title()),
-        launch="\n".join(target.torchrun(LAUNCH)),
-        named=flavor(target.config),
-        recompute=RECOMPUTE[target.layout.recompute],
-        settings="\n".join(beside(_settings(target), indent=4)),
-        parts=tuple(target.parts()) if target.layout.pp > 1 else (),
-    )
+    kind, named = RECOMPUTE[target.layout.recompute], flavor(target.config)
+    imports = {
+        "torchtitan.distributed.activation_checkpoint": kind,
+        "torchtitan.models.llama3": named != "8B" and "model_registry",
+        "torchtitan.models.llama3.config_registry": "llama3_8b",
+        "torchtitan.trainer": "Trainer",
+    }
+    lines = [
+        '"""torchtitan\'s Llama 3, in a layout that was planned.',
+        *["", *target.title(), ""],
+        *(f"    {line}" for line in target.torchrun(LAUNCH)),
+        "",
+        "For torchtitan 0.3.0. What is not set here is that of its llama3_8b: optimizer, data,",
+        "tokenizer, checkpoints; options behind the names change it, as --training.steps 100.",
+        *['"""', ""],
+        *(f"from {module} import {name}" for module, name in imports.items() if name),
+        *["", "", "def planned() -> Trainer.Config:"],
+        '    """Return the configuration that `--config planned` names."""',
+        "    config = llama3_8b()",
+        *[f'    config.model_spec = model_registry("{named}")'] * (named != "8B"),
+        "",
+        *beside(_settings(target), indent=4),
+        *[_PARTS.format(parts=tuple(target.parts()))] * (target.layout.pp > 1),
+        *["    return config", ""],
+    ]
+    return "\n".join(lines)
 
 
 def flavor(config: Config) -> str | None:
-    """The name under which torchtitan has this shape, or None."""
+    """Return torchtitan's name of this shape, or None."""
     shape = config.layers, config.heads, config.hidden, config.ffn_width, config.tied
     named = [name for name, has in FLAVORS.items() if has == shape]
     llama = config.vocab == 128_256 and config.key_value_heads == 8 and config.rotary_base == 5e5
@@ -127,10 +152,13 @@ def _check(target: Target) -> None:
     at, c = target.layout, target.config
     if (c.mlp, c.norm, c.bias) != ("swiglu", "rms", False):
         given = f"mlp={c.mlp!r}, norm={c.norm!r}, bias={c.bias}"
-        why = "its Llama 3 has no others; nearest are fsdp2 and megatron"
+        why = "its Llama 3 has no others; nearest is megatron"
         raise target.refusal(given, "are 'swiglu', 'rms' and False", why)
     if c.dropout:
         raise target.refusal(f"dropout={c.dropout}", "is 0.0", "its Llama 3 has none")
+    if flavor(c) is None:
+        given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
+        raise target.refusal(given, f"are Llama 3's {', '.join(FLAVORS)}", "nearest is megatron")
     if target.half != "bf16":
         why = "it has no fp16; nearest are deepspeed and megatron"
         raise target.refusal(f"machine={target.machine.name!r}", "are GPUs with bf16", why)

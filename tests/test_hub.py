@@ -340,7 +340,7 @@ def test_they_are_counted_and_planned_by_the_commands(capsys, tmp_path: Path) ->
         more = ["--config", str(path), "--mtp", number]
         assert main(["memory", *more, "--json"]) == 0
         counts.append(json.loads(capsys.readouterr().out)["count"]["total"])
-        assert main(["strategy", *more, *asked]) == 0
+        assert main(["strategy", "plan", *more, *asked]) == 0
         first = json.loads(capsys.readouterr().out)["best"][0]
         sizes.append(first["bytes_by_part"]["weights"])
     module = LATENT + 2 * H + 10 * EXPERT + 8 * H + 2 * H * H + 3 * H

@@ -382,8 +382,7 @@ def test_a_file_is_written_whole_or_not_at_all(capsys: Any, tmp_path: Any, monke
 
 
 READ = {
-    "case": f"strategy predict --rates {PUBLISHED}/rates_megatron.json",
-    "fit": "strategy fit --profile megatron --rates never.json",
+    "file": f"strategy predict --rates {PUBLISHED}/rates_megatron.json",
     "rates": "strategy plan --model gpt-2 --gpu h100 --gpus 8 --rates",
 }
 NO_JSON = ["[" * 100_000, f"[{HUGE}]", "[1e999]", "[NaN]", "", '[{"id": 1, "con', "[3]", "null"]

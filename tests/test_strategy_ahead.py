@@ -129,6 +129,6 @@ def test_megatron_is_told_of_it_and_others_refuse_it() -> None:
     assert "--num-layers 61 " in text
     assert "mtp" not in emit("megatron", PRESETS["deepseek-v3"], MACHINES["h100"], at, 4096)
     plain = with_modules(structure(PRESETS["llama-3-8b"]), {"num_mtp_modules": 2}, 2)
-    for engine in ("torchtitan", "fsdp2", "deepspeed", "course", "slurm"):
+    for engine in ("torchtitan", "deepspeed", "course", "slurm"):
         with pytest.raises(ValueError, match=f"mtp=2: with engine='{engine}' allowed is 0"):
             emit(engine, plain, MACHINES["h100"], Layout(dp=8))

@@ -249,7 +249,7 @@ def test_cases_of_the_command_line(capsys, tmp_path: Path) -> None:
     cases += [{"id": name, "config": CASE | change} for name, change in BAD.items()]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     rates = str(PUBLISHED / "rates_engines.json")
-    words = ["--case", str(tmp_path / "cases.json"), "--rates", rates, "--profile", "engines"]
+    words = ["predict", str(tmp_path / "cases.json"), "--rates", rates, "--profile", "engines"]
     assert main(["strategy", *words]) == 0
     good, *bad = json.loads(capsys.readouterr().out)
     assert 3 < good["seconds"] < 12 and good["memory_gib"] > 20 and not good["note"]
@@ -265,13 +265,13 @@ def test_lines_of_a_table_are_predicted_and_those_left_out_say_why(capsys, tmp_p
         writer.writerows(some)
     rates = str(PUBLISHED / "rates_engines.json")
     path = str(tmp_path / "some.csv")
-    assert main(["strategy", "--predict", path, "--rates", rates, "--profile", "engines"]) == 0
+    assert main(["strategy", "predict", path, "--rates", rates, "--profile", "engines"]) == 0
     first, unknown, lora = csv.DictReader(capsys.readouterr().out.splitlines())
     assert float(first["predicted_seconds"]) > 1 and not first["note"]
     assert "its shape is not known" in unknown["note"] and "LoRA" in lora["note"]
-    for options in (["--profile", "course", "--fit", path], ["--profile", "engines", "--fit",
-                     str(PUBLISHED / "sweep.csv")]):  # fmt: skip
-        assert main(["strategy", *options, "--rates", str(tmp_path / "r.json")]) == 2
+    for profile, source in (("course", path), ("engines", str(PUBLISHED / "sweep.csv"))):
+        given = [source, "--profile", profile, "--rates", str(tmp_path / "r.json")]
+        assert main(["strategy", "fit", *given]) == 2
         assert "profile=" in capsys.readouterr().err
 
 

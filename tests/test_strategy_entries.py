@@ -118,7 +118,7 @@ def test_cases(capsys, tmp_path) -> None:
 
 
 WRONG = {
-    "no rates": (["fit", SWEEP], "rates='': allowed are files"),
+    "no rates": (["fit", SWEEP], "required: --rates"),
     "profile": (["fit", SWEEP, "--rates", "R", "--profile", "mine"], "profile='mine': allowed"),
     "no profile": (["fit", SWEEP, "--rates", "R"], "profile='': allowed are course, megatron"),
     "no file": (

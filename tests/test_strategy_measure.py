@@ -80,7 +80,7 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
     config, apart = PRESETS["micro"], []
     for _ in range(5):
         begin = time.perf_counter()
-        status, out, err = ran(capsys, "strategy", "--measure", "--rates", str(path))
+        status, out, err = ran(capsys, "strategy", "fit", "--rates", str(path))
         assert status == 0 and not err and "measured on this CPU" in out
         assert time.perf_counter() - begin < 60
         rates = read(path)
@@ -94,7 +94,7 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
         with on_time():
             raise AssertionError(f"predicted over measured: {apart}")
     status, out, _ = ran(
-        capsys, "strategy", "--model", "micro", "--rates", str(path), "--gpus", "1", "--batch",
-        "8", "--json",
+        capsys, "strategy", "plan", "--model", "micro", "--rates", str(path), "--gpus", "1",
+        "--batch", "8", "--json",
     )  # fmt: skip
     assert status == 0 and json.loads(out)["best"][0]["layout"] == "d 1"

@@ -96,5 +96,5 @@ def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ValueError, match="config='nano': allowed are a Config and a Structure"):
         structure("nano")  # type: ignore[arg-type]
     other = replace(structure(MIXED), own=None, model_type="mamba")
-    with pytest.raises(ValueError, match="emit='fsdp2': allowed are models that .* no mamba is"):
-        own_config(other, emit="fsdp2")
+    with pytest.raises(ValueError, match="emit='megatron': allowed are models that .* no mamba is"):
+        own_config(other, emit="megatron")

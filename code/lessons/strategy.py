@@ -701,7 +701,7 @@ show.source(core.layer, core._attention, core._launches, core._cpu, core._tensor
 # From layers to a step:
 
 # %%
-show.source(core.seconds, core._stage, core._likely, core._left, core._head, core._messages, core._optimizer)
+show.source(core.seconds, core._stage, core._bubble, core._likely, core._left, core._head, core._messages, core._optimizer)
 
 # %% [markdown]
 # [`copies`](../code/shardtools/strategy/copies.py) says how long copies wait for gradients and weights.

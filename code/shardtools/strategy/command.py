@@ -89,7 +89,7 @@ def add_fit(commands: argparse._SubParsersAction) -> None:
     """Add `strategy fit`."""
     parser = _command(commands, "fit", _fit)
     parser.add_argument("file", nargs="?", metavar="FILE", help="measured steps or layer times")
-    options.add(parser, "rates", "the file to write", "FILE")
+    parser.add_argument("--rates", required=True, metavar="FILE", help="the file to write")
     _add_profile(parser)
 
 
@@ -97,7 +97,9 @@ def add_predict(commands: argparse._SubParsersAction) -> None:
     """Add `strategy predict`."""
     parser = _command(commands, "predict", _predict)
     parser.add_argument("file", metavar="FILE", help="rows (CSV), or cases (.json)")
-    options.add(parser, "rates", "a file that `strategy fit` wrote", "FILE")
+    parser.add_argument(
+        "--rates", required=True, metavar="FILE", help="a file that `strategy fit` wrote"
+    )
     _add_profile(parser)
 
 
@@ -232,7 +234,7 @@ def _fit(given: dict[str, Any]) -> int:
     """
     from . import measurements  # which no page's calculator needs
 
-    options.written("rates", given.get("rates", ""))  # before anything is measured or fitted
+    options.written("rates", given["rates"])  # before anything is measured or fitted
     left: list[str] = []
     if "file" in given:
         rates = measurements.fitted(Path(given["file"]), _profile(given), left)
@@ -432,7 +434,7 @@ def _profile(given: dict[str, Any]) -> Profile:
 
 def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
     """Return the rates of a file, and the profile that they are for."""
-    rates = read(Path(given.get("rates", "")))
+    rates = read(Path(given["rates"]))
     profile = _profile({"profile": rates.profile, **given})
     if profile.name != rates.profile:
         where = f"the profile of {given['rates']}"

@@ -92,65 +92,56 @@ class _Work:
 
 
 def seconds(job: Job, rates: Values, needed: float = 0.0) -> Seconds:
-    """Seconds of one step, as they are to be expected; bytes `needed` on rank 0 decide about
-    retries.
+    """Return the seconds of one step, part by part.
 
-    Raises ValueError for layers that the stages cannot share.
+    needed: bytes of rank 0, which decide about retries. Raises ValueError for layers that the
+    stages cannot share.
     """
-    layout = job.layout
-    m = layout.microbatches
-    each = {kind: layer(job, rates, kind) for kind in job.model.kinds}
-    found = job.stages
-    alike: dict[tuple[tuple[int, ...], bool], _Work] = {}  # stages of the same layers
-    work = []
-    for stage in found:
-        key = job.model.counted(stage.chunks), stage.head
-        if key not in alike:
-            alike[key] = _stage(job, rates, each, *key)
-        work.append(alike[key])
+    layers = {kind: layer(job, rates, kind) for kind in job.model.kinds}
+    work = [_stage(job, rates, layers, stage) for stage in job.stages]
     slowest = max(work, key=lambda stage: stage.total)
+    m = job.layout.microbatches
+    busy = m * slowest.total
+    first = sum(n * layers[kind][0].total for kind, n in job.layers(job.fullest))
+    held = job.held(job.fullest)
+    kept = held.shard(job.layout) if job.layout.zero else held.all
+    parts = {name: m * value for name, value in vars(slowest).items()} | {
+        "bubble": _bubble(job, layers, work, slowest),
+        "messages": _messages(job, rates, busy),
+        "data": copies.seconds(job, rates, job.fullest, busy, first),
+        "optimizer": _optimizer(job, rates, held.all, kept),
+        "host": host.seconds(job, rates, kept, busy),
+    }
+    parts["retries"] = sum(parts.values()) * (rates.retries - 1) * _likely(job, rates, needed)
+    times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
+    return Seconds(**{name: times * part for name, part in parts.items()})
+
+
+Layers = dict[Kind, tuple[_Work, _Work]]  # forward and backward of each kind
+
+
+def _stage(job: Job, rates: Values, layers: Layers, stage: Stage) -> _Work:
+    """Return the work of a stage for one micro-batch: its layers, and the head on the last."""
+    found = _Work().plus(_head(job, rates), 1 + job.model.ahead) if stage.head else _Work()
+    for (forward, backward), n in zip(
+        layers.values(), job.model.counted(stage.chunks), strict=True
+    ):
+        if n:
+            found = found.plus(forward, n).plus(backward, n)
+    return found
+
+
+def _bubble(job: Job, layers: Layers, work: list[_Work], slowest: _Work) -> float:
+    """Return the seconds in which the slowest stage waits for the others."""
+    layout = job.layout
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
-        bubble = m * others if layout.pp > 1 else 0.0
-    else:
-        forward, backward = each[job.model.largest]
-        weights = backward.products / BACKWARD
-        # While the pipeline fills and drains, the CPU launches ahead.
-        others -= sum(stage.launches for stage in work) - slowest.launches
-        left = _left(layout, forward.total, backward.total, weights)
-        bubble = others * left * _largest(found)
-    fullest = job.fullest
-    busy = slowest.total * m
-    # What hides the weights that come for it.
-    first = sum(n * each[kind][0].total for kind, n in job.layers(fullest))
-    data = copies.seconds(job, rates, fullest, busy, first)
-    held = job.held(fullest)
-    kept = held.shard(layout) if layout.zero else held.all
-    step = _optimizer(job, rates, held.all, kept)
-    there = host.seconds(job, rates, kept, busy)
-    messages = _messages(job, rates, busy)
-    total = busy + bubble + messages + data + step + there
-    retries = total * (rates.retries - 1) * _likely(job, rates, needed)
-    parts = {name: m * value for name, value in vars(slowest).items()}
-    parts |= {"bubble": bubble, "messages": messages, "data": data}
-    parts |= {"optimizer": step, "host": there}
-    times = getattr(rates, job.profile.engine) if job.profile.engine else 1.0
-    return Seconds(**{name: times * x for name, x in (parts | {"retries": retries}).items()})
-
-
-def _stage(
-    job: Job,
-    rates: Values,
-    each: dict[Kind, tuple[_Work, _Work]],
-    layers: tuple[int, ...],
-    head: bool,
-) -> _Work:
-    """A micro-batch on a stage that has so many layers of each kind."""
-    found = _Work().plus(_head(job, rates), 1 + job.model.ahead) if head else _Work()
-    for both, n in zip(each.values(), layers, strict=True):
-        for one in both if n else ():
-            found = found.plus(one, n)
-    return found
+        return layout.microbatches * others if layout.pp > 1 else 0.0
+    forward, backward = layers[job.model.largest]
+    # While the pipeline fills and drains, the CPU launches ahead.
+    others -= sum(stage.launches for stage in work) - slowest.launches
+    left = _left(layout, forward.total, backward.total, backward.products / BACKWARD)
+    return others * left * _largest(job.stages)
 
 
 def _largest(found: list[Stage]) -> float:

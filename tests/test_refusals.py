@@ -414,7 +414,7 @@ def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys: Any, tmp_path: Any) 
     path = tmp_path / "cases.json"
     changed = [CASE | {key: wrong} for key in CASE for wrong in WRONG]
     path.write_text(json.dumps([{"id": 0, "config": c} for c in [CASE, *changed]]))
-    status, out, err = ran(capsys, *READ["case"].split(), str(path))
+    status, out, err = ran(capsys, *READ["file"].split(), str(path))
     assert status == 0 and err == ""
     first, *found = json.loads(out)
     assert first["seconds"] and len(found) == len(changed)

@@ -64,8 +64,15 @@ book: $(BUILT) ## build the site into _build/html (RECORDED=0: execute every les
 	@touch $(BUILT)
 	@echo "The site: $(SITE)/index.html (make serve shows it)"
 
-pdf: export PDF := 1
-pdf: book ## build the site with the whole course as a PDF in it (needs Chromium or Chrome)
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+PDF := $(SITE)/downloads/one-model-many-gpus.pdf
+
+pdf: book ## print the whole course into _build/html/downloads (needs Chromium or Chrome)
+	@test -n "$(CHROMIUM)" || { echo "A PDF needs Chromium or Chrome. On Debian or Ubuntu: apt-get install chromium"; exit 1; }
+	$(BIN)/python book/_ext/build.py singlehtml
+	"$(CHROMIUM)" --headless --no-sandbox --disable-gpu --no-pdf-header-footer --generate-pdf-document-outline \
+	  --virtual-time-budget=60000 --print-to-pdf=$(PDF) "file://$(CURDIR)/_build/singlehtml/book/index.html?print"
+	@echo "The PDF: $(PDF)"
 
 slides: book ## write each lesson's slides anew, with lecturer's notes, into _build/html/slides
 	$(BIN)/python book/_ext/slides.py $(SITE)

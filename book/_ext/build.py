@@ -1,4 +1,7 @@
-"""`make book`: Jupyter Book, which ends in one line when it is interrupted or a page fails."""
+"""`make book`: Jupyter Book, which ends in one line when it is interrupted or a page fails.
+
+python book/_ext/build.py singlehtml    # all pages in one, as `make pdf` prints them
+"""
 
 import os
 import re
@@ -20,7 +23,9 @@ if __name__ == "__main__":
     from sphinx.errors import SphinxError
 
     try:
-        main(["build", "-W", "-n", "--keep-going", "."])
+        builder = sys.argv[1] if len(sys.argv) > 1 else "html"
+        strict = ["-W", "-n", "--keep-going"] if builder == "html" else []
+        main(["build", "--builder", builder, *strict, "."])
     except RuntimeError as error:  # its traceback is Jupyter Book's own
         if not isinstance(error.__cause__, SphinxError):
             raise

@@ -317,7 +317,7 @@ def load(
 def write(app: Sphinx, exception: Exception | None) -> None:
     """Write Python for the pages that have asked for it, in this build or an earlier one."""
     path = Path(app.outdir, PYTHON)
-    if exception or app.builder.format != "html":
+    if exception or app.builder.name != "html":
         return
     text = getattr(app, "calculator_python", None)
     if text is None and path.is_file():

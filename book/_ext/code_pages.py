@@ -49,6 +49,8 @@ def target(path: str, lines: str, pathto: Any) -> str:
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """The pages: name, content, template. One that would be the same again is left out."""
+    if app.builder.name != "html":
+        return
     formatter = HtmlFormatter(linenos="table", linespans="L")
     titles = sorted((name, title.astext()) for name, title in app.env.titles.items())
     contents = sorted(app.env.toctree_includes.items())

@@ -25,12 +25,12 @@ def moved(text: str, folder: str) -> str:
 
 def write(app: Sphinx, exception: Exception | None) -> None:
     """Write index.html, a copy of the page that the table of contents has as its root."""
-    if not exception and app.builder.format == "html":
+    if not exception and app.builder.name == "html":
         page = Path(app.outdir, f"{app.config.root_doc}.html")
         text = moved(page.read_text("utf-8"), posixpath.dirname(app.config.root_doc))
         Path(app.outdir, "index.html").write_text(text, "utf-8")
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the extension: after all that changes the page, before all that copies the site."""
+    """Connect the extension after all that changes the page."""
     app.connect("build-finished", write, priority=920)

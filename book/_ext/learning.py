@@ -1,4 +1,4 @@
-"""What a page teaches, for catalogues that read pages: schema.org's LearningResource in its head.
+"""The head of a page: a description, schema.org's LearningResource, and scripts that wait.
 
 Nothing here is written twice: title and place come from the contents, what one is able to do from
 topics.yml and the lesson's first list, minutes from the count that the page shows.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import markup
+from docutils import nodes
 from sphinx.application import Sphinx
 
 from shardcourse.build import index
@@ -53,15 +55,37 @@ def resource(
     return {key: value for key, value in said.items() if value}
 
 
+def first_words(doctree: nodes.document, limit: int) -> str:
+    """Return the first words of a page's prose and lists, at most `limit` characters of them."""
+    text = ""
+    for paragraph in doctree.findall(nodes.paragraph):
+        if isinstance(paragraph.parent, nodes.section | nodes.list_item):
+            words = paragraph.findall(nodes.Text)
+            prose = "".join(word for word in words if not isinstance(word.parent, nodes.raw))
+            text = " ".join([*text.split(), *prose.split()])
+        if len(text) > limit // 2:
+            break
+    return text if len(text) <= limit else text[: limit - 1].rpartition(" ")[0] + "…"
+
+
 def describe(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Put the description into the head of a page of the contents."""
+    """Describe a page in its head, and have its scripts wait for the page."""
+    for script in context.get("script_files", []):
+        name = getattr(script, "filename", "")
+        if name and "documentation_options" not in str(name):  # scripts in the page use that one
+            script.attributes.setdefault("defer", "defer")
+    title = markup.plain(str(context.get("title", "")))
+    title = title or {"search": "Search", "genindex": "Index"}.get(pagename, pagename)
+    words = first_words(doctree, max(60, 155 - len(title))) if doctree is not None else ""
+    words = f"{title}. {words}" if words else f"{title}: a page of {app.config.project}."
+    said = f'\n<meta name="description" content="{escape(words)}" />'
+    context["metatags"] = context.get("metatags", "") + said
     path = Path(app.srcdir, f"{pagename}.md")
     if doctree is None or not path.exists():
         return
     known = app.course.topics if app.course else {}
-    title = markup.plain(str(context.get("title", "")))
     topic = known.get(pagename.removeprefix("lessons/")) if "lessons/" in pagename else None
     minutes = 0
     if topic is not None:
@@ -71,7 +95,7 @@ def describe(
         said["competencyRequired"] = [known[name].title for name in topic.needs]
     text = json.dumps(said, ensure_ascii=False).replace("</", "<\\/")
     script = f'\n<script type="application/ld+json">{text}</script>'
-    context["metatags"] = context.get("metatags", "") + script
+    context["metatags"] += script
 
 
 def setup(app: Sphinx) -> None:

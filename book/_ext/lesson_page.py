@@ -309,7 +309,7 @@ def write_downloads(app: Sphinx, exception: Exception | None) -> None:
 
     And its exercises as a notebook, for lessons that have some.
     """
-    if exception or app.builder.format != "html":
+    if exception or app.builder.name != "html":
         return
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
     folder.mkdir(exist_ok=True)

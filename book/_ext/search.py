@@ -87,6 +87,8 @@ def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
 
 def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """The page that searches, and what it searches; only a build that writes pages asks for it."""
+    if app.builder.name != "html":
+        return
     write_index(app)
     body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
     yield "search", {"title": "Search", "body": body}, "page.html"

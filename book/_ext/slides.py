@@ -121,7 +121,7 @@ def write(
 
 def make(app: Sphinx, exception: Exception | None) -> None:
     """Write the decks of the lessons, when their pages are finished."""
-    if exception or app.builder.format != "html":
+    if exception or app.builder.name != "html":
         return
     topics = [name.removeprefix("lessons/") for name in app.env.lesson_outputs]
     written = write(Path(app.outdir), topics, app.ways.values())
@@ -130,7 +130,7 @@ def make(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    app.connect("build-finished", make, priority=930)  # of slimmed pages; the archive comes after
+    app.connect("build-finished", make, priority=930)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def configure(app: Sphinx, config: Config) -> None:
 
 def write(app: Sphinx, exception: Exception | None) -> None:
     """List this version alone: nothing is known yet of others."""
-    if not exception and app.builder.format == "html":
+    if not exception and app.builder.name == "html":
         text = json.dumps([{"name": shardlab.__version__, "path": ""}])
         Path(app.outdir, LIST).write_text(text + "\n", "utf-8")
 

@@ -1,5 +1,5 @@
 // Sets mathematics when it comes near the screen; the rest in spare moments, once the reader has
-// done something. `setMaths()` sets all of it at once: a printing program waits for its promise.
+// done something, or at once where the address ends in ?print. `setMaths()` sets all of it.
 (() => {
   const engineAddress = new URL("mathjax/tex-chtml.js", document.currentScript.src);
   const waiting = new Set();
@@ -53,7 +53,9 @@
       waiting.add(element);
       watch.observe(element);
     });
-    onFirstMovement(rest); // of later.js, in site.js, which comes before
+    const signs = ["scroll", "wheel", "pointermove", "pointerdown", "touchstart", "keydown"];
+    signs.forEach((sign) => addEventListener(sign, rest, { passive: true, once: true }));
+    if (location.search === "?print") window.setMaths();
     addEventListener("beforeprint", () => window.MathJax?.typeset?.([...waiting]));
   };
 

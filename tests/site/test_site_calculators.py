@@ -265,16 +265,6 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, scheme, request
     assert again == []
 
 
-def test_all_of_them_answer_on_the_page_of_all_chapters(visit, request):
-    if not request.config.getoption("--whole"):
-        pytest.skip("a minute, on the longest page: with --whole")
-    seen = visit("everything.html")
-    for kind in KINDS:
-        form = seen.page.locator(f'form.calculator[data-kind="{kind}"]')
-        assert len(calculate(form)) >= 3, kind
-    assert seen.wrong == []
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_script_it_says_what_to_type(opened, kind):
     _, form = opened(kind, java_script_enabled=False)

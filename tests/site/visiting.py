@@ -40,8 +40,6 @@ class Visit:
         self.page.goto(path if "://" in path else self.address + path, wait_until="load")
         self.page.evaluate(
             "async () => { await document.fonts.ready; if (window.setMaths) await setMaths();"
-            " if (window.allLaidOut) await allLaidOut;"
-            " if (window.copyButtons) await copyButtons();"
             " if (window.MathJax?.startup?.promise) await MathJax.startup.promise; }"
         )
         return self

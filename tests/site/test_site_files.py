@@ -1,0 +1,37 @@
+"""The site as files on a disk, without a network: it opens, calculates and searches."""
+
+from __future__ import annotations
+
+import pytest
+from visiting import Visit
+
+
+@pytest.fixture
+def offline(browser, site):
+    """A tab that may load files alone."""
+    tab = Visit(browser, f"{site.as_uri()}/", offline=True)
+    yield tab
+    tab.close()
+
+
+@pytest.mark.parametrize("name", ["index", "lessons/gemm", "book/setup"])
+def test_pages_open_from_a_disk(offline, name):
+    offline.go(f"{name}.html")
+    assert offline.page.locator(".bd-sidebar-primary").first.is_visible()
+    assert offline.wrong == []
+
+
+def test_calculators_calculate_from_a_disk(offline):
+    offline.go("lessons/pipeline.html")
+    form = offline.page.locator("form.calculator")
+    form.get_by_role("button", name="Calculate").click()
+    form.get_by_role("table").wait_for(timeout=60_000)
+    assert offline.wrong == []
+
+
+def test_search_finds_from_a_disk(offline):
+    offline.go("search.html?q=reduce-scatter")
+    results = offline.page.locator("ol.search li a")
+    results.first.wait_for()
+    assert results.count() >= 3
+    assert offline.wrong == []

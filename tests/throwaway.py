@@ -18,7 +18,7 @@ from shardlab.common import show
 # What a build imports, half of its time, once for all builds.
 for _name in (
     *("jupyter_book.cli.main", "jupyter_book.sphinx", "sphinx.builders.dirhtml"),
-    *("fontTools.subset", "jupytext.myst", "myst_nb.sphinx_ext"),
+    *("jupytext.myst", "myst_nb.sphinx_ext"),
     *("sphinx_book_theme", "sphinx_design.extension", "sphinx_exercise", "sphinx_thebe"),
     *("sphinx_external_toc.collectors", "sphinxcontrib.bibtex", "sphinx_togglebutton"),
 ):

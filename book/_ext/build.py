@@ -23,7 +23,7 @@ if __name__ == "__main__":
     from sphinx.errors import SphinxError
 
     try:
-        builder = sys.argv[1] if len(sys.argv) > 1 else "html"
+        builder = "singlehtml" if "singlehtml" in sys.argv else "html"
         strict = ["-W", "-n", "--keep-going"] if builder == "html" else []
         main(["build", "--builder", builder, *strict, "."])
     except RuntimeError as error:  # its traceback is Jupyter Book's own

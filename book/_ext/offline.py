@@ -1,7 +1,7 @@
 """Nothing from another host, and nothing that no page needs.
 
 Jupyter Book's pages ask other hosts for thebe, which _config.yml leaves out, and for MathJax. That
-comes from the Python package sphinx-mathjax-offline here; of its 24 MB a page loads some 300 kB,
+comes from the Python package sphinx-mathjax-offline here; of its 24 MB a page loads some 200 kB,
 and the rest goes.
 """
 
@@ -14,7 +14,10 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 _UNUSED = ("scripts/fontawesome.js*", "**/*.map")  # files in _static
-_MATHJAX = ("tex-chtml.js", "output/chtml/fonts/woff-v2", "input/tex/extensions")
+_MATHJAX = (
+    *("startup.js", "core.js", "input/tex.js", "output/chtml.js", "output/chtml/fonts/tex.js"),
+    *("a11y/assistive-mml.js", "output/chtml/fonts/woff-v2", "input/tex/extensions"),
+)
 _MATHJAX_LARGE = "all-packages.js"  # the other extensions in one file: never loaded beside them
 
 
@@ -33,7 +36,7 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
             ignore = shutil.ignore_patterns(_MATHJAX_LARGE)
             shutil.copytree(source / name, goal / name, ignore=ignore, dirs_exist_ok=True)
         else:
-            goal.mkdir(parents=True, exist_ok=True)
+            (goal / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source / name, goal / name)
 
 

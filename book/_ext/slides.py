@@ -85,7 +85,7 @@ def document(slides: list[deck.Slide], lesson: str, up: str) -> str:
     scripts = ["reveal/reveal.js", "reveal/notes.js", "slides.js"]
     body = "\n".join(slide.html(lesson) for slide in slides)
     if "\\(" in body or "\\[" in body:
-        scripts.insert(0, "mathjax/tex-chtml.js")
+        scripts.insert(0, "maths.js")
     links = [f'<link rel="stylesheet" href="{up}_static/{name}">' for name in styles]
     return PAGE.format(
         title=escape(plain(slides[0].title)),

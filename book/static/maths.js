@@ -1,7 +1,7 @@
 // Sets mathematics when it comes near the screen; the rest in spare moments, once the reader has
 // done something, or at once where the address ends in ?print. `setMaths()` sets all of it.
 (() => {
-  const engineAddress = new URL("mathjax/tex-chtml.js", document.currentScript.src);
+  const engineAddress = new URL("mathjax/startup.js", document.currentScript.src);
   const waiting = new Set();
   let engine = null;
   let queue = Promise.resolve();
@@ -9,7 +9,7 @@
   const load = () =>
     (engine ??= new Promise((loaded, failed) => {
       window.MathJax = {
-        options: { enableMenu: false }, // its explorer would load another two megabytes
+        loader: { load: ["input/tex", "output/chtml", "a11y/assistive-mml"] }, // no menu: 100 kB
         startup: {
           typeset: false,
           ready() {
@@ -27,7 +27,8 @@
   const set = (elements) => {
     const fresh = elements.filter((element) => waiting.delete(element));
     if (fresh.length) {
-      queue = queue.then(load).then(() => MathJax.typesetPromise(fresh));
+      queue = queue.then(load).then(() => MathJax.typesetPromise(fresh))
+        .then(() => dispatchEvent(new Event("resize"))); // a formula may scroll now (accessible.js)
       fresh.forEach((element) => watch.unobserve(element));
     }
     return queue;

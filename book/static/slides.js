@@ -31,4 +31,4 @@ const start = () => Reveal.initialize({
   showNotes: asked.has("notes") ? "separate-page" : false,
   plugins: [RevealNotes],
 });
-window.ready = (window.MathJax?.startup?.promise ?? Promise.resolve()).then(start);
+window.ready = Promise.resolve(window.setMaths?.()).then(start);

@@ -70,6 +70,9 @@ TOO_WIDE = """() => {
     ...wide.slice(0, 5).map((one) => one.outerHTML.slice(0, 120))];
 }"""
 
+LIMIT = 600_000  # bytes over the line for a page, with its fonts and the program for mathematics
+WEIGHT = "performance.getEntries().reduce((sum, one) => sum + (one.transferSize ?? 0), 0)"
+
 
 def pages() -> list[str]:
     """The names of all pages of the table of contents, and of the others."""
@@ -124,8 +127,12 @@ def test_page_is_sound(visit, site, name):
     visited = visit(f"{name}.html", reduced_motion="reduce")  # no colour is on its way to another
     page = visited.page
     page.wait_for_timeout(400)  # boxes that scroll are given a place in the tab order
+    weight = page.evaluate(WEIGHT)
+    description = page.locator("meta[name=description]").get_attribute("content")
     seen = page.evaluate(LOOK)
     wrong = {
+        "bytes": weight if weight > LIMIT else 0,
+        "description": "" if len(description) > 20 else [description],
         "console, network": visited.wrong,
         "pictures that do not load": seen["images"],
         "pictures without a description": seen["unnamed"],

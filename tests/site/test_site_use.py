@@ -192,3 +192,10 @@ def test_root_is_the_landing_page(visit, site):
     page.wait_for_load_state()
     assert "/lessons/" in page.url
     assert visited.wrong == []
+
+
+def test_page_is_dark_before_any_script_loads(visit):
+    visited = visit(scheme="dark")
+    visited.page.route("**/*.js*", lambda route: route.abort())
+    visited.go(LESSON)
+    assert visited.page.locator("html").get_attribute("data-theme") == "dark"

@@ -55,3 +55,5 @@ def setup(app: Sphinx) -> None:
     app.connect("env-get-updated", as_sphinx_numbered, priority=400)  # Sphinx's own have 500
     app.connect("env-get-updated", by_page, priority=600)
     app.connect("doctree-resolved", say_where)
+    # sphinx_exercise names singlehtml, and Sphinx would then take no other extension's visitors.
+    app.registry.translation_handlers["singlehtml"] = app.registry.translation_handlers["html"]

@@ -70,8 +70,9 @@ PDF := $(SITE)/downloads/one-model-many-gpus.pdf
 pdf: book ## print the whole course into _build/html/downloads (needs Chromium or Chrome)
 	@test -n "$(CHROMIUM)" || { echo "A PDF needs Chromium or Chrome. On Debian or Ubuntu: apt-get install chromium"; exit 1; }
 	$(BIN)/python book/_ext/build.py singlehtml
+	@mv _build/singlehtml/book/index.html _build/singlehtml/index.html # its addresses are those of the root
 	"$(CHROMIUM)" --headless --no-sandbox --disable-gpu --no-pdf-header-footer --generate-pdf-document-outline \
-	  --virtual-time-budget=60000 --print-to-pdf=$(PDF) "file://$(CURDIR)/_build/singlehtml/book/index.html?print"
+	  --virtual-time-budget=60000 --print-to-pdf=$(PDF) "file://$(CURDIR)/_build/singlehtml/index.html?print"
 	@echo "The PDF: $(PDF)"
 
 slides: book ## write each lesson's slides anew, with lecturer's notes, into _build/html/slides

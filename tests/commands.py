@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import runpy
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from forked import forked
 
 from shardlab.common import show
 from shardtools.__main__ import main
@@ -24,29 +21,6 @@ def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
         status = end.code
     shown = capsys.readouterr()
     return status, shown.out, shown.err
-
-
-def printed_to(
-    output: Path | None, folder: Path, *arguments: str, encoding: str = "utf-8"
-) -> tuple[int, str]:
-    """Exit status and stderr of the command, run in `folder`, its stdout on a file or closed."""
-
-    def call() -> None:
-        if output is None:
-            os.close(1)
-            sys.stdout = None
-        else:
-            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
-            sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding)
-        try:
-            status = main(list(arguments))
-            if output is not None:
-                sys.stdout.flush()  # as Python does at its end
-        finally:
-            sys.stdout = io.StringIO()
-        sys.exit(status)
-
-    return forked(call, folder)
 
 
 @cache

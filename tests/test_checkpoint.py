@@ -2,7 +2,6 @@
 
 import copy
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -11,13 +10,9 @@ import re
 import resource
 import shutil
 import signal
-import stat
-import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -45,9 +40,7 @@ from shardlab.checkpoint import (
 from shardlab.checkpoint import folder as folders
 from shardlab.common import text
 from shardlab.data_parallel import DataParallel
-from shardlab.gemm import grid
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.ranks import worker
 from shardlab.zero import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -173,8 +166,8 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
     before = run(unstopped, 4, tmp_path, saved, double)[0]
     others = {
         4: saved,
-        2: ["sharded", "zero 2", "zero 3", "zero 1"],
-        1: ["sharded", *["plain"] * 3],
+        2: ["torch's", "zero 3", "replicated", "sharded"],
+        1: ["plain", "sharded", "plain", "plain"],
     }
     for size, kinds in others.items():
         after = run(resumed, size, tmp_path, kinds, double)[0]
@@ -189,103 +182,7 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
             assert size != 4 or (losses == more and same(end, new_end)), kind
 
 
-def uneven(sharded, lr=0.1, momentum=0.9):
-    """Layers of 3 rows and of 1, on two ranks, one of them frozen."""
-    torch.manual_seed(1)
-    model = here(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)))
-    model[0].bias.requires_grad_(False)
-    if sharded:
-        shard_over_all(model)
-    return Training(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum))
-
-
-def moves(root, kinds):
-    """Each kind of model saves, and all kinds load it; so do layers that do not divide."""
-    for kind in kinds:
-        training = build(kind)
-        train(training, 2)
-        with Checkpoints(root / kind, dist.group.WORLD) as store:
-            store.save(training)
-            found = everything(training)
-            for other in ("sharded", "replicated", "torch's", "plain"):
-                there = build(other)
-                store.load(there)
-                assert same(found, everything(there)), (kind, other)
-    training = uneven(sharded=True)
-    for _ in range(2):
-        training.optimizer.zero_grad()
-        training.model(here(torch.ones(2, 5))).sum().backward()
-        training.optimizer.step()
-    with Checkpoints(root / "uneven", dist.group.WORLD) as store:
-        store.save(training)
-        store.load(again := uneven(sharded=False, lr=9.0, momentum=0.1))
-    assert same(everything(training), everything(again))
-
-
-def test_every_kind_of_model_reads_what_every_other_kind_wrote(tmp_path):
-    run(moves, 2, tmp_path / "two", ["sharded", "replicated", "torch's"])
-    run(moves, 1, tmp_path / "one", ["plain"])  # plain ones on two ranks would drift apart
-
-
-def tuned(kind):
-    """A model of transformers with dropout, tied ends, two groups and a schedule."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
-    model = here(GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))).train()
-    if kind == "sharded":
-        mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
-        for part in (*model.transformer.h, model):
-            fully_shard(part, mesh=mesh)
-    if kind == "torch's":
-        model = nn.parallel.DistributedDataParallel(model)
-    if kind == "zero":
-        model = shard(model, dist.group.WORLD, 3, units=list(model.transformer.h))
-    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0, "lr": 1e-3}]
-    for name, parameter in model.named_parameters():
-        groups["bias" in name or "ln_" in name]["params"].append(parameter)
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
-    return Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-
-
-def tune(training, steps):
-    losses = []
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(training.step)
-        tokens = here(torch.randint(64, (4, 16), generator=generator))  # BS
-        tokens = tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        training.optimizer.zero_grad()
-        value = training.model(input_ids=tokens, labels=tokens).loss
-        value.backward()
-        training.optimizer.step()
-        training.schedule.step()
-        training.step += 1
-        losses.append(value.item())
-    return losses
-
-
-def tuned_and_resumed(root):
-    kinds = ("sharded", "torch's", "zero")
-    for kind in kinds:
-        tune(training := tuned(kind), 3)
-        with Checkpoints(root / kind, dist.group.WORLD) as store:
-            store.save(training)
-            found = everything(training)
-            losses, end = tune(training, 3), everything(training)
-            store.load(again := tuned(kind))
-            assert tune(again, 3) == losses and same(end, everything(again)), kind
-            for other in kinds:
-                store.load(again := tuned(other))
-                assert same(found, everything(again)), (kind, other)
-
-
-def test_models_of_transformers_go_on_bit_for_bit_and_fit_each_other(tmp_path):
-    pytest.importorskip("transformers")
-    run(tuned_and_resumed, 2, tmp_path, device="cpu")
-
-
-def in_groups(turned=False, schedule=True):
+def in_groups(turned=False):
     """Decay for matrices, none for the rest, at another rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
@@ -293,8 +190,7 @@ def in_groups(turned=False, schedule=True):
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "lr": 0.001}]
     optimizer = torch.optim.AdamW(groups[::-1] if turned else groups, weight_decay=0.0)
-    made = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if schedule else None
-    return Training(model, optimizer, made)
+    return Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
 
 
 def some_steps(training, count=2):
@@ -308,24 +204,19 @@ def some_steps(training, count=2):
 
 
 def test_groups_keep_their_rates_and_in_another_order_they_are_refused(tmp_path):
-    for schedule in (False, True):
-        training = in_groups(schedule=schedule)
-        some_steps(training)
-        with Checkpoints(tmp_path / f"{schedule}") as store:
-            store.save(training)
-            store.load(again := in_groups(schedule=schedule))
-            for each in (training, again):
-                some_steps(each)
-            assert same(everything(training), everything(again))
-            turned = in_groups(turned=True, schedule=schedule)
-            before = everything(turned)
-            with pytest.raises(CheckpointError, match="group 0 of this .* is group 1 of the ch"):
-                store.load(turned)
-            assert same(before, everything(turned))
-            part = turned.optimizer.param_groups[0]["params"].pop()
-            turned.optimizer.param_groups[1]["params"].append(part)
-            with pytest.raises(CheckpointError, match="group 0 of this training is no group of"):
-                store.load(turned)
+    training = in_groups()
+    some_steps(training)
+    with Checkpoints(tmp_path) as store:
+        store.save(training)
+        store.load(again := in_groups())
+        for each in (training, again):
+            some_steps(each)
+        assert same(everything(training), everything(again))
+        turned = in_groups(turned=True)
+        before = everything(turned)
+        with pytest.raises(CheckpointError, match="group 0 of this .* is group 1 of the ch"):
+            store.load(turned)
+        assert same(before, everything(turned))
 
 
 class Spare(nn.Module):
@@ -342,17 +233,14 @@ class Spare(nn.Module):
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
-    "nadam": torch.optim.NAdam,  # these three begin with averages or counters that are not 0
-    "rprop": torch.optim.Rprop,
-    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,  # it begins with a counter that is not 0
 }
 
 
-def with_spare(make, named=False):
+def with_spare(make):
     torch.manual_seed(0)
     model = Spare()
-    parameters = model.named_parameters() if named else model.parameters()
-    return Training(model, make(parameters, lr=0.01))
+    return Training(model, make(model.parameters(), lr=0.01))
 
 
 def test_what_had_no_gradient_has_no_state_and_goes_on_without(tmp_path):
@@ -371,49 +259,6 @@ def test_what_had_no_gradient_has_no_state_and_goes_on_without(tmp_path):
             some_steps(training, 3)
             some_steps(again, 3)
         assert same(everything(training), everything(again)), (name, steps)
-
-
-def test_an_optimizer_that_knows_names_and_one_of_another_model(tmp_path):
-    training = with_spare(torch.optim.AdamW, named=True)
-    some_steps(training)
-    with Checkpoints(tmp_path) as store:
-        store.save(training)
-        store.load(again := with_spare(torch.optim.AdamW, named=True))
-        assert same(everything(training), everything(again))
-        store.load(again := with_spare(torch.optim.AdamW))
-        assert "param_names" not in again.optimizer.param_groups[0]
-        again.model = Spare()
-        for call in (store.save, store.load):
-            with pytest.raises(ValueError, match="optimizer=AdamW: it trains what is no parameter"):
-                call(again)
-
-
-def few_elements(root):
-    """Three elements on four ranks: the last has nothing, and its optimizer never steps."""
-    torch.manual_seed(0)
-    model = shard(here(nn.Linear(2, 1)), dist.group.WORLD, 3)
-    training = Training(model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False))
-    with Checkpoints(root, dist.group.WORLD) as store:
-        if store.steps():
-            store.load(training)
-            return everything(training)
-        store.save(training)
-        assert not training.optimizer.state
-        for _ in range(3):
-            training.optimizer.zero_grad()
-            model(here(torch.ones(1, 2))).sum().backward()
-            training.optimizer.step()
-        store.save(training)
-        found = everything(training)
-        store.load(training)
-        assert same(found, everything(training))
-        return found
-
-
-def test_a_rank_of_zero_without_an_element_does_not_hide_the_others_counters(tmp_path):
-    found = run(few_elements, 4, tmp_path)
-    assert found[3][0]["bias.step"].item() == found[0][0]["weight.step"].item() == 3
-    assert all(same(found[0], each) for each in found + run(few_elements, 2, tmp_path))
 
 
 def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
@@ -488,15 +333,6 @@ def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(
         for name, parameter in model.state_dict().items():
             assert torch.equal(parameter, whole[name]), (kind, name)
     assert sorted(os.listdir(tmp_path)) == sorted(found)
-
-
-def test_export_refuses_what_is_no_file_and_replaces_no_pipe_and_no_folder(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path, tmp_path / "no such folder/model.pt"):
-        with pytest.raises(ValueError, match="path='.*': (this is no plain|there is no folder)"):
-            export(nn.Linear(1, 1), path)
-    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-    assert os.listdir(tmp_path) == ["pipe"]
 
 
 # Killed.
@@ -612,17 +448,26 @@ def _kill_at(root, number):
     sys.addaudithook(watch)
 
 
+class Full(dcp.FileSystemWriter):
+    """A writer whose disk is full from the second save on, on rank 1."""
+
+    def write_data(self, plan, planner):
+        if dist.get_rank() == 1 and "000002" in str(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write_data(plan, planner)
+
+
 def fails_on_rank_1(root):
     """Per way to wait: what every rank hears of a disk that is full on rank 1, and what is left."""
     found = []
-    for wait in (True, False):
+    for wait, writer in ((True, dcp.FileSystemWriter), (False, Full)):
         training = small(1, sharded=True)
-        with Checkpoints(root / f"{wait}", dist.group.WORLD) as store:
+        with Checkpoints(root / f"{wait}", dist.group.WORLD, writer=writer) as store:
             store.save(training)
             fill(training, 2)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            if dist.get_rank() == 1:  # no file may grow beyond this
+            if dist.get_rank() == 1 and wait:  # no file may grow beyond this
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
             with pytest.raises(CheckpointError) as caught:
                 store.save(training, wait)
@@ -642,51 +487,9 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last_one(t
     for message, left in found[0]:
         assert "not saved: rank 1:" in message and ".saving-000002-step-2" in message
         assert left == [".lock", "000001-step-1"]
+    # 4,680 weights, with two averages of each, and four counters
+    assert "the disk is full: 56,176 bytes and more" in found[0][1][0]
     assert read(tmp_path / "True") == read(tmp_path / "False") == 3
-
-
-def fills_up(root):
-    """Saves onto a disk that a second checkpoint does not fit on, then makes room."""
-    training, found = small(1, sharded=True), []
-    with Checkpoints(root, dist.group.WORLD, keep=1) as store:
-        for wait in (True, False):
-            store.save(training)
-            room = shutil.disk_usage(root).free
-            dist.barrier()
-            if dist.get_rank() == 0:
-                (root / "full").write_bytes(bytes(room - 30_000))
-            dist.barrier()
-            fill(training, 2)
-            with pytest.raises(CheckpointError) as caught:
-                store.save(training, wait)
-                store.wait()
-            dist.barrier()
-            found.append((str(caught.value), [name[:6] for name in sorted(os.listdir(root))]))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                (root / "full").unlink()
-            dist.barrier()
-        store.save(training)
-    return found
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted, which root alone may do")
-def test_a_full_disk_is_called_full_with_the_bytes_that_it_takes(tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no disk can be mounted here")
-    try:
-        found = run(fills_up, 2, tmp_path)
-        assert found[0] == found[1]
-        for number, (message, left) in enumerate(found[0], 1):
-            # 4,680 weights, with two averages of each, and four counters
-            assert f"{tmp_path}/.saving-00000{number + 1}-step-2: not saved: " in message
-            assert "the disk is full: 56,176 bytes and more" in message and "are free" in message
-            assert "unexpected pos" not in message
-            assert left == [".lock", f"00000{number}", "full"]
-        assert read(tmp_path) == 2
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def not_shared(root):
@@ -707,75 +510,6 @@ def not_shared(root):
 
 def test_a_folder_that_the_ranks_do_not_share(tmp_path):
     assert run(not_shared, 2, tmp_path) == [[".lock"]] * 2
-
-
-def refusing(code):
-    def flock(*_):
-        raise OSError(code, os.strerror(code))
-
-    return flock
-
-
-def limits(root):
-    """Seconds that groups wait: the world's, those made of it, and one's of a script of its own."""
-
-    def limit_of(group):
-        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-    made = grid(dist.group.WORLD, 1, 1)
-    with Checkpoints(root, dist.group.WORLD) as store:
-        groups = store.members.group, made.row_group, made.column_group
-        found = [limit_of(dist.group.WORLD), *map(limit_of, groups)]
-    dist.destroy_process_group()
-    worker._inside = None
-    place = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=77), **place)
-    with Checkpoints(root, dist.group.WORLD) as store:
-        return *found, limit_of(store.members.group)
-
-
-def test_groups_of_ours_wait_as_long_as_the_run_does(tmp_path):
-    ((world, *made, own),) = run(limits, 1, tmp_path)
-    assert max(made) <= world < 1800 and own == 77  # half an hour is gloo's, where nobody says
-
-
-def test_who_saves_is_told_why_it_cannot_be_locked(tmp_path, monkeypatch):
-    with Checkpoints(tmp_path) as store:
-        monkeypatch.setattr(fcntl, "flock", refusing(errno.EROFS))
-        with pytest.raises(CheckpointError, match=os.strerror(errno.EROFS)):
-            store.save(small(1))
-        monkeypatch.undo()
-        (tmp_path / ".saving-000001-step-1").write_text("a file where a folder was")
-        with pytest.raises(CheckpointError, match="NotADirectoryError"):
-            store.save(small(1))
-    (tmp_path / ".saving-000001-step-1").unlink()
-    (tmp_path / ".lock").unlink()
-    os.mkfifo(tmp_path / ".lock")  # to open a pipe is to wait for whoever reads from it
-    with Checkpoints(tmp_path) as store:
-        with pytest.raises(CheckpointError, match="no plain file"):
-            store.save(small(1))
-        (tmp_path / ".lock").unlink()
-        store.save(small(1))
-    assert read(tmp_path) == 1
-
-
-def left_alone(root):
-    if dist.get_rank() == 1:
-        Checkpoints(root, dist.group.WORLD, timeout=1.0)
-        while not (root / "told").exists():
-            time.sleep(0.05)
-        return True
-    store = Checkpoints(root, dist.group.WORLD, timeout=1.0)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="[Tt]imed out"):
-        store.save(small(1))
-    seconds = time.monotonic() - begin
-    (root / "told").touch()
-    return 0.5 < seconds < 30  # the run's own limit is a minute
-
-
-def test_an_orphan_does_not_wait_longer_than_it_was_told(tmp_path):
-    assert run(left_alone, 2, tmp_path) == [True, True]
 
 
 # Which one is current, and which ones go.
@@ -811,14 +545,6 @@ def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tm
     first.close()
     second.save(small(4))
     assert second.steps() == [3, 4]
-    (refused := Checkpoints(tmp_path)).close()
-    with pytest.raises(ValueError, match="writes into it"):
-        refused.save(small(5))
-    del second  # without a close, as an error may leave it
-    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path) as third:
-        third.save(small(6), wait=False)
-        raise ZeroDivisionError
-    third._thread.shutdown()
     with Checkpoints(tmp_path) as fourth:
         fourth.save(small(7))
     assert read(tmp_path) == 7
@@ -872,29 +598,6 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def into_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def into_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def swap(path):
-    """Files of two ranks, each in the other's place."""
-    other = path.with_name("__0_0.distcp")
-    path.rename(path.with_name("aside"))
-    other.rename(path)
-    path.with_name("aside").rename(other)
-
-
-def into_link(path):
-    path.rename(path.parents[1] / "elsewhere")
-    path.symlink_to(path.parents[1] / "elsewhere")
-
-
 def forge(path, **changes):
     """A manifest that says something else, and whose checksum fits."""
     manifest = json.loads(path.read_text()) | changes
@@ -906,9 +609,7 @@ DAMAGE = {
     "truncated shard": ("__0_0.distcp", truncate, r"has [\d,]+ bytes instead of [\d,]+"),
     "flipped bit": ("__1_0.distcp", flip, r"its CRC-32 is \w{8} instead of \w{8}"),
     "no shard": ("__1_0.distcp", os.remove, "is missing"),
-    "flipped index": (".metadata", flip, "its CRC-32 is"),
     "no manifest": (MANIFEST, os.remove, "there is no manifest, so this is no checkpoint of ours"),
-    "half a manifest": (MANIFEST, truncate, "damaged, not JSON any more"),
     "flipped manifest": (
         MANIFEST,
         lambda path: path.write_text(path.read_text().replace('"step": 1', '"step": 3')),
@@ -916,13 +617,6 @@ DAMAGE = {
     ),
     "foreign": (MANIFEST, lambda p: edit(p, format="deepspeed"), "format is 'deepspeed', allowed"),
     "of the future": (MANIFEST, lambda p: edit(p, version=9), "version is 9, this code reads 2"),
-    "manifest elsewhere": (MANIFEST, into_link, "cannot be read: no plain file"),
-    "shard a folder": ("__1_0.distcp", into_folder, "cannot be read: no plain file"),
-    "shard elsewhere": ("__1_0.distcp", into_link, "cannot be read: no plain file"),
-    "rest a pipe": ("rest.pt", into_pipe, "cannot be read: no plain file"),
-    "swapped": ("__1_0.distcp", swap, "its CRC-32 is|bytes instead of"),
-    "another step": (MANIFEST, lambda p: forge(p, step=3), "is of step 3, and not of the step"),
-    "nested": (MANIFEST, lambda p: p.write_text("[" * 100_000), "not JSON any more"),
 }
 
 
@@ -972,10 +666,6 @@ def test_what_is_no_training_run_is_named(tmp_path):
     with Checkpoints(tmp_path / "run") as store:
         with pytest.raises(ValueError, match="optimizer=SGD: it trains what is no parameter"):
             store.save(replace(good, optimizer=other(make=torch.optim.SGD).optimizer))
-        good.schedule = torch.optim.lr_scheduler.StepLR(good.optimizer, 1)
-        good.schedule.mine = Trap()
-        with pytest.raises(ValueError, match="optimizer and schedule: allowed are plain values"):
-            store.save(good)
         assert os.listdir(tmp_path) == []
         store.save(small(1))
     (tmp_path / "file").write_text("")
@@ -1020,7 +710,6 @@ OTHERS = {
     "0.bias is float32 [64] in the checkpoint, bfloat16": lambda: other(dtype=torch.bfloat16),
     "optimizer is AdamW in the checkpoint, SGD": lambda: other(make=torch.optim.SGD),
     "parameter groups is 1 in the checkpoint, 2 in this training": lambda: other(split=True),
-    "missing in the checkpoint: optimizer.0.bias.max_exp_avg": lambda: other(amsgrad=True),
     "schedule is None in the checkpoint, StepLR in this training": scheduled,
 }
 
@@ -1034,17 +723,6 @@ def test_another_model_or_optimizer_is_named_before_anything_is_touched(tmp_path
             store.load(training)
         assert str(path) in str(caught.value)
         assert same(before, everything(training)) and not training.optimizer.state
-
-
-def test_steps_are_numbers_and_no_texts(tmp_path):
-    store, training = Checkpoints(tmp_path), small()
-    for step in (999_900, 1_000_000):
-        training.step = step
-        path = store.save(training)
-    path.rename(tmp_path / "1000000-step-1000000")  # the millionth save
-    assert store.steps() == [999_900, 1_000_000]
-    store.load(again := small())
-    assert again.step == 1_000_000
 
 
 def test_a_folder_without_a_complete_checkpoint(tmp_path):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from shardlab.checkpoint import (
 from shardlab.checkpoint.pieces import pieces
 from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
-from shardlab.layout.boxes import common, elements, shape, stretch, whole, within
 from shardlab.measure import count
 from shardlab.mesh import Parallel, join, predicted_pieces
 from shardlab.tensor_parallel import parallelize
@@ -186,16 +184,6 @@ def test_every_preset_has_the_names_and_shapes_of_transformers(preset):
     assert found == names.shapes(names.links_of_transformers(kind, theirs))
 
 
-def test_without_a_folder_to_be_like_transformers_computes_the_same(tmp_path):
-    for number, tied in enumerate((True, False)):
-        torch.manual_seed(number)
-        model = GPT(replace(PRESETS["nano"], tied=tied, vocab=64, seq=32, ffn=80))
-        save_hub(model, tmp_path / f"{tied}", dtype=torch.float32)
-        with torch.no_grad():
-            assert (logits(tmp_path / f"{tied}") - model(TOKENS)).abs().max() < 1e-5
-        assert names.family_of(config_of(tmp_path / f"{tied}")) == "gpt_neox"
-
-
 def of_the_library(hub, out):
     """Models of transformers, sharded by FSDP2 over ranks that nothing divides by."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -290,65 +278,8 @@ def cut_off(folder):
     return path.name
 
 
-def renamed(folder):
-    path = sorted(folder.glob("model-*"))[1]
-    path.rename(folder / "model-1.safetensors")
-    return path.name
-
-
-def no_numbers(folder):
-    path = sorted(folder.glob("model-*"))[0]
-    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    return path.name
-
-
-def offsets(number, *move):
-    """Damage that moves where the header says that a tensor begins and ends."""
-
-    def damage(folder):
-        path = sorted(folder.glob("model-*"))[0]
-        content = path.read_bytes()
-        end = 8 + struct.unpack("<Q", content[:8])[0]
-        header = json.loads(content[8:end])
-        header.pop("__metadata__")
-        place = sorted(of["data_offsets"] for of in header.values())[number]
-        place[:] = (at + by for at, by in zip(place, move, strict=True))
-        text = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
-        return path.name
-
-    return damage
-
-
-def pipe(folder):
-    (folder / "config.json").unlink()
-    os.mkfifo(folder / "config.json")  # whoever reads it waits for a writer
-    with pytest.raises(ValueError, match="there is no file config.json"):
-        config_of(folder)
-    return "config.json: is no file"
-
-
-def loose_end(folder):
-    path = sorted(folder.glob("model-*"))[0]
-    path.unlink()
-    path.symlink_to("../blobs/0123")
-    return f"{path.name}: is missing"
-
-
 def without_index(folder):
     (folder / safe.INDEX).unlink()
-    return safe.INDEX
-
-
-def no_index(folder):
-    (folder / safe.INDEX).write_text("[1]")
-    return safe.INDEX
-
-
-def elsewhere(folder):
-    index = json.loads((folder / safe.INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "../model.safetensors"
-    (folder / safe.INDEX).write_text(json.dumps(index))
     return safe.INDEX
 
 
@@ -388,33 +319,14 @@ def other_shape(found):
     return name
 
 
-def whole_numbers(found):
-    found[name := "model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
-    return name
-
-
-DAMAGES = (
-    {
-        of.__name__: of
-        for of in (
-            cut_off,
-            renamed,
-            no_numbers,
-            pipe,
-            loose_end,
-            without_index,
-            no_index,
-            elsewhere,
-            without_config,
-        )
-    }
-    | {
-        "overlapping": offsets(1, -4, -4),
-        "negative": offsets(0, -4, -4),
-        "short": offsets(0, 0, -4),
-    }
-    | {of.__name__: changed(of) for of in (other_name, one_more, other_shape, whole_numbers)}
-)
+DAMAGES = {
+    of.__name__: of
+    for of in (
+        cut_off,
+        without_index,
+        without_config,
+    )
+} | {of.__name__: changed(of) for of in (other_name, one_more, other_shape)}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -445,16 +357,10 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
     ):
         with pytest.raises(ValueError, match=match):
             call()
-    for key, value in (("rope_parameters", {"rope_type": "linear", "rope_theta": 5e5}),
-                       ("rope_scaling", {"type": "dynamic", "factor": 2}),
-                       ("rope_scaling", {"rope_type": "llama3", "factor": 8}),
-                       ("rope_scaling", {"type": "yarn", "factor": 4}),  # of which length?
-                       ("hidden_act", "relu"), ("model_type", "mamba")):  # fmt: skip
-        about = json.loads((hub / "llama/config.json").read_text()) | {key: value}
-        (tmp_path / "config.json").write_text(json.dumps(about))
-        with pytest.raises(
-            ValueError, match="rope_type='[ldl]|original_max|hidden_act='relu'|'mamba'"
-        ):
+    about = json.loads((hub / "llama/config.json").read_text())
+    for key, value in (("rope_scaling", {"type": "dynamic", "factor": 2}), ("model_type", "mamba")):
+        (tmp_path / "config.json").write_text(json.dumps(about | {key: value}))
+        with pytest.raises(ValueError, match="dynamic|mamba"):
             config_of(tmp_path)
     moved = GPT(SHAPES["mixtral"])
     moved.blocks[0].ffn.router.bias_E += 1  # Mixtral's router has none
@@ -547,13 +453,6 @@ def trainer_and_generator():
         hand_over(model if rank < 4 else None, model if rank > 3 else None, group)
     with pytest.raises(ValueError, match="target: embedding.weight is not all in the source"):
         hand_over(model if rank in (0, 4) else None, model if rank > 3 else None, group)
-    for change, name in (({"vocab": config.vocab // 2}, r"embedding.weight is \[128, 64\]"),
-                         ({"hidden": 32}, r"embedding.weight is \[256, 32\]"),
-                         ({"ffn": 128}, r"blocks.0.ffn.up.weight is \[128, 64\]"),
-                         ({"layers": 3}, "blocks.3.attention_norm.weight is missing")):  # fmt: skip
-        other = GPT(replace(config, **change)) if rank > 3 else None
-        with pytest.raises(ValueError, match=f"target: {name}, and .* in the source"):
-            hand_over(model if rank < 4 else None, other, group)
     return sent.bytes, {n: p.detach().cpu() for n, p in model.named_parameters()}, plain
 
 
@@ -579,16 +478,3 @@ def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
 
 
 # Boxes.
-
-
-@pytest.mark.parametrize("of", [(), (7,), (3, 5), (2, 3, 4)])
-def test_a_stretch_of_a_box_is_boxes_in_its_order(of):
-    full = torch.arange(elements(whole(of))).reshape(of)
-    for first in range(full.numel()):
-        for end in range(first, full.numel() + 1):
-            found = list(stretch(whole(of), first, end))
-            parts = [full[within(box, whole(of))] for box in found]
-            assert [tuple(part.shape) for part in parts] == [shape(box) for box in found]
-            numbers = [n for part in parts for n in part.flatten().tolist()]
-            assert numbers == list(range(first, end)) and len(found) <= 2 * len(of) + 1
-            assert all(common(box, whole(of)) == box for box in found)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -25,7 +24,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 from shardlab.elastic import core
 from shardlab.elastic.host import Failure, Host, Order, Report, first_cause
 from shardlab.elastic.job import Job, free_port
-from shardtools.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -194,14 +192,6 @@ time.sleep(60 if round < 2 else 0)
         assert all(f"rank 2 was first to fail: status {status}" in a.said() for a in agents)
 
 
-def test_restarts_are_used_up(start, tmp_path):
-    act = "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
-    agent = start.ours(act, ranks=2, restarts=1)
-    assert agent.wait() == 1
-    assert "1 restarts are used up: rank 1 was first to fail: SIGSEGV" in agent.said()
-    assert len(notes(tmp_path, 1)) == 2 and not notes(tmp_path, 2)
-
-
 def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
     act = f"if size == 1: {REST}"
     host = start.ours(act, nodes=(1, 2))
@@ -210,22 +200,6 @@ def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
     assert (host.wait(), late.wait()) == (0, 0)
     assert len(notes(tmp_path, 0)) == 1 and len(notes(tmp_path, 1)) == 2
     assert "agent 1 has come" in host.said()
-
-
-def test_one_node_more_than_the_most_is_a_spare(start, tmp_path):
-    act = "time.sleep(60 if round == 0 else 0)"
-    host, second = (start.ours(act, nodes=(2, 2)) for _ in range(2))
-    wait_for(lambda: len(notes(tmp_path, 0)) == 2)
-    spare = start.ours(act, nodes=(2, 2))
-    time.sleep(0.5)
-    assert not notes(tmp_path, 1) and not spare.ended()
-    nodes = {agent.pid: agent for agent in (host, second)}
-    victim = psutil.Process(notes(tmp_path, 0)[1]["pid"]).ppid()  # not the host
-    nodes[victim].send(signal.SIGKILL)
-    assert nodes[victim].wait() == -9
-    [left] = [agent for pid, agent in nodes.items() if pid != victim]
-    assert (left.wait(), spare.wait()) == (0, 0)
-    assert len(notes(tmp_path, 1)) == 2 and "spare" in spare.said()
 
 
 # Silence and death.
@@ -285,38 +259,7 @@ def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
     assert host.wait() == 143
 
 
-def test_a_program_that_is_not_there_is_that_ranks_error(tmp_path):
-    job = Job((str(tmp_path / "none"),), "127.0.0.1:29400", logs=tmp_path / "logs")
-    ranks = core.Ranks(job)
-    ranks.start(Order(kind="run", round=0, agents=(0,), ranks=(1,), port=1), 0)
-    wait_for(lambda: ranks.state() == "failed")
-    ranks.kill()
-    assert "No such file" in (tmp_path / "logs/round-0/rank-0.log").read_text()
-
-
-def test_a_rank_that_ignores_sigterm_goes_with_its_children(start, tmp_path):
-    act = f"""
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "60"])
-note("child", str(child.pid))
-{REST}
-"""
-    agent = start.ours(act, grace=0.3)
-    wait_for((tmp_path / "child").exists)
-    agent.send(signal.SIGTERM)
-    assert agent.wait() == 143
-    child = int((tmp_path / "child").read_text())
-    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
-
-
 # Signals.
-
-
-def test_the_host_that_leaves_ends_the_job(pair):
-    host, other = pair(REST)
-    host.send(signal.SIGTERM)
-    assert host.wait() == 143 and other.wait() == 1
-    assert "the host was told to leave" in other.said()
 
 
 def test_signals_reach_the_ranks(pair, tmp_path):
@@ -363,7 +306,7 @@ fail("Connection closed by peer")
     assert files == [f"round-{n}/rank-{rank}.log" for n in range(2) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
 def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
     """SIGKILL alone comes from outside; a connection that broke is a consequence of the crash."""
     ranks = core.Ranks(Job(("x",), "127.0.0.1:1"))
@@ -438,21 +381,6 @@ def test_nobody_is_interrupted_when_some_are_done():
     assert decided(host, 2, "running", "running", "ready").kind == "stop"
 
 
-# What is refused: what else a command may not be given is in test_refusals.
-
-
-def test_the_scripts_options_are_its_own(monkeypatch):
-    seen = []
-    monkeypatch.setattr(core, "run", lambda job, say: seen.append(job) or 0)
-    told = ["cluster", "run", "--at", "127.0.0.1:29400", "--nodes", "1:2", "--ranks", "3"]
-    assert main([*told, __file__, "--ranks", "7", "--log", "x"]) == 0
-    assert main([*told, "--", "-m", "package.module", "--at", "y"]) == 0
-    first, second = seen
-    assert first.command == (sys.executable, __file__, "--ranks", "7", "--log", "x")
-    assert first.ranks == 3 and first.nodes == (1, 2)
-    assert second.command[1:] == ("-m", "package.module", "--at", "y")
-
-
 def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
     host = start.ours(REST, name="first", nodes=(1, 2))
     wait_for(lambda: notes(tmp_path, 0))
@@ -469,41 +397,14 @@ def addresses(agent: Agent) -> set[str]:
     return {one.laddr.ip for one in found if one.status == "LISTEN"}
 
 
-def test_a_second_job_like_the_first_does_not_wait_for_it(start, tmp_path):
-    """One node, and the name that all have who give none: a spare could never start."""
-    host = start.ours(REST, name="job")
-    wait_for(lambda: notes(tmp_path, 0))
-    other = start.ours(REST, name="job")
-    assert other.wait() == 1 and "another job needs another port" in other.said()
-    assert not host.ended()
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 1000])
-def test_where_nobody_answers_the_agent_says_so_in_time(answer):
-    """Somebody listens there, who says nothing or speaks another language."""
-
-    def reply():
-        while True:
-            with suppress(ConnectionError):
-                callers.append(taken.accept()[0])  # and stays connected
-                callers[-1].recv(4096)
-                callers[-1].sendall(answer)
-
-    callers: list[socket.socket] = []
+def test_where_nobody_answers_the_agent_says_so_in_time():
+    """Somebody listens there, who says nothing."""
     taken = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=reply, daemon=True).start()
     at = f"127.0.0.1:{taken.getsockname()[1]}"
     command = ["-m", "shardlab", "cluster", "run", "--join", "2", "--at", at, __file__]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "no agent answered there within 2 s" in done.stderr
-
-
-def test_an_address_of_ipv6(start, tmp_path):
-    if not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
-    assert start.ours("", at=f"[::1]:{free_port('::1')}").wait() == 0
-    assert notes(tmp_path, 0)[0]["MASTER_ADDR"] == "::1"
 
 
 # torchrun.

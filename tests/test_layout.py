@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlab import experts, layout, memory, pipeline, ranks, sequence_parallel, tensor_parallel
+from shardlab import experts, memory, pipeline, ranks, sequence_parallel, tensor_parallel
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.model import GPT
-from shardlab.layout import Layout, Stage, ledger, stages, structure
+from shardlab.layout import Layout, ledger, stages, structure
 from shardlab.layout.entries import held
 
 GATED = Config(
@@ -134,28 +134,6 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
             assert [chunk.start // each for chunk in stage.chunks] == list(parts)
 
 
-def test_dense_layers_are_dealt_out_chunk_by_chunk() -> None:
-    """The first three of 64 layers are on three stages, where each of 16 has two chunks of two."""
-    config = replace(GATED, layers=64, dense_layers=3)
-    model = structure(config)
-
-    def dense(found: list[Stage]) -> list[int]:
-        return [model.counted(stage.chunks)[0] for stage in found]
-
-    assert dense(stages(config, 16, "equal", "1f1b")) == [3, *[0] * 15]
-    found = stages(config, 16, "equal", "interleaved", 2)
-    assert dense(found) == [2, 1, *[0] * 14]
-    assert found[1].chunks == (range(2, 4), range(34, 36))
-
-
-def test_uneven_stages_have_uneven_chunks() -> None:
-    found = stages(replace(GATED, layers=7, dense_layers=0), 2, (4, 3), "interleaved", 2)
-    assert [s.chunks for s in found] == [
-        (range(2), range(4, 6)),
-        (range(2, 4), range(6, 7)),
-    ]
-
-
 @settings(max_examples=60)
 @given(
     st.sampled_from([*SHAPES.values()]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]),
@@ -174,16 +152,3 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
         own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
         assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
-
-
-def test_a_stage_says_what_stands_on_it() -> None:
-    (first, last) = Layout(pp=2).parts(SHAPES["untied"])
-    assert first == Stage((range(1),), True, False) and last == Stage((range(1, 2),), False, True)
-    assert [e.name for e in held(SHAPES["untied"], last)][-3:] == [
-        "norm.weight",
-        "norm.bias",
-        "head.weight",
-    ]
-    tied = held(SHAPES["plain"], layout.stages(SHAPES["plain"])[0])
-    assert "head.weight" not in {entry.name for entry in tied}  # it is the embedding
-    assert "head.weight" in {e.name for e in held(SHAPES["plain"], last)}  # a copy of it

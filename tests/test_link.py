@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from timed import on_time
-from torch import nn
 
 from shardlab import ranks
-from shardlab.measure import count, link
+from shardlab.measure import link
 
 pytestmark = pytest.mark.alone
 
@@ -123,126 +121,3 @@ def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone
             assert 0.97 * 4 * each < four < 1.25 * 4 * each + 0.01
             assert rank == 0 or 0.97 * expected < late < 1.2 * expected + 0.01
             assert 0.096 * 0.97 < overlapped < 0.14  # one after the other they would take 0.176
-
-
-def on_a_slow_group() -> dict[str, object]:
-    """What libraries do on one: torch's DDP, a mesh, a batch of messages, a second wait."""
-    found: dict[str, object] = {}
-    torch.manual_seed(0)
-    group, me = link.slow(0.05, 1e9), dist.get_rank()
-    plain = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 5))
-    x = torch.randn(2, 4, 50)
-    model = nn.parallel.DistributedDataParallel(plain, process_group=group)
-    with count.sent() as sent:
-        model(x[me]).sum().backward()
-    got = plain[0].weight.grad.clone()
-    plain.zero_grad()
-    (plain(x.flatten(0, 1)).sum() / 2).backward()
-    torch.testing.assert_close(got, plain[0].weight.grad)
-    found["sent"] = sent.collectives
-
-    # FSDP2 is given a mesh, and a mesh looks its group up by name.
-    mesh = dist.device_mesh.DeviceMesh.from_group(group, ranks.device().type)
-    found["mesh"] = mesh.get_group() is group
-
-    # torch asks the group for its backend there, from 2.15 on.
-    got, begin = torch.zeros(3), time.monotonic()
-    ranks.exchange(torch.full((3,), me + 1.0), 1 - me, got, 1 - me, group).wait()
-    found["exchange"] = got.tolist(), time.monotonic() - begin >= 0.05
-
-    # gloo's own handle waits for ever when it is waited for twice; this one asks it once.
-    ends = (dist.isend, dist.irecv)
-    handle = ends[me](torch.ones(3), 1 - me, group=group)
-    handle.wait()
-    found["over"] = handle.is_completed()
-    return found
-
-
-def test_libraries_run_on_it_and_are_counted():
-    for rank, found in enumerate(ranks.run(on_a_slow_group, 2, timeout=20)):
-        assert found == {
-            "sent": {"all_reduce": (1, 4 * (50 * 50 + 50 + 50 * 5 + 5))},
-            "mesh": True,
-            "exchange": ([2.0 - rank] * 3, True),
-            "over": True,
-        }
-
-
-# A GPU's stream that is busy until a moment, without a GPU: operations are queued behind its work.
-
-BUSY = 0.3  # seconds
-
-
-class Busy:
-    """A stream, and the event in it: it comes to what is queued when its work is done."""
-
-    until = 0.0
-
-    def __init__(self, *_, enable_timing: bool = False):
-        self.at = 0.0
-
-    def record(self, stream: Busy | None = None) -> None:
-        self.at = time.monotonic() if stream else max(time.monotonic(), Busy.until)
-
-    def synchronize(self) -> None:
-        time.sleep(max(0.0, self.at - time.monotonic()))
-
-    def elapsed_time(self, other: Busy) -> float:
-        assert max(self.at, other.at) <= time.monotonic()  # as CUDA has it
-        return 1e3 * (other.at - self.at)
-
-
-class OnGpu(torch.Tensor):
-    """A tensor of this machine's memory that says that it lies on a GPU."""
-
-    is_cuda, device = True, torch.device("cuda", 0)
-
-
-def on_a_busy_gpu() -> tuple[float, list[float], list[float]]:
-    """When two sums were queued; when they began and ended; seconds of messages with a late end."""
-    for name, stands in {"Event": Busy, "Stream": Busy}.items():
-        setattr(torch.cuda, name, stands)
-    torch.cuda.device = lambda _: contextlib.nullcontext()
-    slow, me = link.slow(0.0, BANDWIDTH), dist.get_rank()  # all-reduce of SIZE: 0.096 s
-    x = torch.ones(SIZE).as_subclass(OnGpu)
-    dist.barrier()
-    begin = time.monotonic()
-    Busy.until = begin + BUSY
-    handles = [dist.all_reduce(x, group=slow, async_op=True) for _ in range(2)]
-    queued = time.monotonic() - begin
-    handles[1].wait()
-    assert time.monotonic() - begin > 0.99 * (BUSY + 2 * 0.096)
-    log = [t - begin for entry in slow.log for t in entry[2:]]
-
-    slow, seconds = link.slow(0.01, BANDWIDTH), []
-    for late in (0, 1):  # the sender, then the receiver
-        x = torch.full((SIZE // 4,), float(me)).as_subclass(OnGpu)
-        answer = torch.zeros(1)
-        dist.barrier()
-        begin = time.monotonic()
-        Busy.until = begin + BUSY * (me == late)
-        if me == 0:
-            handle = dist.isend(x, 1, group=slow)
-            # The sender's host does something else until the message is there.
-            dist.recv(answer, 1)
-        else:
-            handle = dist.irecv(x, 0, group=slow)
-        queued = max(queued, (time.monotonic() - begin) * me)
-        handle.wait()
-        seconds.append(time.monotonic() - begin)
-        if me == 1:
-            assert x[0].item() == 0
-            dist.send(answer, 0)
-    return queued, log, seconds
-
-
-def test_on_a_gpu_the_clock_starts_when_the_streams_are_so_far():
-    expected = BUSY + 0.01 + SIZE / BANDWIDTH
-    for rank, (queued, log, seconds) in enumerate(ranks.run(on_a_busy_gpu, 2, device="cpu")):
-        called, begun, over, called_too, begun_too, over_too = log
-        with on_time():
-            assert queued < 0.1  # the host was not stopped
-            assert called == pytest.approx(BUSY, abs=0.02) == called_too
-            assert begun == called and over == pytest.approx(BUSY + 0.096, abs=0.02)
-            assert begun_too == over and over_too == pytest.approx(BUSY + 2 * 0.096, abs=0.02)
-            assert rank == 0 or all(0.97 * expected < s < 1.2 * expected + 0.01 for s in seconds)

@@ -3,46 +3,16 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardlab import memory
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.gpt.model import GPT
-from shardlab.layout import Layout, stages
-from shardlab.memory import in_experts
+from shardlab.layout import Layout
 
 MIXTRAL = PRESETS["mixtral-8x7b"]
-MICRO = replace(PRESETS["micro"], experts=4)
 MIXED = Config(
     64, 32, 5, 4, 32, 2, 48, "swiglu", "rms", False, False,
     experts=6, expert_ffn=20, shared_experts=2, dense_layers=2,
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("config", [MICRO, MIXED], ids=["micro", "mixed"])
-def test_parameters_are_the_model_s_own(config: Config) -> None:
-    with torch.device("meta"):
-        model = GPT(config)
-    assert memory.shapes(config) == {n: tuple(p.shape) for n, p in model.named_parameters()}
-
-
-@given(
-    st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.sampled_from([1, 2]),
-    st.sampled_from([1, 5]),
-)  # fmt: skip
-def test_ranks_and_stages_add_up_to_the_model(
-    each: int, ep: int, dense: int, shared: int, pp: int
-) -> None:
-    config = replace(
-        MIXED, experts=each * ep, experts_per_token=1, dense_layers=dense, shared_experts=shared
-    )
-    held = own = 0
-    for stage in stages(config, pp):
-        held += sum(memory.parameters(config, Layout(dp=ep, ep=ep), stage).values())
-        own += in_experts(config, Layout(dp=ep, ep=ep), stage)
-    assert held + (ep - 1) * own == memory.parameter_count(config)
 
 
 def test_states_are_shared_by_those_that_have_the_same() -> None:

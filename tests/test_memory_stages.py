@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardlab import memory, pipeline
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.layout import SCHEDULES, Layout, Stage, stages
+from shardlab.layout import SCHEDULES, Layout, stages
 from shardlab.memory import in_flight
 
 
@@ -25,7 +25,6 @@ LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131
 @pytest.mark.parametrize(
     ("config", "pp", "found"),
     [
-        (LLAMA_8B, 1, [32]),
         (LLAMA_8B, 2, [18, 14]),
         (LLAMA_8B, 4, [9, 9, 8, 6]),
         # The head weighs as much as four layers, and a stage may end exactly where its share does.
@@ -35,10 +34,6 @@ LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131
 )
 def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> None:
     assert counts(config, pp, "nanotron") == found
-
-
-def test_the_first_stage_of_nanotron_on_many() -> None:
-    assert [counts(LLAMA_8B, pp, "nanotron")[0] for pp in (8, 16)] == [5, 3]
 
 
 @pytest.mark.parametrize(
@@ -53,33 +48,6 @@ def test_the_first_stage_of_nanotron_on_many() -> None:
 )
 def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[int]) -> None:
     assert counts(shape(layers), pp, "megatron") == found
-
-
-@given(st.integers(1, 130), st.integers(1, 64), st.sampled_from(["megatron", "nanotron"]))
-def test_every_layer_stands_once(layers: int, pp: int, rule: str) -> None:
-    config = shape(layers)
-    if rule == "megatron" and pp > layers + 2:
-        with pytest.raises(ValueError, match=f"pp={pp}: allowed are 1 to {layers + 2}"):
-            stages(config, pp, rule)
-        return
-    found = stages(config, pp, rule)
-    assert len(found) == pp and sum(stage.layers for stage in found) == layers
-    assert [stage.embedding for stage in found] == [k == 0 for k in range(pp)]
-    assert sum(stage.head for stage in found) == 1
-    assert min(stage.layers for stage in found) >= 0
-
-
-def test_given_layers() -> None:
-    found = stages(shape(5), 2, (2, 3))
-    assert found == [Stage((range(2),), True, False), Stage((range(2, 5),), False, True)]
-    with pytest.raises(ValueError, match=r"stages=\(2, 2\): allowed are those with 5 layers"):
-        stages(shape(5), 2, (2, 2))
-    with pytest.raises(ValueError, match="pp=2: allowed are divisors of layers=5"):
-        stages(shape(5), 2)
-
-
-def test_schedules_are_those_of_the_pipeline() -> None:
-    assert SCHEDULES == pipeline.NAMES
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -117,27 +85,3 @@ def test_given_stages_add_up_to_the_model() -> None:
         for k in range(4)
     )
     assert fullest > memory.estimate(config, Layout(pp=4, microbatches=4)).peak
-
-
-def test_a_stage_may_be_empty_or_have_both_ends() -> None:
-    config = PRESETS["micro"]
-    empty = memory.estimate(config, Layout(pp=3, microbatches=3, stages=(4, 0, 0)), stage=1)
-    assert empty.parameters == empty.optimizer == 0 and empty.peak > 0  # the stream passes
-    first, second = (
-        memory.estimate(config, Layout(pp=2, microbatches=2, chunks=2, schedule="zb-v"), stage=k)
-        for k in range(2)
-    )
-    alone = sum(memory.parameters(config, Layout(pp=2), Stage((range(2),), False, False)).values())
-    assert second.parameters == 2 * alone
-    assert first.parameters + second.parameters == 2 * memory.parameter_count(config)  # tied, once
-
-
-def test_ranks_that_share_a_sequence_or_groups_of_copies() -> None:
-    config = PRESETS["llama-3-8b"]
-    one = memory.estimate(config, Layout(dp=8, zero=3))
-    around = memory.estimate(config, Layout(dp=4, zero=3, cp=2))
-    assert around.optimizer == one.optimizer  # ZeRO divides by all that have the same weights
-    half = memory.activations(config, seq=config.seq // 2)
-    assert memory.activations(config, Layout(cp=2)) == half
-    groups = memory.estimate(config, Layout(dp=8, zero=3, replicas=4))
-    assert groups.optimizer == memory.estimate(config, Layout(dp=2, zero=3)).optimizer

@@ -14,7 +14,7 @@ from timed import on_time
 from torch import nn
 
 from shardlab import ranks
-from shardlab.gpt.model import GPT, Config, loss
+from shardlab.gpt.model import GPT, Config
 from shardlab.measure import count, link
 from shardlab.pipeline import (
     NAMES,
@@ -29,8 +29,6 @@ from shardlab.pipeline import (
     simulate,
 )
 from shardlab.pipeline.core import come
-from shardlab.pipeline.deferred import defer, run
-from shardlab.ranks import p2p
 
 TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
 LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
@@ -71,23 +69,6 @@ def test_messages_are_what_the_schedule_says_and_go_over_any_link():
     # Two steps of three micro-batches of one sequence, 4 tokens, 32 numbers of 4 bytes; and the one
     # number that builds the connection.
     assert launch(over_a_slow_link, 2) == [2 * 3 * 4 * 32 * 4 + 4] * 2
-
-
-def accumulated():
-    """Two steps without zero_grad between them: gradients of both."""
-    config = replace(TINY, tied=True)
-    batches = [the_batch(config, 3, seed) for seed in range(2)]
-    model = model_of(config, torch.float64)
-    pipe = distribute(model_of(config, torch.float64), schedule("1f1b", 2, 2), dist.group.WORLD)
-    for tokens, targets in batches:
-        loss(model(tokens), targets).backward()
-        pipe.step(tokens, targets)
-    wanted = dict(model.named_parameters(remove_duplicate=False))
-    return max((wanted[n].grad - p.grad).abs().max().item() for n, p in pipe.named_parameters())
-
-
-def test_gradients_add_up_over_steps_and_tied_ones_once():
-    assert max(launch(accumulated, 2, device="auto")) < 1e-14  # float64, numbers below 1
 
 
 class Odd(nn.Module):
@@ -136,40 +117,7 @@ def test_any_modules_in_a_row_make_a_pipeline():
         assert all(same for *_, same in results), results
 
 
-def three_of_one_group():
-    world, plan = dist.group.WORLD, schedule("1f1b", 2, 2)
-    pipes = [distribute(model_of(TINY), plan, world) for _ in range(3)]
-    losses = [pipe.step(*the_batch(TINY, 2)) for pipe in pipes]
-    return len({pipe.mail.back for pipe in pipes} | {world}), losses[1] == losses[2]
-
-
-def test_with_nccl_pipelines_of_a_group_share_one_group_more(monkeypatch: pytest.MonkeyPatch):
-    """Groups of nccl are dear, and nobody can end one alone."""
-    monkeypatch.setattr(p2p, "carrier", lambda *_: "nccl")  # as with a GPU for each rank
-    assert launch(three_of_one_group, 2) == [(2, True)] * 2
-
-
 # What a backward leaves for later
-
-
-def autocast():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    split = copy.deepcopy(plain)
-    later = defer(split)
-    for model in (plain, split):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(torch.linspace(-1, 1, 24).view(3, 8))
-        y.float().square().mean().backward()
-    run(later.take())
-    return [(a.grad, b.grad) for a, b in zip(plain.parameters(), split.parameters(), strict=True)]
-
-
-def test_a_split_backward_under_autocast():
-    for wanted, found in launch(autocast, 1)[0]:
-        assert found.dtype == torch.float32
-        # One rounding of a bfloat16 number: 2^-8 of it.
-        assert torch.allclose(wanted, found, rtol=2**-7, atol=1e-6)
 
 
 # Parts
@@ -263,15 +211,3 @@ def test_a_measured_timeline_is_the_simulated_one():
 
 
 # What goes wrong
-
-
-def wrong_form():
-    plan = schedule("gpipe", 2, 1)
-    part = nn.Linear(3, 4)
-    pipe = Pipeline([part], plan, dist.group.WORLD, loss, between=lambda x: (x.shape, x.dtype))
-    pipe.step(torch.zeros(2, 3), torch.zeros(2, 3))
-
-
-def test_an_output_that_is_not_what_between_says_is_named():
-    with pytest.raises(ranks.RankError, match=r"F0 made \[2, 4\] .*`between` says that \[2, 3\]"):
-        launch(wrong_form, 2)

@@ -93,17 +93,6 @@ def test_the_peak_of_any_schedule_follows_from_its_live_activations(results):
             assert result[name]["left"] == 0, "something outlives the step"
 
 
-def test_1f1b_keeps_less_than_gpipe_by_what_is_in_flight(results):
-    # Stage s of p keeps p - s micro-batches instead of m: four of eight on the first, one on the
-    # last. One message more or less: GPipe's sends come back in another order.
-    layer = memory.activations(
-        CONFIG, Layout(pp=4, micro_batch=EACH, microbatches=4), precision="fp32", stage=0
-    ).layer
-    for stage in range(3):
-        saved = results[stage]["gpipe"]["peak"] - results[stage]["1f1b"]["peak"]
-        assert abs(saved - (8 - (4 - stage)) * 2 * layer) <= 1.1 * STREAM, stage
-
-
 def left_for_later():
     """Streams that a layer holds after forward, after I, after W."""
     torch.manual_seed(0)

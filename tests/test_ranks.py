@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardlab import ranks, zero
-from shardlab.common import gpu
-from shardlab.ranks import RankError, p2p, run, start
+from shardlab import ranks
+from shardlab.ranks import RankError, p2p, run
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -48,9 +46,7 @@ class Model:
     config = 3
 
 
-@pytest.mark.parametrize(
-    ("method", "world_size"), [("fork", 1), ("fork", 2), ("fork", 4), ("fresh", 3)]
-)
+@pytest.mark.parametrize(("method", "world_size"), [("fork", 1), ("fork", 4), ("fresh", 3)])
 def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
     # Whole numbers, whose sum is the same for any number of threads.
     weights, model = torch.randint(9, (512, 512)).float(), Model()
@@ -84,28 +80,6 @@ def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
     assert len({r["pid"] for r in results} | {os.getpid()}) == world_size + 1  # real processes
 
 
-def test_ranks_listen_on_the_loopback_interface_alone():
-    def listening() -> list[str]:
-        dist.barrier()
-        mine = {
-            os.readlink(f"/proc/self/fd/{fd}")[8:-1]
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{fd}")
-            and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
-        }
-        addresses = []
-        for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in mine:  # 0A: listening
-                    addresses.append(fields[1].split(":")[0])
-        return addresses
-
-    loopback = {"0100007F", "00000000000000000000000001000000"}
-    found = [address for result in run(listening, 2) for address in result]
-    assert found and set(found) <= loopback
-
-
 # What they print.
 
 
@@ -130,17 +104,6 @@ def test_prints_come_by_rank_and_the_same_every_time(capfd: pytest.CaptureFixtur
     assert lines[-1].endswith(" 4999")
 
 
-@pytest.mark.parametrize("show", [True, False])
-def test_what_was_printed_before_a_failure_is_shown(show: bool, capfd: pytest.CaptureFixture[str]):
-    def work() -> None:
-        print("before")
-        raise ValueError("no")
-
-    with pytest.raises(RankError):
-        run(work, 2, show=show)
-    assert capfd.readouterr().out.count("before") == 2 * show
-
-
 # Every way to fail. Each ends in one RankError that names the rank and the place, and the next run
 # works: that of the next test (the fixture sees that no process is left).
 
@@ -151,13 +114,6 @@ def failing(work, world_size: int = 4, timeout: float = 60.0, method: str = "for
     with pytest.raises(RankError) as caught:
         run(work, world_size, timeout=timeout, method=method)
     return caught.value, time.monotonic() - begin
-
-
-class MineError(Exception):
-    """One whose text raises."""
-
-    def __str__(self) -> str:
-        return self.args[7]
 
 
 def stand_still() -> None:
@@ -173,54 +129,27 @@ def in_a_thread_of_its_own() -> None:
     worker.join()
 
 
-def in_a_pool() -> None:
-    ThreadPoolExecutor(1).submit(stand_still).result()
-
-
-def beside_a_busy_thread() -> None:
-    def busy() -> None:
-        while True:
-            sum(range(1000))
-
-    threading.Thread(target=busy, daemon=True).start()
-    stand_still()
-
-
 def spin() -> None:
     while True:
         pass
 
 
-def ask_for_ever() -> None:
-    while dist.get_rank() == 1:
-        pass
-
-
-def raise_(error: type[BaseException], *words: object) -> None:
-    raise error(*words)
+def boom() -> None:
+    raise ValueError("boom")
 
 
 # What rank 1 does, while the others add up: what is said of it.
 DOES = {
-    "raises": (lambda: raise_(ValueError, "boom"), "rank 1 of 3 raised ValueError: boom"),
-    "raises without a text": (lambda: raise_(MineError), "rank 1 of 3 raised MineError"),
+    "raises": (boom, "rank 1 of 3 raised ValueError: boom"),
     "is killed": (lambda: os.kill(os.getpid(), 9), "rank 1 of 3 was ended by SIGKILL"),
     "dies of a bad address": (lambda: ctypes.string_at(0), "SIGSEGV"),
     "exits": (lambda: sys.exit(3), "sys.exit(3)"),
-    "exits with 0": (lambda: sys.exit(0), "sys.exit(0)"),
     "leaves through the back door": (lambda: os._exit(5), "exit status 5"),
 }
 HANGS = {
     "sleeps": (lambda: time.sleep(1000), "rank 1 of 3 did not finish within 2 s"),
     "spins": (spin, "rank 1 of 3 did not finish within 2 s"),
     "hangs in a thread": (in_a_thread_of_its_own, "in stand_still"),
-    "hangs in a pool": (in_a_pool, "in stand_still"),
-    "hangs beside a busy thread": (beside_a_busy_thread, "in stand_still"),
-    "asks for its number for ever": (ask_for_ever, "rank 1 of 3 did not finish within 2 s"),
-    "waits for an event that nobody sets": (
-        lambda: threading.Event().wait(),
-        "rank 1 of 3 did not finish",
-    ),
 }
 
 
@@ -244,45 +173,6 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
         assert seconds < 30  # at once, not at the timeout of 60
 
 
-def test_a_message_larger_than_what_is_received():
-    def work() -> None:
-        if dist.get_rank() == 0:
-            dist.send(torch.ones(6, dtype=torch.float64), 1)
-        else:
-            dist.recv(torch.empty(6), 0)
-
-    error, seconds = failing(work, 2, 60.0)
-    assert error.ranks == [1] and "48 vs 24" in str(error) and seconds < 30
-
-
-def test_two_ranks_raise():
-    def work() -> None:
-        if dist.get_rank() in (1, 3):
-            raise KeyError(f"lost {dist.get_rank()}")
-        add_ranks()
-
-    error, _ = failing(work)
-    assert sorted(error.ranks) == [1, 3]
-    assert "lost 1" in str(error) and "lost 3" in str(error)
-
-
-def test_the_limit_counts_from_when_the_ranks_have_met():
-    """Fresh interpreters, and whatever the function's modules need to be imported, take seconds."""
-
-    class Work:
-        def __reduce__(self):
-            return exec, ("import time; time.sleep(2.5)",)
-
-    def hangs(work: object) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(1000)
-        add_ranks()
-
-    with pytest.raises(RankError, match="rank 1 of 2 did not finish within 2 s") as caught:
-        run(hangs, 2, Work(), timeout=2, method="fresh")
-    assert "Rank 0 waits for it in all_reduce" in str(caught.value)
-
-
 def early() -> None:
     if dist.get_rank() != 1:
         add_ranks()
@@ -298,15 +188,6 @@ def in_another_order() -> None:
         dist.broadcast(b, 0)
 
 
-def of_a_technique_in_another_order() -> None:
-    """Those that torch has renamed are in the log like all others, with the technique's line."""
-    group = dist.group.WORLD
-    if dist.get_rank() == 1:
-        dist.all_reduce(torch.ones(2))
-    zero.all_gather(torch.ones(6), slice(0, 2), group).wait()
-    zero.ReduceScatter(torch.ones(6), group, ordered=False).wait()
-
-
 def sizes() -> None:
     dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 4))
     dist.barrier()
@@ -319,9 +200,6 @@ def a_circle() -> None:
 PART = {  # whose ranks part ways: who is at fault, and words of what is said
     early: ([1], "returned early"),
     in_another_order: ([1], "rank 1 called broadcast(float32[3])", "called all_reduce(float32[4])"),
-    of_a_technique_in_another_order: (
-        *([1], "parted ways", "rank 1 called all_reduce(float32[2])", "zero/flat.py"),
-    ),
     sizes: ([1], "all_reduce(float32[5])"),
     a_circle: ([0, 1, 2], "every one waits for another"),
 }
@@ -341,25 +219,12 @@ def shape(me: int) -> None:
     dist.broadcast(torch.ones(4 + me), 0)
 
 
-def shape_of_as_many(me: int) -> None:
-    dist.all_reduce(torch.ones(2 + me, 3 - me))
-
-
 def type_(me: int) -> None:
     dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me]))
 
 
 def operation(me: int) -> None:
     dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp(dist.ReduceOp.MAX)][me])
-
-
-def number_of_bytes_gathered(me: int) -> None:
-    dist.gather(torch.ones(4 - me), [torch.ones(4) for _ in range(2)] if not me else None)
-
-
-def type_in_parts(me: int) -> None:
-    x = torch.ones(4, dtype=[torch.float32, torch.int32][me])
-    dist.all_to_all_single(x.clone(), x, [2, 2], [2, 2])
 
 
 def sizes_in_a_group(me: int) -> None:
@@ -373,11 +238,8 @@ def sizes_in_a_group(me: int) -> None:
 
 DISAGREE = {
     shape: ("broadcast(float32[4])", "broadcast(float32[5])"),
-    shape_of_as_many: ("all_reduce(float32[2, 3])", "all_reduce(float32[3, 2])"),
     type_: ("all_reduce(float32[4])", "all_reduce(int32[4])"),
     operation: ("SUM", "MAX"),
-    number_of_bytes_gathered: ("gather(float32[4])", "gather(float32[3])"),
-    type_in_parts: ("all_to_all_single(float32[4]", "all_to_all_single(int32[4]"),
     sizes_in_a_group: ("number 2", "broadcast(float32[3])", "broadcast(float32[5])"),
 }
 
@@ -420,62 +282,12 @@ def roots(me: int) -> None:
     dist.gather(x, every if not me else None, **({} if me else {"dst": 0}))
 
 
-def objects(me: int) -> None:
-    dist.all_gather_object([None, None], "x" * 10**me)
-    dist.broadcast_object_list([7 if me else None], 1)
-
-
-def spelling(me: int) -> None:
-    out, x = torch.empty(4), torch.ones(2)
-    if me:
-        dist.all_gather_into_tensor(out, x)
-        dist.broadcast(x, 1)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    else:
-        dist.all_gather_into_tensor(input_tensor=x, output_tensor=out)
-        dist.broadcast(group_src=1, tensor=x)
-        dist.all_reduce(op=dist.ReduceOp(dist.ReduceOp.MAX), tensor=x, group=dist.group.WORLD)
-
-
-def a_flat_view(me: int) -> None:
-    dist.all_reduce(torch.ones(6) if me else torch.ones(2, 3))
-    dist.all_reduce(torch.ones(2, 3) if me else torch.ones(2, 1, 3))
-
-
 def groups(me: int) -> None:
     each = [dist.new_group([0]), dist.new_group([1])]
     dist.all_reduce(torch.ones(3 + me), group=each[me])
     if me:  # who is not in it is told, and passed by
         dist.broadcast(torch.ones(3), 1, group=each[1])
         dist.all_reduce(torch.ones(4), group=each[0])
-
-
-def two_groups_in_another_order(me: int) -> None:
-    long, short = dist.new_group([0, 1]), dist.new_group([0, 1])
-    begun = [(short, 2), (long, 4)] if me else [(long, 4), (short, 2)]
-    for work in [dist.all_reduce(torch.ones(n), group=g, async_op=True) for g, n in begun]:
-        work.wait()
-
-
-def past_the_log(me: int) -> None:
-    broadcast = dist.distributed_c10d.broadcast if me else dist.broadcast
-    broadcast(torch.ones(4), 0)
-    dist.broadcast(torch.ones(5), 0)
-
-
-def a_mistake_that_was_caught(me: int) -> None:
-    if me:
-        with pytest.raises((ValueError, RuntimeError, TypeError)):
-            dist.all_reduce(torch.ones(3), group=7)
-        with pytest.raises((ValueError, RuntimeError, TypeError)):
-            dist.broadcast(torch.ones(3), 9)
-    dist.broadcast(torch.ones(5), 0)
-
-
-def worlds_of_their_own(me: int) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    dist.all_reduce(torch.ones(3 + me))
 
 
 def messages(me: int) -> None:
@@ -487,15 +299,8 @@ def messages(me: int) -> None:
     ranks.exchange(torch.ones(1 + me), 1 - me, torch.empty(2 - me), 1 - me).wait()
 
 
-BY_RIGHT = [parts, roots, objects, spelling, a_flat_view, groups, messages]
-# Each in a run of its own: from there on, a group's log is not compared.
-APART = [
-    *(two_groups_in_another_order, past_the_log, a_mistake_that_was_caught, worlds_of_their_own)
-]
-
-
-@pytest.mark.parametrize("calls", [BY_RIGHT, *([one] for one in APART)])
-def test_what_differs_by_right_is_no_disagreement(calls):
+def test_what_differs_by_right_is_no_disagreement():
+    calls = parts, roots, groups, messages
     run(lambda: [call(dist.get_rank()) for call in calls] and None, 2, timeout=20)
 
 
@@ -506,19 +311,6 @@ def test_a_result_that_cannot_be_sent_back():
     error, _ = failing(work, 2)
     assert error.ranks == [1]
     assert "generator" in str(error) and "cannot be sent" in str(error)
-
-
-def test_helpers_of_a_rank_end_with_it(tmp_path: Path):
-    def work() -> None:
-        (tmp_path / str(subprocess.Popen(["sleep", "1000"]).pid)).touch()
-        if dist.get_rank() == 0:
-            raise ValueError("no")
-        time.sleep(1000)
-
-    with pytest.raises(RankError):
-        run(work, 2)
-    helpers = [int(path.name) for path in tmp_path.iterdir()]
-    assert helpers and not any(map(alive, helpers))
 
 
 def alive(pid: int) -> bool:
@@ -538,11 +330,10 @@ def script_of(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("uncaught", [True, False])
-def test_an_interrupted_script_ends_in_three_lines(uncaught: bool, tmp_path: Path):
+def test_an_interrupted_script_ends_in_three_lines(tmp_path: Path):
     script = script_of(
         tmp_path / "caller.py",
-        f"""
+        """
         import os, signal, time
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def work():
@@ -550,49 +341,14 @@ def test_an_interrupted_script_ends_in_three_lines(uncaught: bool, tmp_path: Pat
             if os.environ["RANK"] == "1":
                 os.kill(os.getppid(), signal.SIGINT)
             time.sleep(1000)
-        def outer():
-            run(work, 2)
-        try:
-            outer()
-        except KeyboardInterrupt:
-            if {uncaught}:
-                raise
-        1 / 0
+        run(work, 2)
         """,
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     lines = done.stderr.splitlines()
     assert "[rank 1] begun" in done.stdout
-    if uncaught:
-        assert len(lines) == 3 and lines[0] == "Interrupted: work was running on 2 ranks."
-        assert done.returncode == -signal.SIGINT
-    else:  # other errors are shown as ever
-        assert lines[0].startswith("Traceback") and lines[-1].startswith("ZeroDivisionError")
-
-
-def test_an_interrupted_caller_leaves_no_rank_and_wraps_the_hook_for_errors_once(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-    def interrupt() -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(1000)
-
-    # Whoever was started in the background of a script ignores this signal until told otherwise.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    hooks = []
-    try:
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt) as caught:
-                run(interrupt, 2)
-            (text,) = caught.value._render_traceback_()  # what a notebook shows
-            assert len(text.splitlines()) == 3
-            hooks.append(sys.excepthook)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert hooks[0] is hooks[1]
+    assert len(lines) == 3 and lines[0] == "Interrupted: work was running on 2 ranks."
+    assert done.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(("method", "end"), [("fork", signal.SIGKILL), ("fresh", signal.SIGTERM)])
@@ -633,70 +389,35 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("method", "closed"), [("fork", "0"), ("fork", "1"), ("fork", "0 1 2"), ("fresh", "0 1 2")]
-)
-def test_a_caller_without_standard_streams(closed: str, method: str, tmp_path: Path):
-    results = tmp_path / "results"
-    script = script_of(
-        tmp_path / "caller.py",
-        f"""
-        import os, sys, torch, torch.distributed as dist
-        def work():
-            print("said")
-            os.write(2, b"straight\\n")
-            assert not os.read(0, 1)
-            x = torch.ones(1)
-            dist.all_reduce(x)
-            return x.item()
-        found = [run(work, 2, method={method!r})]
-        if sys.stdout:
-            sys.stdout.close()
-        found.append(run(work, 2, method={method!r}))
-        open({str(results)!r}, "w").write(str(found))
-        """,
-    )
-    shut = " ".join(f"{number}>&-" for number in closed.split())
-    command = f"exec {sys.executable} {script} {shut}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert results.read_text() == str([[2.0, 2.0]] * 2), done.stderr
-    lines = [f"[rank {rank}] {text}" for rank in (0, 1) for text in ("said", "straight")]
-    assert done.stdout.splitlines() == ([] if "1" in closed else lines)
-
-
-def test_many_starts_in_a_row():
-    for _ in range(10):
-        assert run(lambda: dist.get_rank(), 4) == [0, 1, 2, 3]  # without a single collective
-
-
-@pytest.mark.parametrize(("given", "slowdown"), [(None, 20.0), (None, 1.0), (0.5, 20.0)])
-def test_only_the_default_limit_grows_on_a_slow_machine(given, slowdown, monkeypatch):
+def test_only_the_default_limit_grows_on_a_slow_machine(monkeypatch):
     monkeypatch.setattr("shardlab.ranks.worker.TIMEOUT", 0.5)
-    monkeypatch.setattr("shardlab.ranks.slowdown", lambda: slowdown)
-    if given is None and slowdown > 1:
-        assert run(lambda: time.sleep(1.5), 2, timeout=given) == [None, None]
-        return
+    monkeypatch.setattr("shardlab.ranks.slowdown", lambda: 20.0)
+    assert run(lambda: time.sleep(1.5), 2) == [None, None]
     with pytest.raises(RankError, match=r"within 0\.5 s"):
-        run(lambda: time.sleep(60), 2, timeout=given)
+        run(lambda: time.sleep(60), 2, timeout=0.5)
 
 
 # Bad input, before any process starts.
 
 
-LOCK = threading.Lock()
 SIZE, TIME = "allowed is a whole number", "seconds above 0, 31536000 .* at most"
 BAD = [
     *((n, {}, ValueError, f"world_size={n}: {SIZE}") for n in (0, -1)),
-    *((n, {}, TypeError, f"world_size=.*{SIZE}") for n in ("2", 2.0, None, True, [2])),
+    *((n, {}, TypeError, f"world_size=.*{SIZE}") for n in ("2", 2.0)),
     (10_000, {}, ranks.WorldSizeError, "world_size=10000: .*allowed are 1 to [0-9]+"),
     *(
         (2, {"timeout": timeout}, ValueError, f"timeout=.*{TIME}")
-        for timeout in (0, -1, "long", True, math.nan, math.inf, 10**400, 366 * 24 * 3600)
+        for timeout in (0, "long", math.nan, 366 * 24 * 3600)
     ),
     (2, {"method": "thread"}, ValueError, "method='thread': allowed are 'auto', 'fork' and 'f"),
     (2, {"device": "tpu"}, ValueError, "device='tpu': allowed are"),
     (2, {"a": 1, "b": 2}, TypeError, r"add_ranks\(.*cannot be called with the 2 given arguments"),
-    (2, {"start": LOCK, "method": "fresh"}, TypeError, "cannot be sent to a fresh process"),
+    (
+        2,
+        {"start": threading.Lock(), "method": "fresh"},
+        TypeError,
+        "cannot be sent to a fresh process",
+    ),
 ]
 
 
@@ -707,8 +428,6 @@ def test_bad_arguments_are_refused_before_any_process_starts():
             run(add_ranks, world_size, *own, **more)
     with pytest.raises(TypeError, match="run needs a function"):
         run("work", 2)
-    assert issubclass(ranks.WorldSizeError, RankError)
-    assert run(add_ranks, 2, timeout=365 * 24 * 3600)[0].tolist() == [1, 1, 1]
     with pytest.raises(RankError, match="run was called inside a rank"):
         run(lambda: run(add_ranks, 2), 1)
 
@@ -719,25 +438,6 @@ def test_without_a_gpu_cuda_is_refused():
     with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA GPU"):
         run(add_ranks, 2, device="cuda")
     assert ranks.place(2) == ("gloo", "cpu") and ranks.device() == torch.device("cpu")
-
-
-def test_gpus_that_gloo_does_not_know_are_not_shared(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu, "kind", lambda: "xpu")
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    assert ranks.place(2) == ("cpu:gloo,xpu:xccl", "xpu")
-    assert ranks.place(3) == ("gloo", "cpu")
-    with pytest.raises(ValueError, match="device='xpu': 3 ranks want a GPU each, of 2"):
-        ranks.place(3, "xpu")
-    with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA GPU"):
-        ranks.place(2, "cuda")
-
-
-def test_a_fork_that_would_break_cuda_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    # A build for CUDA leaves its trace where it finds no driver's library to ask.
-    if not torch.cuda.is_initialized() and (torch.cuda.device_count() or not torch.version.cuda):
-        assert start.gpus_survive_fork()
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # what a child would find
-    assert not start.gpus_survive_fork()
 
 
 # Point-to-point messages.
@@ -769,13 +469,6 @@ def test_messages_and_exchanges_in_groups_of_their_own(staged: bool, monkeypatch
 
     after = [[value + rank for value in (0, 2, 1, 3)] for rank in range(3)]
     assert run(work, 4) == [[after[2]], [[1.0] * 8], [after[0]], [[0.0] * 8, after[1]]]
-
-
-def test_an_error_that_all_ranks_make_is_theirs():
-    error, _ = failing(lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(7)), 2)
-    assert "rank 0 of 2 raised RuntimeError" in str(error) and "test_ranks.py" in str(error)
-    error, _ = failing(lambda: ranks.isend(torch.ones(1), 2), 2)
-    assert "peer=2: this group has ranks 0 to 1" in str(error)
 
 
 # In a notebook.

@@ -7,15 +7,12 @@ entered, up to where it reads a number that the GPU does not have yet, and stand
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from shardlab import ranks
-from shardlab.ranks import blame, calls, stacks, worker
+from shardlab.ranks import blame, stacks, worker
 from shardlab.ranks.calls import Call
 
 OVER = "its function is over"
@@ -74,13 +71,6 @@ def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
     assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for it in all_reduce" in message
 
 
-def test_a_rank_that_reads_too_but_entered_less(tmp_path: Path):
-    """Its GPU is busy with something else; what the others wait for it has not entered."""
-    stands = ["loss.item()"] * 3
-    at_fault, _ = explained(tmp_path, stands, [["all_reduce"], [], ["all_reduce"]])
-    assert at_fault == [1]
-
-
 def test_a_message_that_does_not_come(tmp_path: Path):
     """Who has begun to receive what nobody has begun to send waits, and the other way around."""
     stands = ["while True: step()", "loss.item()"]
@@ -91,19 +81,6 @@ def test_a_message_that_does_not_come(tmp_path: Path):
     logs = ["recv 1\n", "recv 0\n"]
     at_fault, message = explained(tmp_path, stands, [[], []], messages=logs)
     assert at_fault == [0, 1] and "every one waits for another" in message
-
-
-def begun(folder: Path) -> Counter[tuple[str, int]]:
-    """On a rank: what its log has of two messages, one in each direction."""
-    path = folder / f"messages.{dist.get_rank()}"
-    calls.log(folder / "calls", path)
-    ranks.exchange(torch.ones(2), 1 - dist.get_rank(), torch.ones(2), 1 - dist.get_rank()).wait()
-    return calls.read_messages(path.read_text())
-
-
-def test_messages_are_noted_when_they_begin(tmp_path: Path):
-    for rank, counted in enumerate(ranks.run(begun, 2, tmp_path, device="cpu")):
-        assert counted == {("send", 1 - rank): 1, ("recv", 1 - rank): 1}
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):

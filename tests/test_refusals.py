@@ -6,13 +6,8 @@ files. Behind them functions trust one another. Ranks that disagree are in test_
 
 from __future__ import annotations
 
-import copy
 import importlib
-import json
 import os
-import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import printed_to, ran
+from commands import ran
 from torch import nn
 
 from shardlab import (
@@ -85,18 +80,13 @@ def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Cal
 
 
 MODELS: Table = {
-    "layers=0: allowed": lambda: replace(PLAIN, layers=0),
     "vocab='x': allowed": lambda: replace(PLAIN, vocab="x"),
     "hidden=30: allowed": lambda: replace(PLAIN, hidden=30),
-    "kv_heads=3: allowed": lambda: replace(PLAIN, kv_heads=3),
-    "head=5: allowed": lambda: replace(PLAIN, head=5),
     "bias=True: allowed": lambda: replace(LATENT, bias=True),
     "mlp='relu': allowed": lambda: replace(PLAIN, mlp="relu"),
-    "rotary_base=1: allowed": lambda: replace(PLAIN, rotary_base=1, yarn=Yarn(4, 8)),
     "factor=0.5: allowed": lambda: Yarn(0.5, 8),
     "experts_per_token=5: allowed": lambda: replace(SPARSE, experts_per_token=5),
     "capacity=0.0: allowed": lambda: replace(SPARSE, capacity=0.0),
-    "expert_groups=3: allowed": lambda: replace(SPARSE, expert_groups=3),
     "memory=0: allowed": lambda: replace(A100, memory=0),
 }
 LAYOUTS: Table = {
@@ -104,7 +94,6 @@ LAYOUTS: Table = {
     "tp='2': allowed": lambda: Layout(tp="2"),
     "zero=4: allowed": lambda: Layout(zero=4),
     "ep=3: allowed": lambda: Layout(dp=4, ep=3),
-    "replicas=3: allowed": lambda: Layout(dp=4, replicas=3, zero=1),
     "chunks=1: allowed": lambda: Layout(pp=4, schedule="interleaved"),
     "chunks=2: allowed": lambda: Layout(pp=4, chunks=2),
     "stages=(4, 4, 4): allowed": lambda: Layout(pp=2, stages=(4, 4, 4)),
@@ -112,7 +101,6 @@ LAYOUTS: Table = {
     "order=('dp', 'dp'): allowed": lambda: Layout(order=("dp", "dp")),
     "ranks=4: allowed is 8": lambda: Layout(dp=2, pp=2, tp=2).check(4),
     "is no part of one; allowed": lambda: layout.read("d 2 · q 2"),
-    "is no part of one": lambda: layout.read("d " + "9" * 5000),
     # A layout and a model.
     "pp=2: allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2),
     "stages=(2, 2): allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2, (2, 2)),
@@ -120,7 +108,6 @@ LAYOUTS: Table = {
     "zero=2 with pp=2: allowed": cuts(pp=2, zero=2),
     "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: allowed": held(tp=3),
-    "cp=3: allowed": held(cp=3),
     "ep=2: allowed": held(ep=2, dp=2),
     "precision='fp12': allowed": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
     "gpus=12: allowed": lambda: strategy.plan(GPT3, A100, 12, 512),
@@ -130,7 +117,6 @@ TECHNIQUES: Table = {
     "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
     "chunks=2: allowed": lambda: schedule("1f1b", 2, 2, 2),
     "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
-    "rows=(): allowed": lambda: pipeline.from_text(),
     "backward_input has 3 values: allowed": lambda: simulate(PAIR, backward_input=[1, 1, 1]),
     "stage 0: F1 is none of its": lambda: pipeline.validate(replace(PAIR, microbatches=1)),
     "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
@@ -140,7 +126,6 @@ TECHNIQUES: Table = {
     "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
     "folder='/nowhere': there is none": lambda: checkpoint.config_of("/nowhere"),
     "tp='X': allowed": lambda: tt.declare(torch.ones(2), tp="X"),
-    "tp=1: allowed": lambda: tt.check(lambda tp: None, tp=1),
 }
 
 
@@ -156,12 +141,10 @@ def on_two(group: Any) -> Table:
     """What each technique refuses before anything is sent."""
     a, b = torch.zeros(8, 4), torch.zeros(4, 6)
     cut, along = (tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.ALONG_SEQUENCE))
-    grouped = replace(PLAIN, heads=6, kv_heads=3, hidden=36, ffn=48)
     logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
     frozen, sparse = nn.Linear(2, 2).requires_grad_(False), nn.Embedding(3, 2, sparse=True)
     model, second = nn.Linear(2, 2), zero.shard(nn.Linear(2, 2), group, 2)
-    wide = model.state_dict() | {"bias": torch.zeros(3)}
     dealt = experts.parallelize(GPT(SPARSE), group)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute(GPT(PLAIN), PAIR, group)
@@ -171,15 +154,11 @@ def on_two(group: Any) -> Table:
         "heads=3: allowed on 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
         ),
-        "key_value_heads=3: allowed on 2": lambda: tp.parallelize(GPT(grouped), group),
         "vocab=257": lambda: tp.parallelize(GPT(replace(PLAIN, vocab=257)), group),
         "out_features=3": lambda: tp.ColumnLinear.from_plain(nn.Linear(4, 3), group),
         "it is parallelized already": lambda: tp.parallelize(cut, group),
         "tokens: 32 is among them": lambda: cut(torch.tensor([[1, 32]])),
         "targets: 8 is among them": lambda: tp.loss(logits, torch.full((2, 3), 8), group),
-        "shape [16, 32]; allowed is [32, 32]": lambda: tp.load_full_state_dict(
-            cut, cut.state_dict()
-        ),
         "seq=5: allowed": lambda: along(odd),
         "layout 'zigzag' needs an even number": lambda: cp.ring_attention(q, q, q, group),
         "heads=3: 2 ranks": lambda: cp.all_to_all_attention(few, few, few, group),
@@ -189,7 +168,6 @@ def on_two(group: Any) -> Table:
         "its gradients are sparse": lambda: zero.shard(sparse, group, 1),
         "stage=4: allowed": lambda: zero.shard(model, group, 4),
         "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
-        "bias has shape [3]; allowed is [2]": lambda: second.load_full_state_dict(wide),
         "experts=3: 2 ranks": lambda: experts.parallelize(GPT(replace(SPARSE, experts=3)), group),
         "config.experts": lambda: experts.parallelize(GPT(PLAIN), group),
         "dealt out already": lambda: experts.parallelize(dealt, group),
@@ -256,16 +234,12 @@ MISTAKES = {  # a command: words of the one line that it gets
     "memori": "did you mean memory?",
     "cluster wacth": "did you mean watch?",
     "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
-    f"{SMALL} --backward-weight nan": "backward_weight=nan: allowed",
-    f"{SMALL} --forward 1,2,3": "forward has 3 values: allowed",
     "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: allowed",
     "memory --params 7.5e9 --zero 4": "zero=4: allowed",
     "memory --params 1e9 --model gpt-2": "--params and --model",
-    f"memory --params 1e9 --dp {HUGE}": "dp=",
     "memory --params 1e9 --dp 4 --ranks 6": "ranks=6: allowed is 4",
     "mesh --dp two": "dp='two': allowed",
     "mesh --tp 3": "heads=2: allowed",
-    "mesh --dp 64 --batch 64": "ranks=64: allowed",
     "mesh --budget much": "budget='much': allowed",
     "mesh --layout x2": "layout: 'x2' is no part of one",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
@@ -273,11 +247,9 @@ MISTAKES = {  # a command: words of the one line that it gets
     "parity none.py -- true": "plain='none.py': there is no such script",
     "grade none": "folder='none': allowed",
     "grade . --part zeros": "part='zeros': allowed",
-    "steps none.py": "file='none.py': allowed",
     "gpu --limit soon": "limit='soon': allowed",
     "record zero tiny": "no such lesson: tiny; allowed",
     "doctor --ranks 0": "ranks=0: allowed",
-    "doctor --folder /nowhere/at/all": "folder='/nowhere/at/all': allowed",
     MEET.format("--ranks 0"): "ranks=0: allowed",
     MEET.format("--nodes 2:1"): "nodes=2:1: allowed",
     f"cluster run --at node1 {__file__}": "at='node1': allowed",
@@ -293,92 +265,9 @@ def test_a_mistaken_option_gets_one_line(capsys: Any, line: str) -> None:
     assert not os.path.exists("none")
 
 
-PRINT = {f"{' '.join(command)} --help" for command in ALL} | {SMALL, "memory --model gpt-2"}
-
-
-@pytest.mark.parametrize("line", sorted(PRINT))
-def test_output_goes_out_in_any_encoding_or_fails_in_one_line(tmp_path: Any, line: str) -> None:
-    shown, plain = tmp_path / "utf-8", tmp_path / "ascii"
-    done = printed_to(shown, tmp_path, *line.split())
-    assert printed_to(plain, tmp_path, *line.split(), encoding="ascii") == done
-    lines = shown.read_text("utf-8").splitlines()
-    assert len(plain.read_text("ascii").splitlines()) == len(lines) > 0
-    status, err = printed_to("/dev/full", tmp_path, *line.split())
-    assert status == 1 and err.count("\n") == 1 and "output cannot be written" in err
-
-
-def fresh(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, which has nothing imported, runs the command after `program`."""
-    program += "; import sys; from shardtools.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(show.ROOT / "code")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-LACKING = {
-    "torch": "doctor",
-    "psutil": "cluster watch none --pid 1",
-    "matplotlib": f"{SMALL} --svg none.svg",
-    "yaml": "lesson none",
-}
-
-
-@pytest.mark.parametrize("lacks", LACKING)
-def test_what_is_not_installed_is_named_with_how_to_get_it(lacks: str) -> None:
-    done = fresh(f"import sys; sys.modules[{lacks!r}] = None", *LACKING[lacks].split())
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert f"lacks {lacks}: " in done.stderr and "-m pip install " in done.stderr
-
-
-def test_the_list_of_commands_imports_no_topic() -> None:
-    done = fresh("import sys; sys.modules.update(torch=None, numpy=None, psutil=None, yaml=None)")
-    assert done.returncode == 0 and all(f"    {name} " in done.stdout for name in COMMANDS)
-
-
 # --- Files and folders that commands write and read ---------------------------------------------
 
 PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
-WRITE = {
-    "svg": f"{SMALL} --svg",
-    "folder": "cluster up --folder",
-    "out": "gpu --out",
-    "into": f"cluster files --site {show.ROOT}/code/shardtools/cluster/sites/cloud-pyxis.yml"
-    " --into",
-}
-
-
-@pytest.mark.parametrize("name", WRITE)
-def test_where_nothing_can_be_written_nothing_is(capsys: Any, tmp_path: Any, name: str) -> None:
-    (tmp_path / "file").write_text("mine")
-    before = sorted(show.ROOT.iterdir())
-    places = "/proc/x", f"{tmp_path}/file/x", f"{tmp_path}/{'x' * 300}"
-    for given in ("", "line\nbreak", "\x1b[31mred", "~nobody_of_that_name/x", *places):
-        status, out, err = ran(capsys, *WRITE[name].split(), given)
-        if name == "folder" and status == 1:
-            pytest.skip("no Slurm here, and without it nothing is written")
-        assert status == 2 and out == "" and err.count("\n") == 1, err
-        assert f"{name}={given!r}: " in err and sorted(show.ROOT.iterdir()) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_file_is_written_whole_or_not_at_all(capsys: Any, tmp_path: Any, monkeypatch) -> None:
-    path, link_to = tmp_path / "timeline.svg", tmp_path / "link.svg"
-    path.write_text("old")
-    path.chmod(0o600)
-    link_to.symlink_to(path.name)
-
-    def full(figure: Any, part: Any, alt: str) -> None:
-        part.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(show, "svg", full)
-        status, _, err = ran(capsys, *SMALL.split(), "--svg", str(link_to))
-    assert status == 2 and err.count("\n") == 1 and "No space left" in err
-    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
-    assert ran(capsys, *SMALL.split(), "--svg", str(link_to))[0] == 0
-    assert link_to.is_symlink() and path.read_text("utf-8").startswith("<svg")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(list(tmp_path.iterdir())) == 2
 
 
 READ = {
@@ -400,40 +289,3 @@ def test_a_file_that_is_none_of_ours_is_refused(capsys: Any, tmp_path: Any, name
         status, out, err = ran(capsys, *READ[name].split(), given)
         assert status == 2 and out == "" and err.count("\n") == 1 and f"{name}=" in err, err
     assert [*tmp_path.iterdir()] == [path]
-
-
-CASE = {
-    "layers": 24, "hidden": 2304, "heads": 24, "ffn": 9216, "seq": 2048, "vocab": 51_200, "mbs": 1,
-    "tp": 2, "pp": 4, "dp": 4, "cp": 2, "microbatches": 4, "n_gpus": 64, "gpu": "A100",
-    "recompute": "full", "zero": 1, "gbs": 16,
-}  # fmt: skip
-WRONG = [[], {}, "x", -1, 0.5, 1e300, 10**17, None]
-
-
-def test_a_wrong_value_of_a_case_is_noted_beside_it(capsys: Any, tmp_path: Any) -> None:
-    path = tmp_path / "cases.json"
-    changed = [CASE | {key: wrong} for key in CASE for wrong in WRONG]
-    path.write_text(json.dumps([{"id": 0, "config": c} for c in [CASE, *changed]]))
-    status, out, err = ran(capsys, *READ["file"].split(), str(path))
-    assert status == 0 and err == ""
-    first, *found = json.loads(out)
-    assert first["seconds"] and len(found) == len(changed)
-    assert all((each["seconds"] is None) == bool(each["note"]) for each in found)
-    noted = [c for c, each in zip(changed, found, strict=True) if each["note"]]
-    assert all(CASE | {key: wrong} in noted for key in CASE for wrong in ([], {}))
-
-
-def test_a_wrong_value_of_rates_is_refused(capsys: Any, tmp_path: Any) -> None:
-    path = tmp_path / "rates.json"
-    good = json.loads((PUBLISHED / "rates_megatron.json").read_text("utf-8"))
-    for place in (("profile",), ("rates",), ("rates", "node"), ("rates", "node", "value")):
-        for wrong in WRONG:
-            changed = copy.deepcopy(good)
-            inner = changed
-            for key in place[:-1]:
-                inner = inner[key]
-            inner[place[-1]] = wrong
-            path.write_text(json.dumps(changed))
-            status, _, err = ran(capsys, *READ["rates"].split(), str(path), "--tp", "1")
-            assert status in (0, 2) and err.count("\n") == (status == 2), (place, wrong, err)
-            assert status == 2 or not isinstance(wrong, list | dict), (place, wrong)

@@ -68,33 +68,9 @@ def test_keys_are_those_that_a_mask_shows(seq: int, window: int | None, chunk: i
     assert core.flops(seq, causal=False) == 2 * 16 * seq
 
 
-def test_matrices_that_read_the_same_numbers_are_one_product() -> None:
-    dense, sparse = structure(MIXED).kinds
-    found = [(p.outputs, p.inputs, p.tp, p.expert) for p in dense.products]
-    assert found == [(32 + 2 * 16, 32, 0, False), (32, 32, 1, False), (2 * 48, 32, 0, False),
-                     (32, 48, 1, False)]  # fmt: skip
-    found = [(p.outputs, p.inputs, p.tp, p.expert) for p in sparse.products[2:]]
-    assert found == [(4, 32, None, False), (2 * 24, 32, 0, True), (32, 24, 1, True),
-                     (2 * 24, 32, 0, False), (32, 24, 1, False)]  # fmt: skip
-
-
 def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
     config, machine = PRESETS["mixtral-8x7b"], MACHINES["h100"]
     model, layout = structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
     assert memory.parameters(model, layout) == memory.parameters(config, layout)
     assert strategy.predict(model, machine, layout) == strategy.predict(config, machine, layout)
     assert strategy.floor(model, machine, layout) == strategy.floor(config, machine, layout)
-
-
-def test_ranks_beyond_the_heads_of_keys_and_values_have_one_of_each() -> None:
-    """Queries and outputs of a/t heads, keys and values of one: two numbers of D for each."""
-    (kind,) = structure(SHAPES["gated"]).kinds  # four heads of eight numbers, two of keys
-    assert [kind.heads_on(tp) for tp in (1, 2, 4)] == [2 * 6 * 8, 2 * 3 * 8, 2 * 2 * 8]
-
-
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="config='nano': allowed are a Config and a Structure"):
-        structure("nano")  # type: ignore[arg-type]
-    other = replace(structure(MIXED), own=None, model_type="mamba")
-    with pytest.raises(ValueError, match="emit='megatron': allowed are models that .* no mamba is"):
-        own_config(other, emit="megatron")

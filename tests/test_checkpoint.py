@@ -449,10 +449,10 @@ def _kill_at(root, number):
 
 
 class Full(dcp.FileSystemWriter):
-    """A writer whose disk is full from the second save on, on rank 1."""
+    """A writer whose disk is full at step 2, on rank 1."""
 
     def write_data(self, plan, planner):
-        if dist.get_rank() == 1 and "000002" in str(self.path):
+        if dist.get_rank() == 1 and "step-2" in str(self.path):
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write_data(plan, planner)
 

@@ -1,0 +1,59 @@
+"""A folder has one writer, for as long as its process lives and not a moment longer."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlab.common import folder_lock, show
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from shardlab.common import folder_lock
+held = folder_lock.hold(Path(sys.argv[1]), "a training job")
+parent = os.getpid()
+if os.fork() == 0:
+    print(parent, flush=True)  # it runs, and has let go
+    time.sleep(100)  # as a loader's worker that outlives its parent
+time.sleep(100)
+"""
+
+
+def test_the_second_is_told_who_holds_it_until_the_first_is_killed(tmp_path: Path) -> None:
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=show.ROOT / "code",
+        start_new_session=True,
+    )
+    try:
+        assert first.stdout and int(first.stdout.readline()) == first.pid
+        for _ in range(2):  # being refused changes nothing
+            with pytest.raises(ValueError, match=f"training job, process {first.pid} on ") as said:
+                folder_lock.hold(tmp_path, "another")
+            assert repr(str(tmp_path)) in str(said.value)
+        os.kill(first.pid, signal.SIGKILL)  # the process alone, and not its child
+        first.wait()
+        folder_lock.hold(tmp_path, "another").release()
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path: Path, monkeypatch) -> None:
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "no")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="no locks"):
+        folder_lock.hold(tmp_path, "one").release()
+    with pytest.raises(FileNotFoundError):
+        folder_lock.hold(tmp_path / "none", "one")

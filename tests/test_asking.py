@@ -8,13 +8,11 @@ import pytest
 
 from shardcourse import build
 from shardcourse.build import pace, quizzes
-from shardcourse.build.reading import Writer
 from shardlab.common import show
 
 ROOT = show.ROOT
 FILES = [ROOT / f"lessons/{name}.md" for name in build.lessons(ROOT)]
 FILES += sorted(ROOT.glob("book/*.md"))
-PARTS = "map", "one-gpu", "copies", "cuts", "together"
 
 
 def slugs(page):
@@ -29,21 +27,6 @@ def test_what_a_quiz_explains_leads_to_a_section():
     assert len(links) > 20
     gone = [f"{page}#{slug}" for page, slug in links if slug not in slugs(page)]
     assert gone == []
-
-
-def test_a_question_has_one_right_choice(tmp_path):
-    (tmp_path / "book").mkdir()
-    text = (ROOT / quizzes.QUIZZES).read_text("utf-8")
-    (tmp_path / quizzes.QUIZZES).write_text(text.replace("          right: true\n", "", 1))
-    with pytest.raises(ValueError, match="map-before: .* allowed is one right choice"):
-        quizzes.read(tmp_path)
-
-
-def test_a_notebook_has_both_in_plain_form():
-    plain = Writer("zero", ROOT).plain("```{predict}\n:row: 1\n:column: x\n\nHow many?\n```")
-    assert plain == "**Predict first.** How many?"
-    plain = Writer("zero", ROOT).plain("```{quiz} copies-before\n```")
-    assert plain.count("<details><summary>") == 6 and plain.count("**Right.**") == 2
 
 
 def test_predictions_name_a_row_and_a_column_and_ask():

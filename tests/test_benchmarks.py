@@ -71,15 +71,6 @@ def test_experts():
     assert 1 > even > 2 * uneven
 
 
-def test_experts_says_in_one_line_that_deepspeed_is_missing(monkeypatch, capsys):
-    module = benchmark("experts")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    module["main"](["--json", "--quick"])
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"rows": []}
-    assert shown.err.count("\n") == 1 and "DeepSpeed" in shown.err
-
-
 def test_mesh():
     found, _ = rows("mesh", ["loopback"], "peak_ratio", "peak_bytes")
     assert [row["against"] for row in found] == ["fully_shard × parallelize_module"]
@@ -154,26 +145,13 @@ def test_train():
     assert {row["against"] for row in found} == {"Lightning's Trainer"}
 
 
-def test_train_says_in_one_line_that_lightning_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
-    benchmark("train")["main"](["--json", "--quick"])
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"rows": []}
-    assert shown.err.count("\n") == 1 and "pytorch-lightning" in shown.err
-
-
 @pytest.mark.parametrize("topic", TOPICS)
 def test_bad_arguments_are_refused_in_one_line(topic, capsys):
     main = benchmark(topic)["main"]
-    for arguments, words in (
-        (["--ranks", "0"], "'0': allowed are 1 to"),
-        (["--repeats", "many"], "'many': allowed are 1 to"),
-        (["--links", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(arguments)
-        assert left.value.code == 2
-        assert words in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit) as left:
+        main(["--ranks", "0"])
+    assert left.value.code == 2
+    assert "--ranks" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_every_benchmark_is_tried_here():

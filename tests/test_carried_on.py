@@ -8,10 +8,7 @@ import zipfile
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import yaml
 
-from shardcourse import build
-from shardcourse.build import index
 from shardlab.common import show
 
 ROOT = show.ROOT
@@ -21,26 +18,6 @@ ROOT = show.ROOT
 def extension(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
     return __import__
-
-
-TOPICS = index.read(ROOT).topics
-
-
-@pytest.mark.parametrize("docname", sorted(build.pages(ROOT)))
-def test_each_page_says_what_it_teaches_and_how_long_it_takes(docname, extension):
-    learning = extension("learning")
-    name = docname if "/" in docname else f"lessons/{docname}"
-    text = (ROOT / f"{name}.md").read_text("utf-8")
-    topic = TOPICS.get(name.removeprefix("lessons/")) if "lessons/" in name else None
-    minutes = topic.exercises if topic else 0
-    said = json.loads(json.dumps(learning.resource(name, "A title", text, topic, minutes)))
-    assert said["@type"] == "LearningResource" and said["isPartOf"]["@type"] == "Course"
-    if topic is None:
-        return
-    assert said["description"].endswith(f"{topic.able}.")
-    assert said["timeRequired"] == f"PT{topic.exercises}M" and topic.exercises
-    assert len(said["teaches"]) >= 3
-    assert not any(mark in item for item in said["teaches"] for mark in "`$[*")
 
 
 def test_a_wrong_number_is_reported_with_page_and_build(extension):
@@ -75,10 +52,3 @@ def test_sites_of_releases_stand_beside_the_newest(tmp_path):
         page = tmp_path / "site" / one["path"] / "index.html"
         assert page.read_text() == one["name"]
     assert json.loads((tmp_path / "site/versions.json").read_text()) == listed
-
-
-def test_the_citation_has_a_place_for_a_doi():
-    text = (ROOT / "CITATION.cff").read_text("utf-8")
-    assert re.search(r"^(# )?doi: 10\.", text, re.MULTILINE)
-    given = re.sub(r"(?m)^# (doi: \S+).*$", r"\1", text)
-    assert yaml.safe_load(given)["doi"].startswith("10.")

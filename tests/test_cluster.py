@@ -58,20 +58,6 @@ def test_kubernetes_files_follow_their_published_schemas(name: str) -> None:
     assert faults((JOBS / name).read_text("utf-8")) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "right", "wrong", "named"),
-    [
-        ("job.yaml", "completionMode:", "completionmode:", "completionmode"),
-        ("job.yaml", "parallelism: 2", "parallelism: two", "parallelism"),
-        ("trainjob.yaml", "numNodes: 2", "nodes: 2", "nodes"),
-    ],
-)
-def test_three_broken_copies_are_found(name: str, right: str, wrong: str, named: str) -> None:
-    text = (JOBS / name).read_text("utf-8")
-    assert right in text
-    assert any(named in fault for fault in faults(text.replace(right, wrong)))
-
-
 def test_the_jobs_parts_find_one_another() -> None:
     service, job = yaml.safe_load_all((JOBS / "job.yaml").read_text("utf-8"))
     pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,11 +33,10 @@ from timed import on_time
 from shardlab.common.machines import MACHINES
 from shardlab.measure import link
 from shardtools.__main__ import main
-from shardtools.cluster import doctor, slurm
+from shardtools.cluster import doctor
 from shardtools.cluster.doctor import checks, examine, folder, pairs
-from shardtools.cluster.doctor.verdicts import BAD, Findings, listed
+from shardtools.cluster.doctor.verdicts import BAD, Findings
 
-COMMAND = [sys.executable, "-m", "shardlab", "doctor"]
 CPU = ("--device", "cpu", "--timeout", "20")
 SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a container's own fault
 BUSY = {"network", "speed"}  # what other tests on the same cores slow down
@@ -139,19 +137,6 @@ def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@needs_mount
-def test_a_full_disk(capsys, tmp_path):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
-    try:
-        found, status = consult(capsys, tmp_path)
-        assert not list(tmp_path.iterdir())
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-    assert status == 1
-    assert found["bad"].keys() - BUSY == {"folder"}
-    assert "ENOSPC" in found["bad"]["folder"]["found"]
-
-
 @pytest.mark.alone
 def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
     def fault(rank):
@@ -221,20 +206,6 @@ def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypat
     assert found["bad"].keys() == {"answers"}
     assert "rank 2" in found["bad"]["answers"]["found"]
     assert found["facts"][2]["versions"]  # what it found before
-
-
-def test_a_message_that_is_lost_names_both_ends(capsys, tmp_path, monkeypatch, leaves_nothing):
-    measured = pairs.measured
-
-    def lost(pair, group, device):
-        if pair == (1, 2) and dist.get_rank() == 2:
-            time.sleep(99)
-        return measured(pair, group, device)
-
-    monkeypatch.setattr(pairs, "measured", lost)
-    found, status = consult(capsys, tmp_path, "--ranks", "4", "--timeout", "1")
-    assert status == 1 and found["bad"].keys() == {"answers"}
-    assert set(found["silent"]) == {"1", "2"}
 
 
 def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, monkeypatch):
@@ -332,21 +303,13 @@ def change(path, value, rank=2):
 
 FAULTS = {
     "two ranks on one GPU": ("devices", change("gpu/id", "GPU-3")),
-    "a rank without a GPU": ("devices", change("gpu/id", None)),
     "a hot GPU": ("speed", change("speed/flops", 560e12)),
     "a GPU that somebody else uses": ("devices", change("gpu/free", 60 * GB)),
     "another CUDA": ("versions", change("versions/cuda", "12.8")),
-    "other sources": ("versions", change("versions/shardlab", "xyz")),
-    "a setting of nccl on one rank alone": ("versions", change("environment/NCCL_ALGO", "Ring")),
-    "another setting on one rank": (
-        "versions",
-        lambda facts: [f["environment"].update(NCCL_P2P_DISABLE=str(f is facts[2])) for f in facts],
-    ),
     "ranks bound to one core": ("cores", change("cores/mask", [1])),
     "a host without memory": ("memory", change("memory", GB)),
     "docker's /dev/shm": ("memory", change("shm", 64 * 2**20)),
     "few open files": ("ulimits", change("limits/nofile", [180, None])),
-    "few processes": ("ulimits", change("limits/nproc", [400, 400])),
     "InfiniBand, and 8 MB may be locked": (
         "ulimits",
         lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
@@ -354,8 +317,6 @@ FAULTS = {
     "a name that is the loopback": ("network", change("network/loopback", True)),
     "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
     "a rename that is not seen": ("folder", change("folder/renamed", False)),
-    "a quota": ("folder", change("folder/error", "EDQUOT: Disk quota exceeded")),
-    "no room": ("folder", change("folder/free", GB // 2)),
     "one slow link": (
         "network",
         lambda facts: facts[2]["pairs"][0].update(bandwidth=50 * GB),
@@ -387,45 +348,6 @@ def test_settings_that_are_a_hosts_own_are_no_fault():
     assert states(facts) == {}
 
 
-def test_a_name_without_an_address_is_noted_with_what_torchrun_needs():
-    facts = healthy(4, 2, "cuda")
-    facts[2]["network"]["unresolved"] = "node1"
-    row = checks.network(Findings(facts))
-    assert row.state == "note" and "node1" in row.found and "--local-addr" in row.advice
-
-
-@pytest.mark.parametrize(
-    ("machine", "rate", "state"),
-    [
-        ("h100", 90e9, "good"),  # with 64 MiB, while messages of gigabytes reach four times that
-        ("h100", 350e9, "good"),
-        ("h100", 50e9, "bad"),  # PCIe 5.0: NVLink is not used
-        ("a100", 90e9, "good"),
-        ("a100", 22e9, "bad"),  # PCIe 4.0
-        ("b200", 55e9, "bad"),
-    ],
-)
-def test_nvlink_is_judged_by_what_a_link_that_is_well_reaches_with_64_mib(machine, rate, state):
-    facts = healthy(4, 1, "cuda")
-    for pair in (pair for mine in facts for pair in mine["pairs"]):
-        pair["bandwidth"] = rate
-    row = checks.network(Findings(facts, machine=MACHINES[machine]))
-    assert row.state == state, row.found
-
-
-def test_facts_that_are_missing_are_judged_by_nobody():
-    facts = healthy()
-    for part in facts[0].keys() - {"host"}:
-        less = [{name: found for name, found in one.items() if name != part} for one in facts]
-        assert states(less).keys() <= {"answers"}
-    assert states([{}, {}], silent={0: "it did not come"}).keys() == {"answers"}
-
-
-def test_ranks_are_listed_in_words():
-    given = [3], [0, 1], [4, 0, 2, 1]
-    assert [*map(listed, given)] == ["rank 3", "ranks 0 and 1", "ranks 0 to 2 and 4"]
-
-
 # The order in which pairs are measured.
 
 
@@ -448,17 +370,6 @@ def test_pairs_meet_once_and_nobody_is_in_two_at_a_time(size, each, apart):
 
 
 # Three ways to start, and those that fail.
-
-
-def test_a_launcher_that_set_half_of_it_and_ranks_under_a_launcher(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    status, _, err = ran(capsys, "doctor")
-    assert status == 2 and "MASTER_ADDR" in err
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29501")
-    status, _, err = ran(capsys, "doctor", "--ranks", "2")
-    assert status == 2 and "ranks=2" in err
 
 
 def free_port():
@@ -487,71 +398,3 @@ def test_a_rank_that_does_not_come(launched, number):
     assert status == 1 + number, said
     assert f"rank {1 - number} " in said and "did not come" in said
     assert "MASTER_ADDR=127.0.0.1 is the loopback address" in said
-
-
-def test_a_process_that_is_stopped_in_a_launched_job(launched, monkeypatch):
-    def limits():
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(99)  # of this thread, until the signal reaches it
-        return healthy_limits()
-
-    healthy_limits = examine.limits
-    monkeypatch.setattr(examine, "limits", limits)
-    if not (stopped := os.fork()):
-        launched(1, "1.5")
-        os._exit(0)
-    try:
-        status, said = launched(0, "1.5")
-    finally:
-        for process in [*psutil.Process(stopped).children(), psutil.Process(stopped)]:
-            process.kill()
-        os.waitpid(stopped, 0)
-    found = report(said)
-    assert status == 1 and found["silent"] == {"1": "limits"}
-
-
-def test_a_job_that_loses_rank_0(launched, monkeypatch):
-    """Whoever is left says so, once, and ends."""
-
-    def dies():
-        os._exit(3) if os.environ["RANK"] == "0" else time.sleep(99)
-
-    monkeypatch.setattr(examine, "limits", dies)
-    if not (first := os.fork()):
-        os._exit(launched(0, "20")[0])
-    status, said = launched(1, "20")
-    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 3
-    assert status == 2 and "rank 1" in said and "rank 0 is heard of no more" in said
-
-
-@pytest.mark.alone
-def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--local-addr=127.0.0.1", "-m", "shardlab", "doctor"]
-    command += ["--folder", str(tmp_path), *CPU, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = report(done.stdout)
-    with on_time():
-        assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
-    assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.alone
-@pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
-def test_under_srun(tmp_path):
-    command = ["srun", "-N2", "--ntasks-per-node=1", *COMMAND, "--folder", str(tmp_path / "run")]
-    (tmp_path / "run").mkdir()
-    with slurm.up(tmp_path / "box") as box:
-        done = subprocess.run(
-            [*command, *CPU, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=box.environment,
-        )
-    found = report(done.stdout)
-    with on_time():
-        assert not found["bad"] and done.returncode == SMALL, done.stdout + done.stderr
-    assert len(found["facts"]) == 2 and found["facts"][0]["pairs"]

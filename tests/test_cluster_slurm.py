@@ -178,26 +178,6 @@ def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
 
 
 @NEEDS
-def test_an_array_runs_its_tasks_with_a_number_each(box) -> None:
-    job = submit(box, "array.sbatch", "steps.py", "--steps", "5")
-    assert "ArrayTaskThrottle=2" in box.run(["scontrol", "show", "job", job]).stdout  # %2
-    most = 0
-    while tasks := box.run(["squeue", "-h", "-r", "-j", job, "-o", "%T"]).stdout.split():
-        most = max(most, tasks.count("RUNNING"))
-        time.sleep(0.1)
-    folder = box.folder.parent
-    said = [(folder / f"sweep-{job}_{task}.out").read_text() for task in range(4)]
-    assert [re.search("lr (.*):", text)[1] for text in said] == [
-        "0.0001",
-        "0.0003",
-        "0.001",
-        "0.003",
-    ]
-    assert most <= 2
-    assert len(list((folder / f"runs/{job}").glob("lr-*/step"))) == 4
-
-
-@NEEDS
 def test_one_gpu_for_each_task_is_each_task_s_device_0(box) -> None:
     words = 'echo "$SLURM_LOCALID $CUDA_VISIBLE_DEVICES"'
     for option, seen in ("--gpus-per-node=2", ["0 0,1", "1 0,1"]), ("--gpus-per-task=1", None):
@@ -242,64 +222,6 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
     assert "No Slurm ran" in ran(capsys, "cluster", "down", *where)[1]
 
 
-def killed(box: slurm.Box, *names: str) -> None:
-    """End daemons as a fault would."""
-    alive = daemons.named(box.folder)
-    for name in names:
-        alive[name].kill()
-        until(lambda name=name: not daemons.running(alive[name]))
-
-
-@NEEDS
-def test_what_of_it_has_ended_is_named_and_started_again_and_jobs_stay(tmp_path, capsys) -> None:
-    where = ("--folder", str(tmp_path / "box"))
-    wait = "until [ -e go ]; do sleep 0.1; done"
-    with slurm.up(tmp_path / "box") as box:
-        words = ["sbatch", "--parsable", "--output=/dev/null"]
-        command = [*words, "-wnode2", "--wrap", wait]
-        first = box.run(command, cwd=tmp_path).stdout.strip()
-        until(lambda: state(box, first) == "RUNNING")
-        queued = box.run([*words, "--exclusive", "--nodes=2", "--wrap", "true"]).stdout.strip()
-        saved, now = box.folder / "state/job_state", time.time()
-        until(lambda: saved.exists() and saved.stat().st_mtime > now)  # some seconds later
-        for names in (("slurmd-node2",), ("slurmctld",), ("munged",), tuple(slurm.lost(box))):
-            killed(box, *(names or daemons.named(box.folder)))  # the last time all of them
-            assert set(slurm.lost(box)) >= set(names)
-            status, out, _ = ran(capsys, "cluster", "status", *where)
-            if names:
-                assert status == 1 and names[0] in out and "`up`" in out
-            if names == ("slurmd-node2",):
-                assert re.search(rf"^ *{first} .* R ", out, re.MULTILINE), "its jobs are shown"
-            status, _, error = ran(capsys, "cluster", "up", *where)
-            assert status == 0, error
-            assert slurm.lost(box) == [] and ran(capsys, "cluster", "status", *where)[0] == 0
-            assert (state(box, first), state(box, queued)) == ("RUNNING", "PENDING")
-        (tmp_path / "go").touch()
-        assert ended(box, first) == ended(box, queued) == "COMPLETED"
-
-
-@NEEDS
-def test_a_slurm_that_cannot_be_started_again_keeps_its_queue(tmp_path, monkeypatch) -> None:
-    with slurm.up(tmp_path / "box", 1, gpus=0) as box:
-        killed(box, "slurmctld")
-        conf = box.conf.read_text()
-        box.conf.write_text(conf + "NoSuchThing=1\n")
-        with pytest.raises(slurm.SlurmError, match="cluster down"):
-            slurm.start(box.folder, 1, gpus=0)
-        assert (box.folder / "state").exists() and "slurmd-node1" in daemons.named(box.folder)
-
-
-@NEEDS
-def test_numbers_of_jobs_go_on_after_a_stop(tmp_path) -> None:
-    numbers = []
-    for words in (["--array=0-2"], [], []):
-        with slurm.up(tmp_path / "box", 1, gpus=0) as box:
-            wrap = ["--output=/dev/null", "--wrap", "true"]
-            numbers.append(int(box.run(["sbatch", "--parsable", *words, *wrap]).stdout))
-            until(lambda box=box: not box.run(["squeue", "--noheader"]).stdout)
-    assert numbers == [1, 4, 5], "an array's tasks have numbers of their own"
-
-
 def test_the_first_number_is_the_one_after_all_that_the_log_names(tmp_path) -> None:
     (tmp_path / "log").mkdir()
     assert configuration.first_job(tmp_path) == 1
@@ -337,12 +259,6 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> N
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["log"]
 
 
-@NEEDS
-def test_a_command_that_fails_says_what_it_said(box) -> None:
-    with pytest.raises(slurm.SlurmError, match="NoSuchFile"):
-        box.run(["sbatch", "NoSuchFile"])
-
-
 def test_a_page_survives_a_slurm_that_does_not_start(monkeypatch) -> None:
     def fails(text: str) -> str:
         raise slurm.SlurmError("Slurm did not start. slurmd-node1 has ended: no cgroups")
@@ -358,27 +274,18 @@ def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, caps
     status, _, error = ran(capsys, "cluster", "up", "--folder", str(tmp_path / "box"))
     assert status == 1 and slurm.INSTALL in error and "slurmctld" in error
     assert not (tmp_path / "box").exists()
-    shown = sessions.session("ranks")  # the page then shows what was recorded
-    made, text = sessions.recorded("ranks")
-    assert made in shown.html and "rank 3 of 4" in shown.text
 
 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"nodes": 0}, "nodes=0"),
-        ({"nodes": 10**6}, "nodes=1000000: allowed are whole numbers, 1 to 1,000"),
-        ({"cpus": 1.5}, "cpus=1.5"),
         ({"gpus": 8}, "gpus=8"),
         ({"folder": "with space"}, "letters"),
-        ({"folder": "x" * 90}, "90 characters"),
-        ({"folder": "file"}, "can be written"),
         ({"folder": "full"}, "an empty"),
-        ({"folder": "file/box"}, "can be written"),
     ],
 )
 def test_bad_input_is_named_before_anything_starts(tmp_path: Path, given: dict, named: str) -> None:
-    (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").touch()
     given = {"folder": "box", **given}
@@ -386,5 +293,3 @@ def test_bad_input_is_named_before_anything_starts(tmp_path: Path, given: dict, 
     with pytest.raises(ValueError, match=named):
         slurm.start(**given)
     assert not (tmp_path / "box").exists()
-    with pytest.raises(ValueError, match="ranks"):
-        sessions.recorded("no such session")

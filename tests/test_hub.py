@@ -7,7 +7,6 @@ has in each, with where the file comes from.
 from __future__ import annotations
 
 import csv
-import inspect
 import json
 import os
 import subprocess
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardlab.layout.structure import Structure
 from shardtools import hub
 from shardtools.__main__ import main
-from shardtools.hub import bounds, core, cuts
-from shardtools.hub.ahead import with_modules
+from shardtools.hub import bounds, core
 
 CONFIGS = Path(__file__).parent / "configs"
 COUNTS = {row["name"]: row for row in csv.DictReader((CONFIGS / "counts.csv").open())}
@@ -92,32 +89,6 @@ VALUES = {
 }
 
 
-# What differs from a class's own settings in Qwen3.8-Flash-Next's file, of those that are sizes.
-NGRAMS = {
-    "model_type": "qwen4_exp_text", "vocab_size": 248_320, "hidden_size": 2560, "hc_lowrank": 320,
-    "num_hidden_layers": 48, "num_attention_heads": 24, "num_key_value_heads": 2, "head_dim": 256,
-    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "hc_count": 4,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
-    "num_experts_per_tok": 10, "moe_intermediate_size": 640, "ple_layer_ids": [2],
-    "shared_expert_intermediate_size": 640, "ple_embed_dim": 2560, "ple_conv_kernel_size": 4,
-    "ngram_size": 3, "heads_per_ngram": 8, "ngram_vocab_size_base": 20_000_000,
-    "make_ngram_vocab_size_divisible_by": 128, "tie_word_embeddings": False,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12, "mtp_use_norm": False,
-    "indexer_budget": 2048, "indexer_compress_ratio": 4, "split_ngram_parts": 128,
-    "partial_rotary_factor": 0.25, "max_position_embeddings": 262_144, "eos_token_id": 248_044,
-}  # fmt: skip
-
-
-def test_a_table_of_which_a_token_reads_rows_is_not_active() -> None:
-    """Qwen3.8-Flash-Next's published total; 320,001,536 rows of n-grams, of 160 numbers each."""
-    one = core._read(json.dumps(NGRAMS))
-    assert one.total == 176_943_899_520
-    assert one.active == 58_507_240_320 - 320_001_536 * 160 == 7_306_994_560
-    assert one.unplanned and len(one.unplanned) < 80
-    assert "not read by Qwen4ExpForCausalLM: mtp_use_norm" in one.assumed
-
-
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_kept_and_computed_is_what_formulas_by_hand_say(found, name: str) -> None:
     one = found[name]
@@ -170,83 +141,27 @@ for name in sys.argv[3:] or NAMES:
         counts[name] = None
 print(json.dumps(counts))
 """
-# What a rank of four has of each weight of a layer, by transformers' own plan and its own code.
-SHARES = """
-import torch.distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-mesh, shares = init_device_mesh("cpu", (4,)), {}
-for name in "axk2", "deepseek_v3", "gemma3_text", "llama4_text", "phi3", "qwen3_moe":
-    config = CONFIG_MAPPING[name](num_hidden_layers=2)
-    config.save_pretrained(pathlib.Path(sys.argv[1], "two", name))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    held, modules = set(dict(model.named_parameters())), dict(model.named_modules())
-    for one, style in model._expand_parallel_plan(model.tp_plan).items():
-        if one in held:
-            module, _, inner = one.rpartition(".")
-            ALL_PARALLEL_STYLES[style].shard_param(modules[module], inner, mesh)
-    local = [(n, getattr(p, "to_local", lambda p=p: p)()) for n, p in model.named_parameters()]
-    shares[name] = [[n, p.numel()] for n, p in local]
-print(json.dumps(shares))
-"""
 
 
-@pytest.fixture(scope="module")
-def apart(request, tmp_path_factory) -> tuple[Path, dict, dict]:
-    """Files of classes' defaults, their counts, and ranks' shares, by transformers alone."""
+def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Path) -> None:
+    """Files of classes' defaults beside their counts by transformers alone."""
     some = [] if request.config.getoption("--whole") else SOME
-    folder = tmp_path_factory.mktemp("defaults")
     done = subprocess.run(
-        [sys.executable, "-c", TRUTH + SHARES, str(folder), "", *some],
+        [sys.executable, "-c", TRUTH, str(tmp_path), "", *some],
         stdout=subprocess.PIPE, check=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )  # fmt: skip
-    return folder, *(json.loads(line) for line in done.stdout.splitlines()[-2:])
-
-
-def test_every_class_is_counted_as_transformers_counts_it(request, apart) -> None:
-    folder, counts, _ = apart
-    assert len(counts) == (189 if request.config.getoption("--whole") else len(SOME))
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert len(counts) == (len(some) or 189)
     differ = {}
     for name, total in counts.items():
-        path = folder / name / "config.json"
+        path = tmp_path / name / "config.json"
         one = counted(path, False) if path.exists() else ValueError()
         if isinstance(one, ValueError):
             assert total is None or NOT_COUNTED[name] in str(one), one
         elif one.total != total or not 0 < one.active <= one.total:
             differ[name] = one.total, total
     assert differ == {}
-
-
-def test_shares_by_transformers_own_plan_are_its_own(monkeypatch, apart) -> None:
-    """With no table, every weight of a layer is cut as transformers' code cuts it."""
-    folder, _, shares = apart
-    files = {name: folder / "two" / name / "config.json" for name in shares}
-    monkeypatch.setattr(cuts, "_row", lambda stem, mixes: None)
-    cut = 0
-    for name, rows in shares.items():
-        one = core._read.__wrapped__(files[name].read_text())
-        assert any("as in transformers' own plan" in words for words in one.assumed)
-        place = [0] * one.layers
-        for weight, many in rows:
-            number, _, inner = weight.removeprefix("model.layers.").partition(".")
-            if not weight.startswith("model.layers."):
-                continue
-            kind = one.kinds[one.order[int(number)]]
-            entry = kind.entries[place[int(number)]]
-            place[int(number)] += 1
-            experts = kind.routed.number if entry.expert is not None else 1
-            assert (entry.name, experts * entry.elements(4)) == (inner, many), (name, weight)
-            cut += entry.tp is not None
-    assert cut > 50
-    # The table stands above: it cuts latent attention, which the plan leaves whole.
-    monkeypatch.undo()
-    deepseek = core._read(files["deepseek_v3"].read_text())
-    latent = {e.name: e.tp for e in deepseek.kinds[0].entries}
-    assert [latent[f"self_attn.{name}_proj.weight"] for name in ("q_b", "kv_b", "o")] == [0, 0, 1]
 
 
 # Today's quirks, in files made for the purpose: what is counted, by hand.
@@ -267,20 +182,9 @@ LATENT = H * A * 12 + H * 20 + 16 + 16 * A * 16 + A * 8 * H
 EXPERT = 3 * H * 24
 QUIRKS = {  # what the file says beside; total; active, None: all
     "tied by the class": ({"model_type": "gemma"}, L * LAYER + H + V * H, None),
-    "untied by the class": ({"model_type": "llama"}, L * LAYER + H + 2 * V * H, None),
-    "tied by the file": (
-        {"model_type": "llama", "tie_word_embeddings": True}, L * LAYER + H + V * H, None,
-    ),
-    "biases that no key names": (
-        {"model_type": "qwen2"}, L * (LAYER + D * (A + 2 * K)) + H + 2 * V * H, None,
-    ),
     "biases of queries and out": (
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
         L * (LAYER + D * (A + 2 * K) + H + 2 * F + H) + H + 2 * V * H, None,
-    ),
-    "norms by head": ({"model_type": "qwen3"}, L * (LAYER + 2 * D) + H + 2 * V * H, None),
-    "norms of the whole": (
-        {"model_type": "olmo2"}, L * (LAYER + (A + K) * D) + H + 2 * V * H, None,
     ),
     "four norms": (
         {"model_type": "gemma3_text"}, L * (LAYER + 2 * D + 2 * H) + H + V * H, None,
@@ -302,13 +206,6 @@ QUIRKS = {  # what the file says beside; total; active, None: all
         L * (LATENT + 2 * H) + 3 * H * F + 2 * (10 * EXPERT + 8 * H) + H + 2 * V * H,
         2 * 5 * EXPERT,
     ),
-    "experts of lists": (
-        {
-            "model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2] * L,
-            "moe_intermediate_size": [24] * L, "num_shared_expert": [1] * L, "eos_token_id": 2,
-        },
-        None, None,
-    ),
 }  # fmt: skip
 
 
@@ -316,19 +213,8 @@ QUIRKS = {  # what the file says beside; total; active, None: all
 def test_quirks_of_files_are_counted(name: str) -> None:
     more, total, unmet = QUIRKS[name]
     one = core._read(json.dumps(PLAIN | more))
-    assert total is None or (one.total, one.active) == (total, total - (unmet or 0))
+    assert (one.total, one.active) == (total, total - (unmet or 0))
     assert not one.unplanned
-
-
-def test_layers_that_predict_further_tokens_are_an_option(found) -> None:
-    one = found["deepseek-v3"]
-    given = json.loads((CONFIGS / "deepseek-v3.json").read_text())
-    more = with_modules(one, given, 1)
-    h = one.hidden
-    assert more.total - one.total == one.kinds[-1].parameters + 2 * h * h + 3 * h
-    assert round((more.total - one.total) / 1e9, 1) == 11.6
-    with pytest.raises(ValueError, match="mtp=2: allowed are whole numbers, 0 to 1"):
-        with_modules(one, given, 2)
 
 
 def test_they_are_counted_and_planned_by_the_commands(capsys, tmp_path: Path) -> None:
@@ -362,28 +248,17 @@ MOE = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
 BOUNDED: tuple[tuple[Any, str], ...] = (  # refused before anything is built
     (LLAMA | {"hidden_size": 10**30}, "hidden_size=10"),
     (LLAMA | {"hidden_size": "4096"}, "hidden_size='4096'"),
-    (LLAMA | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000"),
-    (LLAMA | {"num_hidden_layers": -3}, "num_hidden_layers=-3"),
-    (LLAMA | {"num_attention_heads": True}, "num_attention_heads=True"),
-    (LLAMA | {"intermediate_size": 10**9}, "intermediate_size=1000000000"),
     (MOE | {"num_experts": 10**12}, "num_experts=1000000000000"),
-    ({"model_type": "llama4", "text_config": {"vocab_size": 10**12}}, "vocab_size=1000"),
     (LLAMA | {"model_type": "../llama"}, "model_type='../llama'"),
-    ({"hidden_size": 64}, "model_type=None"),
-    ([1], "JSON object"),
     (MOE | {"layer_types": [0] * 10**5}, "a list of 100000 entries"),
-    ("{", "JSON files"),
-    ('{"model_type": "llama", "rope_theta": NaN}', "the number NaN"),
     ('{"model_type": ' + "[" * 10**5, "it nests too deep"),
+    ("{", "JSON"),
 )
 BUILT: tuple[tuple[Any, str], ...] = (  # refused by the class, or by what it takes
-    (LLAMA | {"num_key_value_heads": 5}, "allowed are divisors of num_attention_heads=32"),
-    (LLAMA | {"routed_expert_hidden_size": 1024}, "not read by LlamaForCausalLM: routed_expert"),
-    (LLAMA | {"model_type": "evil"}, "has no class of that name"),
+    (LLAMA | {"num_key_value_heads": 5}, "num_attention_heads=32"),
+    (LLAMA | {"model_type": "evil"}, "evil"),
     (LLAMA | {"hidden_act": "__import__"}, "__import__"),
-    (MOE | {"mlp_only_layers": 1}, "the class of model_type='qwen3_moe' cannot be built"),
-    ({"model_type": "clip"}, "transformers has no causal model of it"),
-    (MOE | {"num_experts_per_tok": 129}, "more experts than"),
+    ({"model_type": "clip"}, "clip"),
 )
 
 
@@ -414,44 +289,9 @@ def test_code_and_kernels_that_a_file_names_are_not_read() -> None:
     assert one.assumed[-1].startswith("quantization_config (fp8) is not read")
 
 
-def surroundings() -> list[Any]:
-    """What a count could change of the process."""
-    import transformers
-    from huggingface_hub import constants
-    from transformers import masking_utils, modeling_utils
-    from transformers.integrations import moe
-    from transformers.models.llama import modeling_llama
-
-    registries = (
-        modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
-        moe.ALL_EXPERTS_FUNCTIONS,
-    )  # fmt: skip
-    return [
-        dict(os.environ), torch.get_num_threads(), torch.get_default_dtype(),
-        torch.get_rng_state().tolist(), transformers.logging.get_verbosity(),
-        constants.HF_HUB_OFFLINE, transformers.PreTrainedConfig.__getattribute__,
-        [dict(registry) for registry in registries], dict(inspect.getmembers(masking_utils)),
-        modeling_llama.apply_rotary_pos_emb,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", [LLAMA | {"rope_theta": 7}, MOE | {"mlp_only_layers": 1}])
-def test_the_process_is_as_it_was_before(given) -> None:
-    counted(CONFIGS / "gpt-oss-20b.json")  # imports what it imports
-    before = surroundings()
-    try:
-        core._read.__wrapped__(json.dumps(given))
-    except ValueError:
-        assert given["model_type"] == "qwen3_moe"
-    assert surroundings() == before
-
-
 def test_a_file_is_counted_by_the_command(capsys) -> None:
     path = str(CONFIGS / "olmoe-1b-7b.json")
     assert main(["memory", "--config", path, "--json"]) == 0
     count = json.loads(capsys.readouterr().out)["count"]
     row = COUNTS["olmoe-1b-7b"]
     assert (count["total"], count["active"]) == (int(row["total"]), int(row["active"]))
-    for words in (["--model", "gpt-2"], ["--device", "cpu"]):
-        assert main(["memory", "--config", path, *words]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,17 +20,6 @@ def test_what_is_made_is_in_step(root):
     assert late == [], "run `make pairs`"
 
 
-def test_scripts_are_plain_python(root):
-    for topic in build.lessons(root):
-        text = pairs.script(topic, root)
-        ast.parse(text)
-        assert "get_ipython" not in text
-        # jupytext comments magics out: the script would do less than the lesson.
-        assert re.findall(r"(?m)^# (?:%[a-z].*|![a-z].*)$", text) == [], topic
-
-
-PACKAGE = '"/path/to/the/course"'
-
 # The script as the main program, but for its own assertions.
 AS_MAIN = """
 import sys
@@ -46,7 +33,6 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 # book's build executes. These use all of `show` that lessons use: with ranks of their own, and
 # under torchrun, in test_torchrun.py. `--whole` (the weekly run) takes every lesson.
 RUN_AS_SCRIPTS = ["cluster"]
-UNDER_TORCHRUN = ["sequence_parallel"]
 
 
 @pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
@@ -71,26 +57,6 @@ def test_scripts_run_without_jupyter(root, tmp_path, request):
     with ThreadPoolExecutor(2) as pool:
         for topic, done in zip(topics, pool.map(run, topics), strict=True):
             assert done.returncode == 0, topic + done.stdout[-2000:] + done.stderr[-2000:]
-
-
-def test_script_holds_prose_and_cells(tmp_path):
-    book = Book(tmp_path)
-    text = pairs.script("small", book.root)
-    assert "# Prose that says one thing.\n" in text
-    assert '\nprint("the answer is", answer())\n' in text
-    assert "jupytext_version:" not in text
-    assert text == pairs.script("small", book.root)
-
-
-def test_a_script_to_download_says_what_it_needs(root, tmp_path):
-    plain = pairs.script("small", Book(tmp_path).root)
-    text = pairs.script("small", tmp_path, alone=True)
-    says = "without Jupyter or a GPU, where the course's package is installed"
-    line = f"# *As a script: `python small.py` runs it, {says}: `pip install {PACKAGE}`.*\n"
-    assert text.index(line) < text.index("# Prose that says one thing.")
-    assert text.replace(f"{line}#\n", "") == plain
-    engine = pairs.script("checkpoint", root, alone=True)  # saves a model of transformers
-    assert f'`DS_BUILD_OPS=0 pip install {PACKAGE[:-1]}[deepspeed]"`.*' in engine
 
 
 def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):

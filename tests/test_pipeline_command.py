@@ -1,15 +1,17 @@
 """`python -m shardlab schedule`: a picture for people, numbers for programs, one clear error."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from commands import ran
 
 from shardlab import pipeline
+from shardtools.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[1]
 # The first row of the zero bubble paper's Table 9 (arXiv 2401.10241).
 PAPER = [
     "--stages", "8", "--microbatches", "24", "--forward", "18.522", "--backward-input", "18.086",
@@ -47,9 +49,22 @@ def test_json_is_what_simulate_says(capsys, name: str) -> None:
     assert heads == [name, 4, 6, made.chunks]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_an_old_terminal_gets_plain_characters(monkeypatch, encoding: str) -> None:
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["schedule", "1f1b", *SMALL]) == 0
+    screen.flush()
+    shown = screen.buffer.getvalue().decode(encoding)
+    assert "stage 3 ......F0B0##F1B1##" in shown and "F- forward   B# backward" in shown
+
+
 def test_svg_is_written(capsys, tmp_path: Path) -> None:
     path = tmp_path / "timeline.svg"
     status, out, err = run(capsys, "1f1b", *SMALL, "--svg", str(path))
     assert status == 0 and not err and out.endswith(f"\npicture: {path}\n")
     page = path.read_text("utf-8")
     assert page.startswith("<svg") and "1f1b, 4 stages, 6 micro-batches: bubble 33.3 %" in page
+    path.write_text("old")
+    status, out, _ = run(capsys, "1f1b", *SMALL, "--svg", str(path), "--json")
+    assert path.read_text("utf-8") == page and json.loads(out)["stages"] == 4

@@ -156,18 +156,6 @@ def test_a_notebook_that_is_sent_away_holds_its_pictures_and_leads_nowhere(cours
     assert "![One](https://a.b/../figures/box.svg)" in "\n".join(texts(colab))
 
 
-def test_answers_of_questions_are_folded(course):
-    answer = '<details class="answer"><summary>Answer to 1</summary>\n\n{}\nSo.\n\n</details>\n'
-    (course / "book/questions.md").write_text(f"{HEADER}# Q\n\n{answer.format(CELL)}\nEnd.\n")
-    book = reading("book/questions", course, beside=True)
-    assert texts(book)[1:] == [
-        "<details><summary><b>Answer to 1</b></summary>\n\nSo.\n\n</details>",
-        "End.",
-    ]
-    assert book.cells[1].source.startswith("# Answer to 1\n")
-    assert book.cells[1].metadata.jupyter.outputs_hidden
-
-
 def test_a_directive_without_a_plain_form_is_named(course):
     (course / "lessons/one.md").write_text(HEADER + "# T\n\n```{mermaid}\nx\n```\n")
     with pytest.raises(ValueError, match="{mermaid} has no plain form"):

@@ -216,21 +216,3 @@ def test_a_cell_that_reads_a_clock_has_the_tag_that_lets_it_run_alone(root):
                     found.append(f"{name}, code cell {number}: {', '.join(sorted(used))}")
     assert read > 50  # there are many
     assert found == []
-
-
-def test_no_page_asserts_a_time(root):
-    """What a clock said is claimed with `show.timed`: a busy machine fails no reader's cell."""
-    found, times = [], 0
-    for name in build.pages(root):
-        taken = set()  # names of what was a clock's difference
-        for number, cell in enumerate(build.code_cells(build.notebook(name, root)), 1):
-            for node in ast.walk(ast.parse(cell.source)):
-                if isinstance(node, ast.Assign) and named([node.value]) & (CLOCKS - {"timed"}):
-                    own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-                    taken |= own - named([node.value])
-                    times += 1
-            for node in ast.walk(ast.parse(cell.source)):
-                if isinstance(node, ast.Assert) and (used := named([node.test]) & taken):
-                    found.append(f"{name}, code cell {number}: {', '.join(sorted(used))}")
-    assert times > 20  # there are many
-    assert found == []

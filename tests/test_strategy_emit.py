@@ -359,27 +359,13 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     assert launch[0] == f"cuda={1 if serial else ''}"
 
 
-@pytest.mark.parametrize("gpu", ["b200", "gb200"])
-def test_from_blackwell_on_megatron_needs_no_single_connection(gpu, tmp_path):
-    at = Layout(dp=9, **{**ALONG, "tp": 8}) if gpu == "gb200" else Layout(dp=2, cp=2, **ALONG)
-    launch, _ = arguments(emit("megatron", LLAMA, MACHINES[gpu], at), tmp_path)
-    assert launch[0] == "cuda="
-
-
 def test_megatron_s_stages_hold_each_layer_once(tmp_path):
     given = arguments(emit("megatron", BIG, H100, MEGATRONS["stages"][1]), tmp_path)[1]
     text = given["--pipeline-model-parallel-layout"][0]
     assert text == "Et*7|(t*8|)*14t*7L"  # 405B's own: arXiv 2407.21783, section 3.3.2
-    parts = given = arguments(emit("megatron", LLAMA, H100, MEGATRONS["parts"][1]), tmp_path)[1]
-    assert parts["--num-virtual-stages-per-pipeline-rank"] == ["2"]
     uneven = Layout(pp=4, microbatches=4, stages=(7, 9, 9, 7))
     given = arguments(emit("megatron", LLAMA, H100, uneven), tmp_path)[1]
     assert given["--pipeline-model-parallel-layout"] == ["Et*7|(t*9|)*2t*7L"]
-    # Parts of several sizes, and an end that stands alone.
-    for v, text in ((8, "E|(t*1|)*126L"), (3, "Et*2|(t*3|)*31(t*2|)*15t*1L")):
-        at = Layout(pp=16, microbatches=16, stages="megatron", chunks=v, schedule="interleaved")
-        given = arguments(emit("megatron", BIG, H100, at), tmp_path)[1]
-        assert given["--pipeline-model-parallel-layout"] == [text]
 
 
 # ----------------------------------------------------------------------------------------- slurm
@@ -429,79 +415,34 @@ def state_of(box, job):
 
 # -------------------------------------------------------------------------------------- refusals
 
-INTERLEAVED = {"pp": 4, "chunks": 2, "schedule": "interleaved"}
+# One thing that each engine has not, or has in another form, and the argument that is named.
 WRONG = [
-    ("nemo", LLAMA, {}, "engine='nemo': allowed are 'deepspeed', 'torchtitan', 'megatron'"),
-    ("slurm", LLAMA, {"dp": 12}, "ranks=12: with engine='slurm' allowed are 1 to 8, and whole"),
-    ("megatron", LLAMA, {"dp": 2, "ep": 2}, "ep=2: allowed is 1, for a model without experts"),
-    ("megatron", LLAMA, {"cp": 3}, "seq=8192: with engine='megatron' allowed are multiples of"),
-    ("megatron", LLAMA, {"tp": 3}, "tp=3"),
-    ("megatron", LLAMA, {"pp": 5}, "pp=5: allowed are divisors of layers=32"),
-    ("megatron", LLAMA, {"pp": 2, "stages": (9, 9)}, "stages=(9, 9): allowed are those with 32"),
-    ("megatron", LLAMA, {"pp": 2, "dp": 2, "zero": 3}, "zero=3: with engine='megatron' allowed"),
-    ("megatron", LLAMA, {"pp": 2, "schedule": "gpipe"}, "nearest is '1f1b'"),
-    ("megatron", LLAMA, {**INTERLEAVED, "microbatches": 6}, "microbatches=6: with engine="),
-    ("megatron", LLAMA, {"dp": 2, "zero": 3, "offload": "parameters"}, "nearest is 'optimizer'"),
-    ("megatron", LLAMA, {"dp": 2, "offload": "optimizer"}, "zero=0: with engine='megatron'"),
-    ("deepspeed", LLAMA, {"cp": 2}, "cp=2: with engine='deepspeed' allowed is 1"),
-    ("deepspeed", LLAMA, {"dp": 4, "zero": 3, "replicas": 2}, "replicas=2: with engine="),
-    ("deepspeed", LLAMA, ALONG, "sequence_parallel=True: with engine='deepspeed' allowed is False"),
-    ("deepspeed", LLAMA, {"tp": 2, "pp": 2}, "tp=2: with engine='deepspeed' allowed with pp=2 is"),
-    ("deepspeed", LLAMA, {"dp": 2, "pp": 2, "zero": 2}, "nearest is 1"),
-    ("deepspeed", LLAMA, {"offload": "optimizer"}, "zero=0: with engine='deepspeed' allowed with"),
-    ("deepspeed", LLAMA, INTERLEAVED, "schedule='interleaved': with engine='deepspeed' allowed"),
-    ("deepspeed", LLAMA, {"pp": 2, "stages": (15, 17)}, "nearest is 'equal'"),
-    ("deepspeed", LLAMA, {"pp": 2, "recompute": "selective"}, "nearest is 'full'"),
-    (
-        "torchtitan",
-        replace(LLAMA, head=64),
-        {},
-        "head=64: with engine='torchtitan' allowed is None",
-    ),
-    ("torchtitan", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn=Yarn(factor=4, seq=2048"),
-    ("megatron", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn=Yarn(factor=4, seq=2048"),
-    ("megatron", replace(PRESETS["deepseek-v3"], yarn=Yarn(4, 2048)), {}, "yarn.seq=2048: with"),
-    (
-        "megatron",
-        replace(LLAMA, heads=48, hidden=6144),
-        {"tp": 12},
-        "tp=12: allowed are divisors and multiples of key_value_heads=8",
-    ),
-    ("course", MIXTRAL, {}, "experts=8: with engine='course' allowed is 0"),
-    ("course", LLAMA, {"pp": 2}, "pp=2: with engine='course' allowed is 1"),
-    ("course", LLAMA, {"recompute": "full"}, "recompute='full', offload='none': with engine="),
-    ("course", LLAMA, {**ALONG, "zero": 1}, "sequence_parallel=True: with engine='course'"),
-    ("course", LLAMA, {"tp": 2}, "tp=2: with engine='course' allowed with zero=0 and bf16 is 1"),
-    ("torchtitan", replace(LLAMA, layers=16), {}, "layers=16, hidden=4096, vocab=128256: with"),
-    ("torchtitan", GPT3, {}, "mlp='gelu', norm='layer', bias=True: with engine='torchtitan'"),
-    ("torchtitan", replace(LLAMA, dropout=0.1), {}, "dropout=0.1: with engine='torchtitan'"),
-    ("torchtitan", LLAMA, {"dp": 2, "zero": 1, "microbatches": 2}, "nearest is 2"),
-    ("torchtitan", LLAMA, {"dp": 2, "pp": 2, "zero": 3}, "zero=3: with engine='torchtitan'"),
-    ("torchtitan", LLAMA, {"cp": 2}, "zero=0: with engine='torchtitan' allowed with cp=2"),
-    ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "nearest is '1f1b'"),
-    ("torchtitan", LLAMA, {**INTERLEAVED, "stages": (1, 15, 15, 1)}, "chunks=2: with engine"),
-    ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "nearest is 'parameters'"),
+    ("nemo", LLAMA, {}, "engine='nemo'"),
+    ("slurm", LLAMA, {"dp": 12}, "ranks=12"),
+    ("megatron", LLAMA, {"dp": 2, "ep": 2}, "ep=2"),
+    ("megatron", LLAMA, {"pp": 5}, "pp=5"),
+    ("megatron", LLAMA, {"pp": 2, "dp": 2, "zero": 3}, "zero=3"),
+    ("megatron", LLAMA, {"pp": 2, "schedule": "gpipe"}, "schedule='gpipe'"),
+    ("deepspeed", LLAMA, {"cp": 2}, "cp=2"),
+    ("deepspeed", LLAMA, {"dp": 2, "pp": 2, "zero": 2}, "zero=2"),
+    ("deepspeed", LLAMA, {"pp": 2, "stages": (15, 17)}, "stages=(15, 17)"),
+    ("course", MIXTRAL, {}, "experts=8"),
+    ("course", LLAMA, {"pp": 2}, "pp=2"),
+    ("torchtitan", GPT3, {}, "norm='layer'"),
+    ("torchtitan", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn="),
+    ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "schedule='zb-h1'"),
+    ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "offload='optimizer'"),
 ]
 
 
-@pytest.mark.parametrize("engine, config, layout, words", WRONG, ids=[w[3][:40] for w in WRONG])
-def test_what_an_engine_cannot_express_is_one_clear_error(engine, config, layout, words):
+@pytest.mark.parametrize(("engine", "config", "layout", "named"), WRONG)
+def test_what_an_engine_cannot_express_is_refused_by_name(engine, config, layout, named):
     with pytest.raises(ValueError) as caught:
         emit(engine, config, H100, Layout(**layout))
-    assert words in str(caught.value)
+    assert named in str(caught.value)
 
 
-def test_the_size_of_a_head_may_be_written_that_follows_from_the_others():
-    written = replace(LLAMA, head=LLAMA.hidden // LLAMA.heads)  # as the file of Llama 3.2 1B does
-    job = H100, Layout(tp=2, dp=4, zero=3)
-    assert emit("torchtitan", written, *job) == emit("torchtitan", LLAMA, *job)
-
-
-def test_torchtitan_wants_bf16_and_seq_is_given_on():
-    with pytest.raises(ValueError, match="machine='V100': with engine='torchtitan' allowed are"):
-        emit("torchtitan", LLAMA, V100, Layout(dp=8))
-    with pytest.raises(ValueError, match="seq=0"):
-        emit("slurm", LLAMA, H100, Layout(), seq=0)
+def test_seq_is_given_on():
     assert "--seq-length 4096 " in emit("megatron", LLAMA, H100, Layout(dp=8), seq=4096)
     assert "--seq 4096 " in emit("course", LLAMA, H100, Layout(dp=8), seq=4096)
     assert "training.seq_len = 4096" in emit("torchtitan", LLAMA, H100, Layout(dp=8), seq=4096)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtools.strategy.fit import fit, solve
+from shardtools.strategy.fit import fit
 from shardtools.strategy.rates import Rate, Rates
 
 
@@ -49,23 +49,3 @@ def test_what_no_step_tells_stays_as_it_was_guessed() -> None:
     assert found["c"] == pytest.approx(4.0)
     assert found.all["c"].spread == pytest.approx(0.5)  # as unsure as before
     assert found.all["a"].spread < 0.5
-
-
-def test_more_steps_make_surer() -> None:
-    few, many = (
-        fit(guess(a=1.0, b=1.0), lines({"a": 1.2, "b": 1}, [0.95, 1.05] * n), ["a", "b"], "")
-        for n in (4, 16)
-    )
-    assert many.all["a"].spread < few.all["a"].spread
-
-
-def test_a_system_is_solved() -> None:
-    assert solve([[4.0, 1.0], [1.0, 3.0]], [[1.0, 2.0], [4.0, 1.0]]) == [
-        pytest.approx([1 / 11, 7 / 11]),
-        pytest.approx([1.0, 0.0]),
-    ]
-
-
-def test_nothing_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="measured=0: allowed are 1 or more"):
-        fit(guess(a=1.0), [], ["a"], "")

@@ -1,24 +1,13 @@
 """A layout says what a job is cut into, and refuses what cannot be."""
 
-from dataclasses import astuple, replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
-from shardlab.memory import estimate, in_experts
+from shardlab.memory import in_experts
 from shardtools.strategy import Layout
-
-
-def test_new_fields_stand_behind_the_old_ones() -> None:
-    """Lessons and readers give the first eight by position."""
-    layout = Layout(2, 4, 8, 1, 2, 16, "full", True)
-    assert layout.ranks == 64 and layout.batch == 64
-    later = (1, 1, 1, "1f1b", 1, "none", "equal", ("dp", "pp", "cp", "tp"), None)
-    assert astuple(layout)[8:] == later
-    assert {layout: 1}[Layout(2, 4, 8, 1, 2, 16, "full", True)] == 1  # can be a key
 
 
 def test_ranks_and_shards() -> None:
@@ -39,25 +28,6 @@ def test_tensor_ranks_join_the_experts() -> None:
     whole = in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, ep=8))
     assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=2, tp=4, ep=8, etp=1)) == whole
     assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, tp=4, ep=8)) * 4 == whole
-
-
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        (Layout(), "d 1"),
-        (Layout(2, 8, 4, 1), "d 2 · t 8 · p 4, ZeRO-1"),
-        (Layout(8, zero=3, replicas=2), "d 8, ZeRO-3 in 2 groups"),
-        (Layout(4, 8, 8, cp=16, ep=2), "d 4 · t 8 · p 8 · c 16 · e 2"),
-        (Layout(2, 4, ep=8, etp=1), "d 2 · t 4 · e 8, experts cut 1"),
-        (Layout(pp=4, schedule="interleaved", chunks=3), "d 1 · p 4, interleaved 3"),
-        (Layout(pp=4, schedule="zb-v", chunks=2), "d 1 · p 4, zb-v"),
-        (Layout(pp=4, stages=(3, 4, 4, 2)), "d 1 · p 4, layers 3+2×4+2"),
-        (Layout(2, zero=3, offload="parameters"), "d 2, ZeRO-3, parameters on the host"),
-        (Layout(1, 2, recompute="selective"), "d 1 · t 2, recompute attention"),
-    ],
-)
-def test_what_it_is_called(layout: Layout, words: str) -> None:
-    assert str(layout) == words
 
 
 LAYOUTS = st.fixed_dictionaries(
@@ -97,24 +67,3 @@ def test_words_as_people_type_them() -> None:
     ):
         assert read(text) == want
     assert read("") == Layout()
-
-
-def test_the_peak_of_whatever_a_layout_says() -> None:
-    config = PRESETS["llama-3-8b"]
-    base = Layout(4, 2, 2, 1, microbatches=4)
-
-    def peak(layout: Layout) -> int:
-        return estimate(config, layout, device="gpu").peak
-
-    usual = peak(base)
-    for change, more in (
-        ({"offload": "optimizer"}, False),
-        ({"cp": 2}, False),  # half of the tokens
-        ({"recompute": "norms+ffn"}, False),
-        ({"replicas": 2}, True),  # the optimizer's states among two instead of four
-        ({"schedule": "gpipe"}, True),  # all four micro-batches
-        ({"stages": (18, 14)}, True),
-    ):
-        assert (peak(replace(base, **change)) > usual) is more, change
-    with pytest.raises(ValueError, match="ep=4: allowed is 1, for a model without experts"):
-        peak(replace(base, ep=4))

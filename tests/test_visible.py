@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import visible
 
-from shardcourse.build import index, pace
+from shardcourse.build import index
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("*.md"))
@@ -30,26 +30,11 @@ def test_few_visible_lines_assert_or_format(path):
 
 
 @each
-def test_folded_cells_begin_with_what_they_do(path):
-    for cell in visible.cells(path.read_text("utf-8")):
-        if cell.folded:
-            first = cell.source.splitlines()[0]
-            assert first.startswith("# ") and 8 < len(first) <= 80 and first[-1] != ".", first
-
-
-@each
 def test_a_lesson_takes_an_hour_without_what_can_wait_and_two_with_it(path):
     page = PAGES[path.stem]
     assert visible.words(page.text) <= 5000
     assert page.first <= 60
     assert visible.minutes(page.text) <= 120
-
-
-@each
-def test_what_a_page_shows_is_found_without_an_import(path):
-    text = path.read_text("utf-8")
-    shown = {(file, n) for file, numbers in visible.shown(text).items() for n in numbers}
-    assert pace.shown(text, ROOT) == shown
 
 
 @each

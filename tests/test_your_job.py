@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,18 +27,10 @@ SHELL = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LINES = [line for block in SHELL for line in block.splitlines()]
 OURS = [line for line in LINES if "-m shardlab" in line]
 PLANS = [line for line in OURS if " strategy " in line]
-# What needs a cluster's nodes, or a job that runs: the page says so at its end.
-ELSEWHERE = "cd", "squeue", "srun", "tail"
 
 
 def words(line):
     return shlex.split(line)[3:]  # without python -m shardlab
-
-
-def test_every_line_of_the_page_is_known_here():
-    assert len(PLANS) == 7 and len(LINES) == 15
-    for line in LINES:
-        assert line in OURS or line.split()[0] in (*ELSEWHERE, "sbatch"), line
 
 
 @pytest.mark.parametrize("line", PLANS, ids=range(len(PLANS)))
@@ -136,9 +127,3 @@ def test_a_remedy_keeps_gpus_and_batch_and_takes_less(engine):
         assert one.reserved < before
         assert (one.layout.ranks, one.layout.batch) == (at.ranks, at.batch)
     assert [one.seconds for one in listed] == sorted(one.seconds for one in listed)
-
-
-def test_the_page_is_short():
-    prose = re.sub(r"^```.*?^```|^---.*?^---", "", PAGE, flags=re.MULTILINE | re.DOTALL)
-    assert len(prose.split()) <= 1500
-    assert subprocess.run(["bash", "-n"], input="\n".join(LINES), text=True).returncode == 0

@@ -162,6 +162,31 @@ def test_failing_cell_is_named(book, cell, words, leaves_nothing):
     assert str(caught.value).startswith(f"lessons/small.md, code cell 2 of 2: {words}")
 
 
+def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
+    cell = "from shardlab import ranks\nranks.run(print, 2, device='cpu')\nranks.run(print, 3)"
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    (book.root / "code/shardlab").rename(book.root / "away")
+    (book.root / "code/shardlab").symlink_to(root / "code/shardlab")
+    ran = build.about(build.execute("small", book.root, cpu=True))["ranks"]
+    assert ran == [
+        {"ranks": 2, "backend": "gloo", "device": "cpu", "runs": 1},
+        {"ranks": 3, "backend": "gloo", "device": "cpu", "runs": 1},
+    ]
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 20.0])
+def test_the_limit_of_a_cell_grows_on_a_slow_machine(book, monkeypatch, slowdown):
+    cell = "import time; time.sleep(2)"
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    monkeypatch.setattr("shardcourse.build.kernel.CELL_TIMEOUT", 1)
+    monkeypatch.setattr("shardcourse.build.kernel.slowdown", lambda: slowdown)
+    if slowdown > 1:
+        build.execute("small", book.root)
+        return
+    with pytest.raises(build.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
+        build.execute("small", book.root)
+
+
 @pytest.mark.parametrize("why", ["too busy to judge", "a quiet machine"])
 @pytest.mark.parametrize(("needed", "again"), [(1, []), (3, [1, 1]), (4, None)])
 def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book, why, needed, again):

@@ -7,9 +7,7 @@ does less. Its control is the same row without it, so that an alarm means the mi
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,16 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from commands import benchmark
 from contract import FLOAT32, SIDES, Row, groups
-from sides import Side, Zero, plain_loss
+from sides import Side, plain_loss
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from shardlab import checkpoint, experts, pipeline, ranks
 from shardlab import context_parallel as cp
 from shardlab import data_parallel as dp
+from shardlab import experts, pipeline, ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.context_parallel import core as cp_core
@@ -77,9 +75,8 @@ def plain(row: Row) -> Program:
         model, losses = row.model(row.config), []
         o = row.optimizer(model)
         m = row.layout.microbatches if row.layout.pp == 1 else 1
-        for step in range(unwatched(row) + row.steps):
-            if step == unwatched(row):
-                watch(model, o)
+        watch(model, o)
+        for step in range(row.steps):
             o.zero_grad()
             torch.manual_seed(step)
             losses.append(0.0)
@@ -93,11 +90,6 @@ def plain(row: Row) -> Program:
         return losses
 
     return program
-
-
-def unwatched(row: Row) -> int:
-    """Steps before it is watched: a checkpoint is of one."""
-    return int(row.technique == "resumed")
 
 
 def watched(side: Side) -> Any:
@@ -184,36 +176,6 @@ class Columns(Side):
         return {None: value.detach()}
 
 
-class Resumed(Zero):
-    """Data parallelism, or ZeRO, that is saved after a step, spoilt, and loaded."""
-
-    def made(self, model: Any, **options: Any) -> Any:
-        model = super().made(model, **options) if self.row.layout.zero else model
-        self.way = "hooks" if self.row.layout.zero else "parameters"
-        self.resumed = False
-        return model
-
-    def step(self, batch: Any) -> Any:
-        if not self.resumed:  # every rank the whole batch: weights have the plain program's bits
-            parts = [part for copy in batch for part in copy]
-            batch = [[(*(torch.cat([p[n] for p in parts]) for n in (0, 1)), ())]] * len(batch)
-        return super().step(batch)
-
-    def resume(self) -> None:
-        folder = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        training = checkpoint.Training(self.model, self.optimizer, step=1)
-        with checkpoint.Checkpoints(folder[0], dist.group.WORLD) as store:
-            store.save(training)
-            self.optimizer.state.clear()
-            for p in self.model.parameters():
-                p.data.zero_()
-            store.load(training)
-        self.resumed = True
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0])
-
-
 class DTensors(Side):
     """torch's parallelize_module; with copies, FSDP2 over it."""
 
@@ -266,7 +228,6 @@ def clipped_inside(side: Any) -> None:
 MORE = {
     "grouped": Grouped,
     "columns": Columns,
-    "resumed": Resumed,
     "DTensor": DTensors,
     "torch's pipeline": Staged,
 }
@@ -281,10 +242,8 @@ def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> P
         mistake(side)
         if row.options.get("clips"):
             clipped_inside(side)
-        for step in range(unwatched(row) + row.steps):
-            if step == unwatched(row):
-                getattr(side, "resume", lambda: None)()
-                watch(watched(side), side.optimizer)
+        watch(watched(side), side.optimizer)
+        for step in range(row.steps):
             side.optimizer.zero_grad()
             torch.manual_seed(step)
             getattr(side, "begin", lambda: None)()
@@ -303,36 +262,47 @@ def printed(side: Side, found: Any) -> float | None:
     return None if value is None else float(side.joined(value))
 
 
-def compared(cases: dict[str, tuple[Row, Program]]) -> dict[str, Any]:
-    """By case its report: one start for all plain programs, one for those of as many ranks."""
-    rows = {reference(row): row for row, _ in cases.values()}
+def compared(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
+    """By case, of a plain and a parallel program and ranks: its report, or the line that refuses.
 
-    def references() -> dict[str, Record]:
-        return {name: recorded(plain(row)) for name, row in rows.items()}
+    One start records all plain programs, and one runs all parallel programs of as many ranks.
+    """
+    number = {name: id(case[0]) for name, case in cases.items()}
+    plains = {number[name]: case[0] for name, case in cases.items()}
 
-    (records,) = ranks.run(references, 1, device="cpu", timeout=1200)
-    found = {}
-    for size in sorted({row.ranks for row, _ in cases.values()}):
-        mine = {name: case for name, case in cases.items() if case[0].ranks == size}
+    def references() -> dict[int, Record]:
+        return {n: recorded(program) for n, program in plains.items()}
 
-        def work(mine: dict = mine) -> dict[str, Matcher]:
-            return {
-                name: matched(program, records[reference(row)])
-                for name, (row, program) in mine.items()
-            }
+    (records,) = ranks.run(references, 1, device="cpu", timeout=1200, show=False)
+    found: dict[Any, Any] = {}
+    for size in sorted({case[2] for case in cases.values()}):
+        mine = {name: case[1] for name, case in cases.items() if case[2] == size}
+
+        def work(mine: dict = mine) -> dict[Any, Matcher]:
+            return {n: matched(program, records[number[n]]) for n, program in mine.items()}
 
         each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
-        for name, (row, _) in mine.items():
-            matchers = [one[name] for one in each]
-            found[name] = judged(records[reference(row)], matchers)
+        for name in mine:
+            try:
+                found[name] = judged(records[number[name]], [one[name] for one in each])
+            except ValueError as error:
+                found[name] = str(error)
     return found
+
+
+PLAINS: dict[str, Program] = {}  # by `reference`, so that rows share a plain program
+
+
+def beside(row: Row, program: Program) -> tuple[Program, Program, int]:
+    """A case of `compared`: the row's plain program, a parallel one, and ranks."""
+    return PLAINS.setdefault(reference(row), plain(row)), program, row.ranks
 
 
 def reference(row: Row) -> str:
     """A name of the row's plain program: rows that share it have the same."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
-    same += unwatched(row), getattr(row, "rule", ""), getattr(row, "family", "")
+    same += getattr(row, "rule", ""), getattr(row, "family", "")
     return f"{type(row).__name__} {same}"
 
 
@@ -342,67 +312,38 @@ ONE = Layout(dp=2)
 G = row("data", GPT2, ONE, options={"way": "parameters"})
 
 
-def right() -> Iterator[tuple[str, Row]]:
-    """Every technique of the course, and those of libraries that the contract knows."""
-    for n in (2, 4):
-        for technique in ("data", "DDP"):
-            options = {"bucket_bytes": 20_000, "first_bytes": 4_000} if technique == "data" else {}
-            layout, more = Layout(dp=n), {"options": options}
-            yield f"{technique} {n}", row(technique, GPT2, layout, **more)
-            accumulated = replace(layout, microbatches=2)
-            yield f"{technique} accumulated {n}", row(technique, GPT2, accumulated, **more)
-            yield f"{technique} clipped {n}", row(technique, LLAMA, layout, **more, **CLIP)
-        for stage in (1, 2, 3):
-            for technique, config in (("zero", GPT2), ("zero", LLAMA), ("DeepSpeed", GPT2)):
-                name = f"{technique} {stage} {'llama ' if config is LLAMA else ''}{n}"
-                yield name, row(technique, config, Layout(dp=n, zero=stage))
-        yield f"zero 2 clipped {n}", row("zero", GPT2, Layout(dp=n, zero=2), **CLIP)
-        clipped = row("DeepSpeed", GPT2, Layout(dp=n, zero=2), options={"clips": True}, **CLIP)
-        yield f"DeepSpeed 2 clipped {n}", clipped
-        yield f"DTensor {n}", row("DTensor", LLAMA, Layout(tp=n))
-        layout = Layout(pp=n, schedule="1f1b", microbatches=4)
-        yield f"torch's pipeline {n}", row("torch's pipeline", replace(UNTIED, layers=n), layout)
-        for stage in (2, 3):
-            layout = Layout(dp=n, zero=stage, microbatches=2)
-            yield f"FSDP2 {stage} accumulated {n}", row("FSDP2", LLAMA, layout, **CLIP)
-            yield f"FSDP2 {stage} {n}", row("FSDP2", GPT2, Layout(dp=n, zero=stage))
-        for config, said in ((GPT2, "gpt2"), (LLAMA, "llama")):
-            yield f"tensor {said} {n}", row("tensor", config, Layout(tp=n))
-            along = Layout(tp=n, sequence_parallel=True)
-            yield f"sequence {said} {n}", row("tensor", config, along)
-            for way in ("ring", "ulysses"):
-                for layout in ("zigzag", "contiguous"):
-                    options = {"way": way, "layout": layout}
-                    name = f"context {way} {layout} {said} {n}"
-                    yield name, row("context", config, Layout(cp=n), options=options)
-        for stage in (0, 1, 3):
-            layout = Layout(dp=n, zero=stage)
-            yield f"resumed {stage} {n}", row("resumed", LLAMA, layout)
-        if n == 4:
-            yield "grouped 4", row("grouped", replace(LLAMA, kv_heads=2), Layout(tp=n))
-        yield f"experts {n}", row("experts", SPARSE, Layout(dp=n, ep=n))
-        for name in ("gpipe", "1f1b", "interleaved", "zb-h2", "zb-v"):
-            chunks = 2 if name in ("interleaved", "zb-v") else 1
-            layout = Layout(pp=n, schedule=name, microbatches=4, chunks=chunks)
-            config = replace(GPT2, layers=n * chunks, tied=name in ("1f1b", "gpipe"))
-            yield f"pipeline {name} {n}", row("pipeline", config, layout)
-    for layout, config in (
-        (Layout(tp=2, pp=2, microbatches=2), GPT2),
-        (Layout(dp=2, tp=2, zero=1), GPT2),
-        (Layout(dp=2, tp=2, zero=3), GPT2),
-        (Layout(dp=2, tp=2, zero=3, sequence_parallel=True), LLAMA),
-        (Layout(dp=2, pp=2, zero=1, microbatches=2), GPT2),
-        (Layout(dp=2, pp=2, microbatches=2), UNTIED),
-    ):
-        along = ", along the sequence" if layout.sequence_parallel else ""
-        yield f"mesh {layout}{along}", row("mesh", config, layout, clip=(0.3,))
-    yield "DTensor over FSDP2", row("DTensor", LLAMA, Layout(dp=2, tp=2))
-    for stage in (0, 3):
-        layout = Layout(dp=2, tp=2, zero=stage)
-        yield f"tensor in copies {stage}", row("tensor in copies", LLAMA, layout)
-
-
-RIGHT = dict(right())
+RIGHT = {  # a row of every technique of the course, and of those of libraries
+    "data": row("data", GPT2, ONE, options={"bucket_bytes": 20_000, "first_bytes": 4_000}),
+    "data clipped": row("data", LLAMA, ONE, **CLIP),
+    "DDP accumulated": row("DDP", GPT2, replace(ONE, microbatches=2)),
+    "zero 1 llama": row("zero", LLAMA, Layout(dp=2, zero=1)),
+    "zero 2 clipped": row("zero", GPT2, Layout(dp=2, zero=2), **CLIP),
+    "zero 3": row("zero", GPT2, Layout(dp=2, zero=3)),
+    "FSDP2 3 accumulated": row("FSDP2", LLAMA, Layout(dp=2, zero=3, microbatches=2), **CLIP),
+    "DeepSpeed 2 clipped": row(
+        "DeepSpeed", GPT2, Layout(dp=2, zero=2), options={"clips": True}, **CLIP
+    ),
+    "pipeline 1f1b": row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4)),
+    "pipeline zb-v": row(
+        "pipeline", replace(UNTIED, layers=4),
+        Layout(pp=2, schedule="zb-v", microbatches=4, chunks=2),
+    ),
+    "torch's pipeline": row(
+        "torch's pipeline", UNTIED, Layout(pp=2, schedule="1f1b", microbatches=4)
+    ),
+    "tensor llama": row("tensor", LLAMA, Layout(tp=2)),
+    "DTensor": row("DTensor", LLAMA, Layout(tp=2)),
+    "tensor in copies 3": row("tensor in copies", LLAMA, Layout(dp=2, tp=2, zero=3)),
+    "sequence gpt2": row("tensor", GPT2, Layout(tp=2, sequence_parallel=True)),
+    "context ring zigzag gpt2": row(
+        "context", GPT2, Layout(cp=2), options={"way": "ring", "layout": "zigzag"}
+    ),
+    "context ulysses contiguous llama": row(
+        "context", LLAMA, Layout(cp=2), options={"way": "ulysses", "layout": "contiguous"}
+    ),
+    "experts": row("experts", SPARSE, Layout(dp=2, ep=2)),
+    "mesh": row("mesh", GPT2, Layout(dp=2, tp=2, zero=1), clip=(0.3,)),
+}  # fmt: skip
 
 
 # Wrong ones

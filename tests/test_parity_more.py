@@ -1,60 +1,29 @@
-"""What one plain step does not show: samples, uneven counts, clipping, rates, ends of epochs."""
+"""What one plain step does not show: samples, long sums, few bits, other kinds of programs."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parity_programs import GPT2, batch, plain_loss, row
+from parity_programs import GPT2, Program, batch, compared, data, plain_loss
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shardlab import data_parallel as dp
-from shardlab import ranks
-from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT
-from shardlab.layout import Layout
 from shardtools import parity
-from shardtools.parity.programs import judged, matched, recorded
 
-DEEP = row("data", GPT2, Layout(dp=2))
-Program = Callable[[Any], None]
-
-
-def compared(cases: dict[str, tuple[Program, Program, int]]) -> dict[str, Any]:
-    """By case, of a plain and a parallel program and ranks: its report. Starts are shared."""
-    plain = {id(case[0]): case[0] for case in cases.values()}
-
-    def references() -> dict[int, Any]:
-        return {name: recorded(program) for name, program in plain.items()}
-
-    (records,) = ranks.run(references, 1, device="cpu", timeout=600, show=False)
-    found = {}
-    for size in sorted({case[2] for case in cases.values()}):
-        mine = {name: case for name, case in cases.items() if case[2] == size}
-
-        def work(mine: dict = mine) -> dict[str, Any]:
-            return {name: matched(case[1], records[id(case[0])]) for name, case in mine.items()}
-
-        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
-        for name, case in mine.items():
-            found[name] = verdict(records[id(case[0])], [one[name] for one in each])
-    return found
-
-
-def verdict(record: Any, matchers: list[Any]) -> Any:
-    """A report, or the line that refuses."""
-    try:
-        return judged(record, matchers)
-    except ValueError as error:
-        return str(error)
-
+ROW = data()
 
 # A regression over the samples of an epoch, in batches
 
@@ -67,22 +36,14 @@ class Job:
     """How a program goes through two epochs; as it stands it is right."""
 
     micro: int = 1
-    clip: float = 0.0
-    even: bool = False  # without the short last batch
     tell: bool = True
-    counted: bool = True  # a loss is divided by the targets of all ranks and micro-batches
-    rates: str = "a step"  # when the schedule goes on
     order: Callable[[int, int], int] = lambda epoch, rank: epoch  # the seed of an epoch's order
     share: Callable[[Tensor, int, int], Tensor] = lambda ids, rank, n: ids[rank::n]
-    lr: Callable[[int], float] = lambda rank: 0.05
-    sync: Callable[[nn.Module], None] = lambda m: dp.average_gradients(m, dist.group.WORLD)
-    clips_first: bool = False
 
     def batches(self, rank: int) -> Iterator[Tensor]:
         for epoch in range(2):
             seed = torch.Generator().manual_seed(self.order(epoch, rank))
-            order = torch.randperm(SAMPLES, generator=seed)
-            yield from (b for b in order.split(BATCH) if not self.even or len(b) == BATCH)
+            yield from torch.randperm(SAMPLES, generator=seed).split(BATCH)
 
     def __call__(self, watch: Any) -> None:
         rank, n = dist.get_rank(), dist.get_world_size()
@@ -91,8 +52,7 @@ class Job:
         wanted = torch.randn(SAMPLES, 5)
         has = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
-        optimizer = torch.optim.AdamW(model.parameters(), self.lr(rank), weight_decay=0.1)
-        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
         watch(model, optimizer)
         for ids in self.batches(rank):
             mine = self.share(ids, rank, n)
@@ -101,19 +61,10 @@ class Job:
             optimizer.zero_grad()
             for part in mine.tensor_split(self.micro):
                 errors = F.mse_loss(model(data[part]), wanted[part], reduction="none")[has[part]]
-                whole = has[ids].sum() / n if self.counted else errors.numel() * self.micro
-                (errors.sum() / whole).backward()
-                if self.rates == "a micro-batch":
-                    rates.step()
-            if self.clips_first and self.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                (errors.sum() / (has[ids].sum() / n)).backward()
             if n > 1:
-                self.sync(model)
-            if self.clip and not self.clips_first:
-                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                dp.average_gradients(model, dist.group.WORLD)
             optimizer.step()
-            if self.rates == "a step":
-                rates.step()
 
 
 def padded(ids: Tensor, rank: int, n: int) -> Tensor:
@@ -126,33 +77,243 @@ def dropped(ids: Tensor, rank: int, n: int) -> Tensor:
     return ids[: len(ids) // (2 * n) * 2 * n][rank::n]
 
 
-PLAIN = Job()
-EVEN = Job(even=True)
-CLIPPED = Job(clip=0.1)
-RIGHT = {  # a plain program, and a parallel one
-    "uneven counts": (PLAIN, Job()),
+# Other kinds of programs, in copies
+
+
+def here(x: Tensor) -> Tensor:
+    """This rank's share of a batch."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    x, y = batch(ROW, step)
+    return here(x), here(y)
+
+
+def alike(change: Callable[[Tensor], None]) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches with rows that are alike, dealt to ranks."""
+
+    def dealt(step: int) -> tuple[Tensor, Tensor]:
+        pair = batch(ROW, step)
+        change(pair[0])
+        return tuple(z[dist.get_rank() :: dist.get_world_size()] for z in pair)
+
+    return dealt
+
+
+def begin_alike(x: Tensor) -> None:
+    x[:, 0] = 1
+
+
+def are_constant(x: Tensor) -> None:
+    x.fill_(1)
+
+
+def come_twice(x: Tensor) -> None:
+    x[1::2] = x[::2]
+
+
+def images(step: int) -> tuple[Tensor, Tensor]:
+    seed = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 3, 8, 8, generator=seed), torch.randint(5, (8, 1), generator=seed)
+    return here(x), here(y)
+
+
+def language() -> nn.Module:
+    return ROW.model(GPT2)
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(8, 5), nn.Unflatten(1, (1, 5)),
+    )  # fmt: skip
+
+
+def same(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def ddp_without_embedding(model: nn.Module) -> nn.Module:
+    """DDP, which leaves one gradient as it is."""
+    kind = nn.parallel.DistributedDataParallel
+    kind._set_params_and_buffers_to_ignore_for_model(model, ["embedding.weight", "head.weight"])
+    return kind(model)
+
+
+def untied(model: nn.Module) -> nn.Module:
+    """Two matrices where the plain program has one."""
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return ddp(model)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    """FSDP2, which computes in bfloat16."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def blocks(backend: str) -> Callable[[nn.Module], nn.Module]:
+    """Each block compiled in its place."""
+
+    def compiled(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return model
+
+    return compiled
+
+
+def warm(model: nn.Module) -> nn.Module:
+    """Compiled before anybody watches."""
+    blocks("eager")(model)(tokens(0)[0])
+    return model
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A program of a model, trained in copies; on one rank it is the plain one."""
+
+    model: Callable[[], nn.Module] = language
+    batch: Callable[[int], tuple[Tensor, Tensor]] = tokens
+    wrap: Callable[[nn.Module], nn.Module] = same
+    made: Callable[[nn.Module], nn.Module] = same
+    cast: bool = False
+    micro: int = 1
+
+    def __call__(self, watch: Any) -> None:
+        warnings.filterwarnings("ignore")
+        torch._dynamo.reset()  # what was compiled before, without hooks, would be taken again
+        model = self.made(self.model())
+        model = self.wrap(model) if dist.get_world_size() > 1 else model
+        optimizer = ROW.optimizer(model)
+        watch(model, optimizer)
+        for step in range(2):
+            optimizer.zero_grad()
+            for x, y in zip(*(z.chunk(self.micro) for z in self.batch(step)), strict=True):
+                with torch.autocast("cpu", torch.bfloat16) if self.cast else nullcontext():
+                    loss = plain_loss(model(x), y) / self.micro
+                loss.backward()
+            optimizer.step()
+
+
+# Long sums, and few bits
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A step on rows of a class each, whose gradients are sums over all of them."""
+
+    rows: int
+    dtype: torch.dtype = torch.float32
+    times: float = 1.0
+    lost: int = 0
+
+    def __call__(self, watch: Any) -> None:
+        torch.manual_seed(61)
+        rank, n = dist.get_rank(), dist.get_world_size()
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).to(self.dtype)
+        seed = torch.Generator().manual_seed(0)
+        x = torch.randn(self.rows, 8, generator=seed).to(self.dtype)
+        y = torch.randint(4, (self.rows,), generator=seed)
+        y = y.index_fill(0, torch.arange(self.lost), -100)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        watch(model, optimizer)
+        loss = F.cross_entropy(model(x.chunk(n)[rank]).float(), y.chunk(n)[rank], reduction="sum")
+        (loss * self.times / self.rows).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+def turned(gradient: Tensor) -> Tensor:
+    """The number that is nearest to the middle of two of 16 bits, moved to its other side."""
+    low = gradient.view(torch.int32).flatten() & 0xFFFF
+    nearest = (low - 0x8000).abs().argmin()
+    moved = gradient.view(torch.int32).flatten().clone()
+    moved[nearest] += 0x8001 - low[nearest] if low[nearest] < 0x8000 else 0x7FFF - low[nearest]
+    return moved.view(torch.float32).view(gradient.shape)
+
+
+def by_muon(bits: bool = False, **options: Any) -> Program:
+    """Muon casts gradients to 16 bits; bits: in each, one number of 16 bits is another one."""
+
+    def program(watch: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32, bias=False)
+        optimizer = torch.optim.Muon(
+            model.parameters(), lr=0.01, momentum=0.0, nesterov=False, **options
+        )
+        watch(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(64, 32)).square().mean().backward()
+            if bits:
+                model.weight.grad = turned(model.weight.grad)
+            optimizer.step()
+
+    return program
+
+
+# A model that fits nowhere, at two layers
+
+
+def deep(wrap: Callable[[nn.Module], None]) -> Program:
+    def program(watch: Any) -> None:
+        with torch.device("meta"):
+            model = GPT(replace(GPT2, layers=12))
+        model = parity.first_layers(model).to_empty(device="cpu")
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch(model, optimizer)
+        x, y = tokens(0)
+        plain_loss(model(x), y).backward()
+        wrap(model)
+        optimizer.step()
+
+    return program
+
+
+def nothing(_: nn.Module) -> None:
+    """What was forgotten."""
+
+
+PLAIN, FULL, CAST, CONV = Job(), Kind(), Kind(cast=True), Kind(convnet, images)
+LONG, FEW_BITS = Summed(2**18), Summed(64, torch.bfloat16)
+MUON, DEEP = by_muon(), deep(nothing)
+ALIKE = {  # plain programs
+    "rows begin alike": Kind(batch=alike(begin_alike)),
+    "all rows alike": Kind(batch=alike(are_constant)),
+    "rows come twice": Kind(batch=alike(come_twice)),
+}
+RIGHT: dict[str, tuple[Program, Program]] = {
     "uneven counts, accumulated": (PLAIN, Job(micro=2)),
-    "accumulated in one process": (PLAIN, Job(micro=3)),
-    "clipped": (CLIPPED, Job(clip=0.1, micro=2)),
     "samples are not told": (Job(tell=False), Job(tell=False)),
     "shares in a row": (PLAIN, Job(share=lambda ids, rank, n: ids.tensor_split(n)[rank])),
+    "autocast": (CAST, replace(CAST, wrap=ddp)),
+    "autocast, FSDP2's policy": (CAST, replace(FULL, wrap=fsdp)),
+    "compiled": (FULL, replace(FULL, wrap=ddp, made=blocks("aot_eager"))),
+    "compiled before": (FULL, replace(FULL, wrap=ddp, made=warm)),
+    "a sum over 2^18 rows": (LONG, LONG),
+    "bfloat16": (FEW_BITS, FEW_BITS),
+    "Muon, where a rounding turns": (MUON, by_muon(bits=True)),
+    "two of 12 layers": (DEEP, deep(lambda m: dp.average_gradients(m, dist.group.WORLD))),
+} | {name: (kind, replace(kind, wrap=ddp, micro=2)) for name, kind in ALIKE.items()}
+SAYS = {  # of right programs
+    "compiled before": "44 have nothing to be compared with, first the output of blocks.0",
+    "two of 12 layers": "compared at 2 of 12 layers, the same widths",
 }
-WRONG = {  # and where it shows, in which words
-    "a mean of means": (PLAIN, Job(counted=False), "0 gradient ", "rank's own count"),
-    "micro-batches of other counts": (
-        EVEN, Job(even=True, micro=3, counted=False), "0 gradient ", "own count",
-    ),
-    "clipped before averaging": (
-        CLIPPED, Job(clip=0.1, clips_first=True), "0 gradient ", "each was clipped",
-    ),
-    "rates go on by micro-batch": (
-        EVEN, Job(even=True, micro=2, rates="a micro-batch"), "0 update ",
-        "learning rate is 0.032, and 0.05",
-    ),
-    "a rate of a rank's own": (
-        EVEN, Job(even=True, lr=lambda rank: 0.05 * (1 + rank)), "0 update ",
-        "rank.? 1: .*learning rate is 0.1, and 0.05",
-    ),
+WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, in which words
     "the last batch is padded": (PLAIN, Job(share=padded), "2 samples ", "count too often"),
     "the last batch is cut": (PLAIN, Job(share=dropped), "2 samples ", "are on no rank"),
     "the same share on each rank": (
@@ -166,357 +327,55 @@ WRONG = {  # and where it shows, in which words
         PLAIN, Job(order=lambda epoch, rank: epoch + 10 * rank), "0 samples ",
         "none of this step's",
     ),
-    "samples told by one alone": (PLAIN, Job(tell=False), "", "never called watch.samples"),
+    "cast on one side": (
+        FULL, replace(CAST, wrap=ddp), r"0 forward blocks\.0",
+        "40 outputs are of another dtype.*attention.query: bfloat16, and float32 there",
+    ),
+    "batch norm, each its own": (CONV, replace(CONV, wrap=ddp), "0 forward 1", "another one"),
+    "one parameter becomes two": (
+        FULL, replace(FULL, wrap=untied), "0 gradient embedding.weight",
+        "embedding.weight and head.weight are one parameter in the plain program",
+    ),
+    "one row of 2^18 is lost": (LONG, replace(LONG, lost=1), "0 backward 1", "4 of"),
+    "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), "0 gradient ", ""),
+    "Muon in fewer iterations": (MUON, by_muon(ns_steps=2), "0 update ", ""),
+    "two of 12 layers, not averaged": (DEEP, deep(nothing), "0 gradient ", "nobody averaged"),
+} | {
+    f"{name}, one not averaged": (
+        kind, replace(kind, wrap=ddp_without_embedding, micro=2), "0 gradient embedding.weight",
+        "nobody averaged|each rank has its own",
+    )
+    for name, kind in ALIKE.items()
 }  # fmt: skip
+ALONE = Job(), Job(tell=False)  # one of them tells its samples
 
 
 @cache
 def reports() -> dict[str, Any]:
-    ranks_ = {"accumulated in one process": 1}
-    return compared({n: (*c[:2], ranks_.get(n, 2)) for n, c in (RIGHT | WRONG).items()})
+    cases = RIGHT | WRONG | {"told by one alone": ALONE}
+    return compared({name: (*case[:2], 2) for name, case in cases.items()})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RIGHT)
-def test_two_epochs_are_as_those_of_one_process(name):
+def test_right_programs_are_silent(name):
     report = reports()[name]
-    assert not isinstance(report, str) and report.equal, report
-    assert report.compared > 50
+    assert not isinstance(report, str) and report.equal and not report.unplaced, report
+    assert SAYS.get(name, "") in str(report).replace("\n", " ")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_one_step_does_not_show_is_found(name):
     _, _, place, words = WRONG[name]
     report = reports()[name]
+    key = report.first.key
+    assert re.search(place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(words, str(report).replace("\n", " ")), report
-    if place:
-        key = report.first.key
-        assert re.search(place, f"{key.step} {key.phase} {key.name}"), report
 
 
-# An optimizer that computes in fewer bits than it is given
-
-
-def turned(gradient: Tensor) -> Tensor:
-    """The number that is nearest to the middle of two of 16 bits, moved to its other side."""
-    low = gradient.view(torch.int32).flatten() & 0xFFFF
-    nearest = (low - 0x8000).abs().argmin()
-    moved = gradient.view(torch.int32).flatten().clone()
-    moved[nearest] += 0x8001 - low[nearest] if low[nearest] < 0x8000 else 0x7FFF - low[nearest]
-    return moved.view(torch.float32).view(gradient.shape)
-
-
-BARE = {"momentum": 0.0, "nesterov": False}  # gradients themselves are cast
-
-
-def by_muon(bits: bool = False, rule: Any = torch.optim.Muon, **options: Any) -> Program:
-    """Three steps of a matrix; bits: in each, one number of 16 bits is another one."""
-
-    def program(watch: Any) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(32, 32, bias=False)
-        optimizer = rule(model.parameters(), lr=0.01, **options)
-        watch(model, optimizer)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(64, 32)).square().mean().backward()
-            if bits:
-                model.weight.grad = turned(model.weight.grad)
-            optimizer.step()
-
-    return program
-
-
-def test_a_rounding_that_an_optimizer_turns_is_no_mistake_and_another_rule_is_one():
-    programs = {
-        "bits": by_muon(bits=True, **BARE),
-        "rule": by_muon(rule=torch.optim.AdamW),
-        "fewer": by_muon(ns_steps=2, **BARE),
-    }
-    plain = by_muon(**BARE)
-    found = compared({name: (plain, program, 1) for name, program in programs.items()})
-    assert found["bits"].equal, found["bits"]
-    assert "another optimizer's: AdamW made it, and Muon" in str(found["rule"])
-    assert found["fewer"].first.key[:2] == (0, "update"), found["fewer"]
-
-
-# What is said of a mistake
-
-
-class Small(nn.Module):
-    """Tokens to logits, times a number that is learned, too."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        other = kind == "other numbers"
-        self.embed = nn.Embedding(12, 6, sparse=other)
-        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
-        self.head = nn.Linear(6, 12, bias=False)
-        if kind == "tied":
-            self.head.weight = self.embed.weight
-        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64 if other else None))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.enter = self.leave = self.after = lambda x: x
-        self.between = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x)
-        h = self.leave(self.down(self.up(self.between(self.enter(y))).tanh()))
-        return self.after(self.head(y + (h * self.turn).abs())) * self.scale
-
-
-def untie(model: Small) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-
-
-def cut(model: Small) -> None:
-    """Cut `up` and `down`: `down` has addends in forward, and `between` in backward."""
-    world = dist.group.WORLD
-    for module, along in ((model.up, 0), (model.down, 1)):
-        part = module.weight.detach().chunk(world.size(), along)[world.rank()]
-        module.weight = nn.Parameter(part.clone())
-    model.enter, model.leave = (partial(f, group=world) for f in (tp.copy_to, tp.reduce_from))
-
-
-def turn_back(model: Small) -> None:
-    """Give what comes after the head a wrong backward."""
-
-    def after(x: Tensor) -> Tensor:
-        x = x * 1
-        x.register_hook(torch.abs)
-        return x
-
-    model.after = after
-
-
-def add_up(model: nn.Module, over: float = 1, without: str = "-") -> None:
-    for name, p in model.named_parameters():
-        p.grad = p.grad.to_dense()
-        if without not in name:
-            dist.all_reduce(torch.view_as_real(p.grad) if p.is_complex() else p.grad)
-            p.grad /= over
-
-
-average = partial(add_up, over=2)
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Three steps of `Small`; without a share, all ranks do the same."""
-
-    kind: str = ""
-    change: Callable[[Small], None] = lambda model: None
-    share: bool = False  # each rank has its part of a batch
-    micro: int = 1
-    over: int = 1  # what a micro-batch's mean is divided by
-    end: Callable[[Small], None] = lambda model: None
-
-    def __call__(self, watch: Any) -> None:
-        rank, n = dist.get_rank(), dist.get_world_size()
-        model = Small(self.kind)
-        self.change(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        watch(model, optimizer)
-        for step in range(3):
-            x = torch.randint(12, (8, 5), generator=torch.Generator().manual_seed(step))
-            model.zero_grad()
-            for part in (x.chunk(n)[rank] if self.share else x).chunk(self.micro):
-                loss = F.cross_entropy(model(part).flatten(0, 1), part.roll(-1, 1).flatten())
-                (loss / self.over).backward()
-            self.end(model)
-            optimizer.step()
-
-
-def fed(*numbers: int) -> Program:
-    """Steps on batches that are given by number; 2 is nearly 0."""
-
-    def program(watch: Any) -> None:
-        torch.manual_seed(0)
-        batches = torch.randn(3, 8, 6)
-        batches[2] = batches[0] + batches[2] / 9
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        watch(model, optimizer)
-        for number in numbers:
-            optimizer.zero_grad()
-            model(batches[number]).square().mean().backward()
-            optimizer.step()
-
-    return program
-
-
-COPIES, OTHER = Steps(share=True, end=average), Steps("other numbers")
-HALVES = Steps(micro=2, over=2)
-SAID = {  # a plain and a parallel program; where it shows, in which words, and without which
-    "complex and sparse": (OTHER, replace(COPIES, kind=OTHER.kind), "", "^equal", ""),
-    "complex, not averaged": (
-        OTHER, replace(COPIES, kind=OTHER.kind, end=partial(average, without="turn")),
-        "0 gradient turn", "nobody averaged them over ranks 0, 1", "factor",
-    ),
-    "a number, not averaged": (
-        Steps(), replace(COPIES, end=partial(average, without="scale")),
-        "0 gradient scale", "nobody averaged them over ranks 0, 1", "factor",
-    ),
-    "one becomes two": (
-        Steps("tied"), replace(COPIES, kind="tied", change=untie), "0 gradient embed.weight",
-        "embed.weight and head.weight are one parameter in the plain program", "0, 0",
-    ),
-    "after addends": (
-        Steps(), Steps(change=cut, end=lambda m: m.embed.weight.grad.mul_(2)),
-        "0 gradient embed.weight", "2 times the right one", "began with",
-    ),
-    "a wrong backward": (
-        Steps(), Steps(change=turn_back), "0 backward ", "right until .*: between the two",
-        "right: the loss",
-    ),
-    "micro-batches": (
-        Steps(), Steps(micro=2), "0 gradient ", "2 times .*: 2 micro-batches that", "2 ranks",
-    ),
-    "micro-batches in both": (
-        HALVES, Steps(micro=2), "0 gradient ", "2 times .*: 2 micro-batches that", "2 ranks",
-    ),
-    "a sum over ranks": (
-        HALVES, replace(HALVES, share=True, end=add_up), "0 gradient ",
-        "2 times .* a sum over 2 ranks that was not averaged", "micro",
-    ),
-    "a step's batch": (
-        fed(2, 1, 0), fed(2, 0, 0), "1 forward ",
-        "nearest to that of step 3: are they that step's samples", "step 1",
-    ),
-}  # fmt: skip
-
-
-@cache
-def said() -> dict[str, Any]:
-    return compared({name: (*case[:2], 2) for name, case in SAID.items()})
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_words_say_what_the_mistake_is_and_nothing_that_misleads(name):
-    _, _, place, words, unsaid = SAID[name]
-    report = said()[name]
-    text = str(report).replace("\n", " ")
-    assert re.search(words, text), report
-    assert not unsaid or not re.search(unsaid, text), report
-    if place:
-        assert re.search(place, "{} {} {}".format(*report.first.key)), report
-
-
-# Long sums, and few bits
-
-
-class Recurrent(nn.Module):
-    """A recurrent net, whose gradients autocast rounds to 16 bits; some of them are tiny."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 8)
-        self.inner = nn.RNN(16, 16, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.inner(self.embedding(x))[0]).flatten(0, 1)
-
-
-def normed(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model whose gradients are sums over all rows, one after the other."""
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
-
-
-@dataclass(frozen=True)
-class Classified:
-    """A step of a model on rows of a class each; in micro-batches the ranks' shares are added."""
-
-    model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
-    cast: bool = False
-    times: float = 1.0
-    lost: int = 0
-
-    def __call__(self, watch: Any) -> None:
-        torch.manual_seed(61)
-        rank, n = dist.get_rank(), dist.get_world_size()
-        model, (x, y) = self.model(), self.batch()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        watch(model, optimizer)
-        rows, y = y.numel(), y.index_fill(0, torch.arange(self.lost), -100)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
-            found = model(x.chunk(n)[rank]).float()
-            loss = F.cross_entropy(found, y.chunk(n)[rank].flatten(), reduction="sum") / rows
-        (loss * self.times).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-        optimizer.step()
-
-
-def many(rows: int = 2**18, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    seed = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, 8, generator=seed).to(dtype)
-    return x, torch.randint(4, (rows,), generator=seed)
-
-
-def sequences() -> tuple[Tensor, Tensor]:
-    seed = torch.Generator().manual_seed(6100)
-    return tuple(torch.randint(most, (8, 12), generator=seed) for most in (32, 8))
-
-
-LONG = Classified(normed, many)
-FEW_BITS = Classified(lambda: normed(torch.bfloat16), lambda: many(64, torch.bfloat16))
-CAST = Classified(Recurrent, sequences, cast=True)
-ROUNDED = {  # a plain program and a parallel one, and whether they are equal
-    "a sum over 2^18 rows": (LONG, LONG, True),
-    "of which one is lost": (LONG, replace(LONG, lost=1), False),
-    "or that counts a thousandth more": (LONG, replace(LONG, times=1.001), False),
-    "bfloat16": (FEW_BITS, FEW_BITS, True),
-    "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), False),
-    "autocast, recurrent": (CAST, CAST, True),
-    "autocast, 5 % more": (CAST, replace(CAST, times=1.05), False),
-}
-
-
-@cache
-def rounded() -> dict[str, Any]:
-    return compared({name: (*case[:2], 2) for name, case in ROUNDED.items()})
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ROUNDED)
-def test_what_rounds_is_no_mistake_however_long_a_sum_or_few_the_bits(name):
-    report = rounded()[name]
-    assert report.equal == ROUNDED[name][2], report
-
-
-# A model that fits nowhere, at two layers
-
-
-def deep(wrap: Callable[[nn.Module], nn.Module]) -> Program:
-    def program(watch: Any) -> None:
-        with torch.device("meta"):
-            model = GPT(replace(GPT2, layers=12))
-        model = parity.first_layers(model).to_empty(device="cpu")
-        torch.manual_seed(0)
-        for p in model.parameters():
-            nn.init.normal_(p, std=0.1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        watch(model, optimizer)
-        x, y = batch(DEEP, 0)
-        share = slice(dist.get_rank(), None, dist.get_world_size())
-        plain_loss(model(x[share]), y[share]).backward()
-        wrap(model)
-        optimizer.step()
-
-    return program
-
-
-def test_a_model_that_fits_nowhere_is_compared_at_two_layers():
-    average = lambda m: dp.average_gradients(m, dist.group.WORLD)  # noqa: E731
-    plain = deep(lambda m: None)
-    right, wrong = compared(
-        {"right": (plain, deep(average), 2), "wrong": (plain, deep(lambda m: None), 2)}
-    ).values()
-    assert right.equal and "compared at 2 of 12 layers, the same widths" in str(right), right
-    assert not wrong.equal and "nobody averaged" in str(wrong)
+def test_samples_that_one_program_alone_tells_are_refused():
+    assert "never called watch.samples" in reports()["told by one alone"]
 
 
 def test_lists_within_a_layer_stay_and_a_model_without_layers_is_refused():
@@ -526,5 +385,5 @@ def test_lists_within_a_layer_stay_and_a_model_without_layers_is_refused():
     model.layers = nn.ModuleList([layer, layer, layer])
     parity.first_layers(model, 1)
     assert len(model.layers) == 1 and len(layer.experts) == 8
-    with pytest.raises(ValueError, match="model=Linear: it has no ModuleList of more than 2"):
+    with pytest.raises(ValueError, match="model=Linear: .* ModuleList"):
         parity.first_layers(nn.Linear(2, 2))

@@ -12,10 +12,10 @@ import parity_published_held_out
 import parity_published_held_out_copies
 import parity_published_installed
 import pytest
-from parity_published import THREADS, Program
+from parity_programs import compared
+from parity_published import THREADS
 
-from shardlab import deepspeed_engine, ranks
-from shardtools.parity.programs import judged, matched, recorded
+from shardlab import deepspeed_engine
 
 TABLES = (
     parity_published_cuts, parity_published_copies, parity_published_held_out,
@@ -31,33 +31,12 @@ DAILY = (
 )  # fmt: skip
 
 
-def compared(cases: dict[str, tuple[Program, int, Program]]) -> dict[str, Any]:
-    """Of a plain program, and a parallel one on so many ranks, the report: few starts for all."""
-    plains = {plain.__name__: plain for plain, _, _ in cases.values()}
-    named = lambda: {name: recorded(plain) for name, plain in plains.items()}  # noqa: E731
-    (records,) = ranks.run(named, 1, device="cpu", timeout=600)
-    found = {}
-    for size in sorted({size for _, size, _ in cases.values()}):
-        mine = {name: case for name, case in cases.items() if case[1] == size}
-
-        def work(mine: dict = mine) -> dict[str, Any]:
-            return {
-                name: matched(program, records[plain.__name__])
-                for name, (plain, _, program) in mine.items()
-            }
-
-        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
-        for name, (plain, _, _) in mine.items():
-            found[name] = judged(records[plain.__name__], [one[name] for one in each])
-    return found
-
-
 @cache
 def reports(whole: bool) -> dict[tuple[str, bool], Any]:
     """By thread, and whether it is the wrong program."""
     deepspeed_engine.prepare()  # imported once, and not on each rank
     cases = {
-        (name, wrong): (thread.plain, thread.ranks, thread.wrong if wrong else thread.right)
+        (name, wrong): (thread.plain, thread.wrong if wrong else thread.right, thread.ranks)
         for name, thread in THREADS.items()
         if whole or name in DAILY
         for wrong in (True, False)

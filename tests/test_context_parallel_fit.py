@@ -151,20 +151,8 @@ def test_what_divides_activations_makes_room() -> None:
     assert 1.5 * alone < along  # norms and dropouts of all tokens were most of it
     assert along < fit(sequence_parallel=True, recompute="full")
     assert 2 * along < fit(sequence_parallel=True, cp=4)
-    assert fit(micro_batch=2) == pytest.approx(alone / 2, rel=0.01)
-    # A GPU's plain attention keeps scores: the square of the length.
-    plain, twice = (
-        tokens_that_fit(LLAMA, room * 10**9, Layout(tp=8), attention="plain") for room in (80, 160)
-    )
-    assert plain < alone / 3 and twice < 2 * plain
     # Fewer key and value heads than ranks: all-to-all attention keeps them several times.
     assert fit(cp=4, way="ulysses") < fit(cp=4)
-
-
-def test_one_rank_is_what_the_memory_model_says() -> None:
-    layout = Layout(tp=2, micro_batch=2)
-    moments = context_moments(LLAMA, layout, 512, precision="fp32", device="cpu")
-    assert moments == memory.estimate(LLAMA, layout, 512, "fp32").moments
 
 
 def test_zero_shards_over_all_ranks_that_have_the_same_weights() -> None:
@@ -175,8 +163,6 @@ def test_zero_shards_over_all_ranks_that_have_the_same_weights() -> None:
 
 
 def test_grain() -> None:
-    assert grain(Layout()) == grain(Layout(tp=8)) == 1
-    assert grain(Layout(tp=8, sequence_parallel=True)) == 8
-    assert grain(Layout(cp=4)) == grain(Layout(tp=8, cp=4)) == 8
+    assert grain(Layout(tp=8)) == 1 and grain(Layout(cp=4)) == 8
     assert grain(Layout(tp=8, cp=4, sequence_parallel=True)) == 4 * 8
     assert grain(Layout(tp=3, cp=2, sequence_parallel=True)) == 2 * math.lcm(2, 3)

@@ -180,17 +180,10 @@ TWO = {
 }
 PIPELINES = {
     "pipeline": {"pp": 2},
-    "pipeline, offloaded": {"pp": 2, "zero": 1, "offload": "optimizer", "accumulation": 2},
     "pipeline, bf16": {"pp": 2, "zero": 1, "precision": "bf16"},
 }
 # Elsewhere gradients are added up in another order: of micro-batches, of a norm's terms, of a sum.
-ROUNDED = {
-    "accumulation",
-    "clipping",
-    "clipping, stage 3",
-    "stage 3, its own linear",
-    "pipeline, offloaded",
-}
+ROUNDED = {"accumulation", "clipping", "clipping, stage 3", "stage 3, its own linear"}
 
 
 @pytest.fixture(scope="module")
@@ -236,21 +229,12 @@ def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_zero_there_is_nothing_to_convert(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
-        de.to_universal(tmp_path)
-    (tmp_path / "step").mkdir()
-    with pytest.raises(ValueError, match="step: written at stage 0; allowed are stages 1 to 3"):
-        de.to_universal(tmp_path, "step")
-
-
 FOUR = {
     "four ranks, stage 2": {"zero": 2},
     "pipeline x data": {"pp": 2, "zero": 1, "accumulation": 2},
 }
 TENSOR = {
-    "tensor x data": {"tp": 2, "accumulation": 2},
-    "tensor x data, stage 1": {"tp": 2, "zero": 1},
+    "tensor x data, stage 1": {"tp": 2, "zero": 1, "accumulation": 2},
     "tensor x data, stage 3": {"tp": 2, "zero": 3},
 }
 
@@ -294,10 +278,6 @@ def test_grouped_untied_and_frozen_weights(tmp_path):
     piped = run(llama, 2, tmp_path, {"pp": 2})[0]
     assert gap(plain, piped) == 0.0
     assert gap(plain, de.plain_state_dict(tmp_path)) == 0.0
-    split = run(llama, 2, tmp_path / "split", {"tp": 2})[0]
-    assert gap(plain, split) < ROUNDING
-    with pytest.raises(ValueError, match="written by tensor-parallel ranks"):
-        de.plain_state_dict(tmp_path / "split")
     sharded = run(llama, 2, tmp_path / "sharded", {"zero": 3})[0]
     assert gap(plain, sharded) < ROUNDING
     assert gap(sharded, de.plain_state_dict(tmp_path / "sharded")) == 0.0
@@ -331,11 +311,9 @@ import test_deepspeed_engine as t
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        cases = dict(flat=dict(zero=3, offload="parameters"), piped=dict(pp=2, zero=1))
-        ranks.run(t.train, 2, cases, folder, device="cpu")
-        ranks.run(t.train, 2, dict(tensor=dict(tp=2)), device="cpu")
-        for name in cases:
-            de.plain_state_dict(folder + "/" + name)
+        flat = dict(zero=3, offload="parameters")
+        ranks.run(t.train, 2, dict(flat=flat), folder, device="cpu")
+        de.plain_state_dict(folder + "/flat")
     print("done")
 """
 
@@ -375,35 +353,17 @@ def test_a_configuration_multiplies_and_merges_further_sections():
 
 
 WRONG = [
-    ({"layout": 2}, "layout=2: allowed is a Layout"),
-    ({"layout": Layout(pp=2, zero=2)}, "zero=2: with pp=2 allowed are 0 and 1"),
-    ({"layout": Layout(pp=2, tp=2)}, "tp=2: with pp=2 allowed is 1"),
-    ({"layout": Layout(cp=2)}, "cp=2: allowed are 1"),
-    ({"layout": Layout(2, ep=2)}, "ep=2: allowed are 1"),
-    ({"layout": Layout(pp=2, schedule="gpipe")}, "schedule='gpipe': allowed are '1f1b'"),
-    ({"layout": Layout(recompute="norms")}, "recompute='norms': allowed are 'none' and 'full'"),
-    ({"layout": Layout(offload="optimizer")}, "zero=0: with offload='optimizer' allowed are 1"),
-    ({"precision": "fp8"}, "precision='fp8': allowed are 'fp32', 'bf16' and 'fp16'"),
-    ({"precision": "fp16", "device": "cpu"}, "precision='fp16': on a CPU"),
-    ({"device": "tpu"}, "device='tpu': allowed are"),
-    ({"clipping": -1.0}, "clipping=-1.0: allowed is a norm"),
-    ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9': no such preset"),
-    ({"gradient_cliping": 0.0}, "would ignore it; perhaps meant: 'gradient_clipping'"),
-    ({"pipeline": {"stage": 2}}, "knows no 'pipeline.stage'"),
-    ({"gradient_cliping": 0.0, "_comment": ""}, "perhaps meant: 'gradient_clipping'"),
+    ({"layout": Layout(pp=2, zero=2)}, "zero=2: with pp=2 allowed"),
+    ({"layout": Layout(cp=2)}, "cp=2: allowed"),
+    ({"layout": Layout(pp=2, schedule="gpipe")}, "schedule='gpipe': allowed"),
+    ({"layout": Layout(offload="optimizer")}, "zero=0: with offload='optimizer' allowed"),
+    ({"precision": "fp8"}, "precision='fp8': allowed"),
+    ({"clipping": -1.0}, "clipping=-1.0: allowed"),
+    ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9'"),
+    ({"gradient_cliping": 0.0}, "perhaps meant: 'gradient_clipping'"),
     ({"scheduler": {"typ": "WarmupLR"}}, "perhaps meant: 'scheduler.type'"),
     ({"zero_optimization": {"overlapcomm": True}}, "overlapcomm=True: Extra inputs"),
-    (
-        {"zero_optimization": {"reduce_bucket_size": "auto"}, "gradient_clipping": "auto"},
-        "'auto' at gradient_clipping, zero_optimization.reduce_bucket_size: a word of Hugging",
-    ),
-    ({"tensor_parallel": {"tp_size": 2}}, "to train, write autotp_size=N, and preset_model"),
-    ({"bf16": {"enabled": "perhaps"}}, "enabled='perhaps': Input should be a valid boolean"),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
-    (
-        {"layout": Layout(tp=2), "tp_plan": {"layer_specs": [{"pattern": ["x"]}]}},
-        "layer_specs.pattern', and would ignore it; perhaps meant",
-    ),
+    ({"gradient_clipping": "auto"}, "'auto' at gradient_clipping"),
 ]
 
 
@@ -415,19 +375,10 @@ def test_what_cannot_go_together_is_one_clear_error():
 
 
 def test_a_dictionary_in_deepspeeds_own_words_is_checked_too():
-    own = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "betas": [0, 1]}},
-        "activation_checkpointing": {"partition_activations": True},
-        "comms_logger": {"enabled": True},
-    }
-    for section in ({"autotp_size": 2}, {"autotp_size": 2, "preset_model": "llama"}):
-        de.check(own | {"tensor_parallel": section})  # what both cut, the page of claims holds
-    own["activation_checkpointing"]["partition"] = True
-    with pytest.raises(ValueError, match="knows no 'activation_checkpointing.partition'"):
-        de.check(own)
-    with pytest.raises(ValueError, match="config=7: allowed is a dict"):
-        de.check(7)
+    own = {"train_micro_batch_size_per_gpu": 2, "comms_logger": {"enabled": True}}
+    de.check(own | {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})
+    with pytest.raises(ValueError, match="knows no 'comms_logger.partition'"):
+        de.check(own | {"comms_logger": {"partition": True}})
 
 
 MICRO_OF = "train_micro_batch_size_per_gpu"
@@ -457,65 +408,23 @@ def stage(number, **settings):
 # Configuration, whether an optimizer comes beside it, and the engine's words, or None if it starts.
 STARTS = {
     "as printed": (PRINTED, False, "zero stage 2 requires an optimizer"),
-    "as printed, bf16": (
-        {**PRINTED, "bf16": {"enabled": True}},
-        False,
-        "zero stage 2 requires an optimizer",
-    ),
     "with a section": ({**PRINTED, "optimizer": TORCH_ADAM}, False, None),
     "with an optimizer": ({**PRINTED, "zero_force_ds_cpu_optimizer": False}, True, None),
-    **{f"stage {number} alone": (stage(number), number < 2, NO_SIZE) for number in range(4)},
+    "stage 1 alone": (stage(1), True, NO_SIZE),
     "stage 0, a size": (only(**stage(0)), False, None),
     "stage 1, a size": (only(**stage(1)), False, "zero stage 1 requires an optimizer"),
     "stage 3, a size": (only(**stage(3)), False, None),  # to read, not to train
-    "stage 2, both": (only(**stage(2)), True, None),
-    "nothing": ({}, True, NO_SIZE),
-    "accumulation alone": ({ACCUMULATION: 2}, True, NO_SIZE),
     "batch alone": ({"train_batch_size": 4}, True, None),
-    "batch and micro-batch": ({"train_batch_size": 8, MICRO_OF: 2}, True, None),
     "all three": ({"train_batch_size": 12, MICRO_OF: 2, ACCUMULATION: 3}, True, None),
     "three for no ranks": ({"train_batch_size": 7, MICRO_OF: 2, ACCUMULATION: 1}, True, ""),
-    "two for no ranks": ({"train_batch_size": 3, ACCUMULATION: 2}, True, ""),
-    "no batch": ({"train_batch_size": 0}, True, "Train batch size: 0 has to be greater than 0"),
-    "below none": ({"train_batch_size": -8, MICRO_OF: 2}, True, "-8 has to be greater than 0"),
     "auto": ({"train_batch_size": "auto", MICRO_OF: 1}, True, "'"),
-    "auto of DeepSpeed": (only(pipeline={"stages": "auto"}), True, None),
-    "comments": (only(_comment="a", **{"//": "b"}, optimizer=TORCH_ADAM | {"_": 0}), False, None),
-    "tp_size": (
-        only(tensor_parallel={"enabled": True, "tp_size": 2}),
-        True,
-        "Extra inputs are not permitted",
-    ),
     "optimizer": (
         only(optimizer={"type": "AdamWW"}),
         False,
         "AdamWW is not a supported DeepSpeed Optimizer",
     ),
-    "schedule": (
-        only(scheduler={"type": "Warmup"}),
-        True,
-        "DeepSpeed does not recognize LR scheduler Warmup",
-    ),
-    "schedule of nobody": (only(scheduler={"type": "Warmup"}), False, None),
     "torch's schedule": (only(scheduler=COSINE), True, None),
-    **{
-        f"torch's schedule, stage {number}": (
-            only(**stage(number, scheduler=COSINE)),
-            True,
-            "is not an Optimizer",
-        )
-        for number in (1, 2, 3)
-    },
-    "torch's schedule, bf16": (
-        only(scheduler=COSINE, optimizer=TORCH_ADAM, bf16={"enabled": True}),
-        False,
-        "is not an Optimizer",
-    ),
-    "its own schedule, stage 2": (
-        only(**stage(2, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 9}})),
-        True,
-        None,
-    ),
+    "torch's schedule, stage 2": (only(**stage(2, scheduler=COSINE)), True, "is not an Optimizer"),
 }
 
 
@@ -556,52 +465,32 @@ def test_check_and_the_engine_agree_and_on_ranks_it_says_the_same_as_without():
 
 
 def refusals(folder):
-    """The errors that need an engine, or at least ranks."""
-    said = []
-
-    def note(fn, *args):
-        try:
-            fn(*args)
-        except (ValueError, FileNotFoundError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-
-    note(de.initialize, model(), de.config(Layout(4, micro_batch=MICRO)))
-    note(de.recompute, model(), [])
-    note(de.pipeline, model(), 3)
-    note(de.pipeline, model(), 0)
+    """The errors that need an engine, or at least ranks; none starts or writes anything."""
     engine = started({"pp": 2, "precision": "bf16"})
-    note(de.save, engine, folder)
-    note(de.step, engine, [])
-    note(de.step, engine, [(torch.ones(1, 4).long(), torch.full((1, 4), -100))])
-    note(de.load, engine, folder)
-    note(de.load, engine, folder, "global_step7")
-    return said
+    for words, fn, *args in (
+        ("train_batch_size=8", de.initialize, model(), de.config(Layout(4, micro_batch=MICRO))),
+        ("stages=3: allowed", de.pipeline, model(), 3),
+        ("zero=0: for the checkpoint of a 16-bit pipeline", de.save, engine, folder),
+        ("micro_batches: 0 of them", de.step, engine, []),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fn(*args)
+    with pytest.raises(FileNotFoundError):
+        de.load(engine, folder)
 
 
 def test_refusals_come_before_anything_is_started_or_written(tmp_path):
-    said, _ = run(refusals, 2, tmp_path)
-    expected = [
-        "ValueError: train_batch_size=8: made for another number of ranks",
-        "ValueError: blocks=[]: allowed are modules",
-        "ValueError: stages=3: allowed are divisors of the 2 ranks",
-        "ValueError: stages=0: allowed are whole numbers, 1 or more",
-        "ValueError: zero=0: for the checkpoint of a 16-bit pipeline allowed is 1",
-        "ValueError: micro_batches: 0 of them; allowed is 1",
-        "ValueError: targets: -100 is among them; allowed are targets that all count",
-        "FileNotFoundError: ",
-        "FileNotFoundError: ",
-    ]
-    assert len(said) == len(expected), said
-    assert all(map(str.startswith, said, expected)), said
+    run(refusals, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_dict_from_what_is_none_is_a_clear_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
-        de.plain_state_dict(tmp_path)
+def test_what_cannot_be_converted_is_a_clear_error(tmp_path):
+    for convert in (de.plain_state_dict, de.to_universal):
+        with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
+            convert(tmp_path)
     (tmp_path / "step").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no model states"):
-        de.plain_state_dict(tmp_path, "step")
+    with pytest.raises(ValueError, match="step: written at stage 0"):
+        de.to_universal(tmp_path, "step")
     for rank in range(2):
         (tmp_path / "step" / f"mp_rank_0{rank}_model_states.pt").touch()
     with pytest.raises(ValueError, match="written by tensor-parallel ranks"):

@@ -81,14 +81,9 @@ LATENT = replace(
 COUNTED += [
     (TODAY, replace(EIGHT, zero=1, **ALONG)),
     (LATENT, replace(EIGHT, zero=1, **ALONG, **AGAIN)),
-    (LATENT, Layout(dp=2, tp=2, zero=3, **AGAIN)),
-    (replace(TODAY, layers=3), Layout(dp=2, tp=2, zero=2, microbatches=2)),
     (replace(PADDED, layers=6), replace(EIGHT, zero=1, **LOOPED, **ALONG)),
     (replace(SPARSE, layers=4), replace(EIGHT, zero=1, **LOOPED, **AGAIN)),
-    (replace(PADDED, layers=4, tied=False), Layout(dp=2, pp=2, **LOOPED)),
-    (replace(PADDED, layers=8), Layout(pp=4, zero=1, **LOOPED)),
     (replace(PADDED, layers=4), Layout(dp=2, pp=2, stages=(1, 3), schedule="naive")),
-    (PADDED, Layout(dp=2, tp=2, **AGAIN)),
     (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, **AGAIN)),
     (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, zero=3, **ALONG, **AGAIN)),
 ]
@@ -267,14 +262,6 @@ def test_what_leaves_a_node_is_what_neighbours_beyond_it_are_sent(dp, pp, tp, or
     assert sum(leaving["pp"]) <= 2.0 * found.ranks
 
 
-def test_a_step_without_gradients_has_no_norm():
-    def work():
-        job, _ = parallel(GPT2, Layout(dp=2), zero=1)
-        return job.clip_grad_norm_(1.0).item()
-
-    assert run(work, 2) == [0.0, 0.0]
-
-
 def trained(capsys, line):
     return ran(capsys, "mesh", "--steps", "3", *line.split())
 
@@ -290,8 +277,6 @@ def test_the_command_trains_counts_and_compares(capsys):
     words = "d 2 · t 2, ZeRO-1, m 2 × b 1"
     status, out, _ = ran(capsys, "mesh", "--steps", "3", "--layout", words)
     assert status == 0 and "4 ranks: dp=2 pp=1 tp=2, ZeRO 1" in out and "4 × 32 tokens" in out
-    status, out, _ = trained(capsys, "--tp 2 --seq 8 --batch 2")
-    assert status == 0 and "held and sent as predicted, to the byte" in out
 
 
 def test_groups_are_printed_and_nothing_is_trained(capsys):
@@ -301,7 +286,5 @@ def test_groups_are_printed_and_nothing_is_trained(capsys):
 
 
 def test_a_budget_is_met_before_anything_starts(capsys):
-    status, out, _ = ran(capsys, "mesh", "--budget", "1e5")
-    assert status == 1 and out.startswith("does not fit: the fullest rank would hold 538,624 of")
     status, out, _ = ran(capsys, "mesh", "--budget", "1e5", "--json")
     assert status == 1 and json.loads(out) == {"fits": False, "needs": 538624, "budget": 1e5}

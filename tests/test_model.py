@@ -13,7 +13,6 @@ from shardlab.gpt.model import (
     PRESETS,
     Config,
     Experts,
-    FeedForward,
     loss,
     parameter_count,
     rotate,
@@ -49,19 +48,15 @@ def test_a_count_by_hand():
     assert parameter_count(config) == 10 * 8 + 3 * block + 8
 
 
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("kv_heads", [None, 2, 1])
-def test_shapes_and_causality(mlp: str, norm: str, kv_heads: int | None):
+@pytest.mark.parametrize("choices", [{}, {"mlp": "swiglu", "norm": "rms", "kv_heads": 2}])
+def test_shapes_and_causality(choices: dict):
     torch.manual_seed(0)
-    config = Config(seq=16, layers=2, hidden=32, mlp=mlp, norm=norm, kv_heads=kv_heads)
-    model = GPT(config)
+    model = GPT(Config(seq=16, layers=2, hidden=32, **choices))
     tokens_BS = torch.randint(256, (2, 16))
     logits_BSV = model(tokens_BS)
     assert logits_BSV.shape == (2, 16, 256)
     changed_BS = tokens_BS.clone()
-    changed_BS[:, 10] += 1
-    changed_BS %= 256
+    changed_BS[:, 10] = (changed_BS[:, 10] + 1) % 256
     # What comes before position 10 does not see it; what comes after does.
     after_BSV = model(changed_BS)
     assert torch.equal(after_BSV[:, :10], logits_BSV[:, :10])
@@ -113,26 +108,8 @@ def test_it_learns_real_text():
     assert losses[-1] < 3.7  # bytes of text are far from even
 
 
-def test_dropout_acts_in_training_alone():
-    model = GPT(Config(layers=1, dropout=0.5))
-    tokens_BS = torch.randint(256, (1, 8))
-    assert not torch.equal(model(tokens_BS), model(tokens_BS))
-    model.eval()
-    assert torch.equal(model(tokens_BS), model(tokens_BS))
-
-
-def test_experts_stand_in_all_layers_but_the_dense_ones():
-    config = replace(SMALL, dense_layers=1, shared_experts=2, expert_ffn=8, bias=False)
-    kinds = [type(block.ffn) for block in GPT(config).blocks]
-    assert kinds == [FeedForward, Experts, Experts]
-    one = 3 * 16 * 8
-    sparse = 4 * 16 + 4 * one + 3 * 16 * 16  # router, experts, the shared ones as one of width 16
-    assert sum(p.numel() for p in GPT(config).blocks[1].ffn.parameters()) == sparse
-
-
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("chosen", [1, 2, 4])
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize(("chosen", "shared"), [(1, 0), (2, 1)])
 def test_a_token_gets_the_weighted_outputs_of_its_best_experts(router, chosen, shared):
     torch.manual_seed(0)
     layer = Experts(
@@ -154,13 +131,6 @@ def test_a_token_gets_the_weighted_outputs_of_its_best_experts(router, chosen, s
         torch.testing.assert_close(y_H, want_H, rtol=0, atol=1e-12)
 
 
-def test_a_router_with_one_choice_learns():
-    torch.manual_seed(0)
-    layer = Experts(replace(SMALL, experts_per_token=1))
-    layer(torch.randn(2, 5, 16)).square().sum().backward()
-    assert layer.router.score.weight.grad.abs().max() > 1e-4
-
-
 def test_a_full_expert_leaves_out_last_choices_and_last_tokens():
     # Tokens choose (first, second). Expert 0 is first choice of tokens 0, 2, 3, second of 1.
     chosen_BSC = torch.tensor([[[0, 1], [1, 0], [0, 2], [0, 1]]])
@@ -168,11 +138,6 @@ def test_a_full_expert_leaves_out_last_choices_and_last_tokens():
     kept = drop(chosen_BSC, 3, 2)
     assert kept.tolist() == [[[0, 1], [1, -1], [0, 2], [-1, -1]]]
     assert drop(chosen_BSC.expand(3, -1, -1), 3, 2).equal(kept.expand(3, -1, -1))  # by sequence
-
-
-def test_capacity_is_a_share_of_the_choices_rounded_up():
-    for capacity, places in ((1.0, 5), (0.5, 3), (1.25, 7), (None, None)):
-        assert replace(SMALL, capacity=capacity).places(10) == places
 
 
 def test_without_a_capacity_no_token_sees_a_later_one():

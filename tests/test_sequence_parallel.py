@@ -1,6 +1,5 @@
 """What Megatron's sequence parallelism costs, and its parts; it equals: `rows.tensors`."""
 
-import copy
 from fractions import Fraction
 
 import pytest
@@ -11,7 +10,7 @@ from devices import here
 from shardlab import ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab.gpt.model import GPT, Config, loss
+from shardlab.gpt.model import GPT, Config
 from shardlab.measure import count
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
@@ -98,27 +97,6 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
 
 
 # What waits
-
-
-def two_forwards():
-    """Two forward passes before the first backward: gradients add up as in one process."""
-    group, serial = dist.group.WORLD, gpt().double()
-    model = cut(copy.deepcopy(serial), group)
-    values = [tp.loss(model(batch(i)[0]), batch(i)[1], group) for i in range(2)]
-    plain = [loss(serial(batch(i)[0]), batch(i)[1]) for i in range(2)]
-    for value in reversed(values):
-        value.backward()
-    sum(plain).backward()
-    sp.sum_gradients(model, group)
-    for p, q in zip(sp.seen_partly(model), [p for n, p in serial.named_parameters() if
-        tp.cuts(model)[n] is None], strict=True):  # fmt: skip
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
-    with torch.no_grad():
-        return model(batch(0)[0]).shape
-
-
-def test_several_forward_passes_may_wait_for_backward():
-    assert run(two_forwards, 2) == [torch.Size([2, 16, 32])] * 2
 
 
 # Dropout

@@ -1,9 +1,6 @@
 """What tensor parallelism sends, holds and refuses; it equals one process: `rows.tensors`."""
 
-import copy
-import weakref
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,11 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from devices import here, random_state
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
-from shardlab.gpt.model import GPT, PRESETS, Config, FeedForward, loss
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.measure import count
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
@@ -63,33 +59,6 @@ def own(tensor, dimension, group):
 
 def gap(a, b):
     return (a - b).abs().max().item()
-
-
-def recompute(model):
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
-def the_other_order():
-    """Rows first, then columns: right as well, for four times the bytes forward."""
-    group = world()
-    torch.manual_seed(0)
-    plain = here(FeedForward(Config(hidden=8, heads=2))).double()
-    x = here(torch.randn(2, 3, 8, dtype=torch.float64))
-    up = tp.RowLinear.from_plain(plain.up, group)
-    down = tp.ColumnLinear.from_plain(plain.down, group)
-    with count.sent() as sent:
-        y = tp.gather_last(down(F.gelu(up(tp.split_last(x, group)))), group)
-    return gap(y, plain(x)), sent.collectives
-
-
-def test_the_other_order_is_right_too_and_sends_more():
-    for difference, sent in run(the_other_order, 2):
-        assert difference < 1e-12  # as above
-        bytes_of_x = 2 * 3 * 8 * 8
-        assert sent["all_reduce"] == (1, 4 * bytes_of_x)
-        assert {n: s for n, s in sent.items() if n != "all_reduce"}.popitem()[1][0] == 1
 
 
 def losses():
@@ -245,32 +214,6 @@ def test_weights_gradients_are_computed_while_the_inputs_is_under_way():
         assert worst < 1e-4  # float32; sums of 6 and 8 terms of size 10, as layer by layer
 
 
-def by_hand():
-    """Layers of a region called one by one: with one x, another x, and some of them alone."""
-    config = replace(LLAMA, bias=True)
-    plain = plain_model(config).blocks[0]
-    attention, ffn = copy.deepcopy(plain.attention), copy.deepcopy(plain.ffn)
-    tp.cut_attention(attention, world()), tp.cut_ffn(ffn, world())
-    x, other = here(torch.randn(2, 2, 3, 64, dtype=torch.float64))
-    dist.broadcast(x, 0), dist.broadcast(other, 0)
-    worst = 0.0
-    for name, y in (("query", x), ("query", x), ("key", other), ("value", x), ("key", x)):
-        layer, whole = getattr(attention, name), getattr(plain.attention, name)
-        worst = max(worst, gap(layer(y), own(whole(y), -1, world())))
-    with torch.no_grad():
-        for module in (ffn.up, plain.ffn.up, ffn.gate, plain.ffn.gate):
-            module.weight.mul_(2)
-    worst = max(worst, gap(ffn(x), plain.ffn(x)))
-    kept = weakref.ref(ffn.up)
-    del ffn, module
-    return worst, kept() is None
-
-
-def test_a_layer_computes_with_the_input_that_it_is_given():
-    for worst, freed in run(by_hand, 2):
-        assert worst < 1e-12 and freed  # float64, as above
-
-
 def states_there_and_back():
     group, rank, size = world(), dist.get_rank(), dist.get_world_size()
     for config in (GPT2, LLAMA):
@@ -324,35 +267,15 @@ def initialized(config):
     assert (model.head.weight is model.embedding.weight) == config.tied
     largest = max(p.nbytes for p in plain.parameters())
     assert held.peak <= held.now + 2 * largest  # drawn whole, one after the other
-    again = tp.parallelize(GPT(config), world())
-    again.load_state_dict(model.state_dict())  # the names are the same
-    narrow = copy.deepcopy(config)
-    with torch.device("meta"):
-        narrow = tp.parallelize(GPT(config), world())
-    tp.initialize(narrow, "cpu", torch.bfloat16)
-    return {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
 
 
 def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
-    configs = GPT2, LLAMA, replace(LLAMA, bias=True, norm="layer")
-    for found in run(lambda: list(map(initialized, configs)), 2, device="cpu"):  # drawn there
-        assert found == [True] * 3
+    run(lambda: [initialized(config) for config in (GPT2, LLAMA)], 2, device="cpu")  # drawn there
 
 
 def dropped():
-    """Masks of attention differ between ranks; generators and the stream agree afterwards."""
-    config = replace(GPT2, dropout=0.5)
-    model = tp.parallelize(plain_model(config), world())
-    plain, (tokens, _) = plain_model(config).eval(), batch(config)
-    before = random_state()
-    assert gap(model.eval()(tokens), own(plain(tokens), -1, world())) < 1e-12  # float64, as above
-    assert torch.equal(random_state(), before)  # nothing is drawn
-    model.train()
-    norms = []
-    model.norm.register_forward_pre_hook(lambda _, given: norms.append(given[0].detach()))
-    torch.manual_seed(7)
-    recompute(model)(tokens).sum().backward()
-    # Of equal heads, each drops another part.
+    """Masks of attention's equal heads differ between ranks; generators agree afterwards."""
+    model = tp.parallelize(plain_model(replace(GPT2, dropout=0.5)), world())
     attention = model.blocks[0].attention
     with torch.no_grad():
         for name in ("query", "key", "value"):
@@ -360,65 +283,19 @@ def dropped():
             getattr(attention, name).bias.fill_(1.0)
         attention.out.weight.copy_(torch.eye(32)[:, : attention.out.weight.shape[1]])
         attention.out.leave = lambda y, group: y
-        part = attention(here(torch.ones(1, 6, 32)).double())
-    return part, norms[0], random_state()
+        torch.manual_seed(7)
+        return attention(here(torch.ones(1, 6, 32)).double()), random_state()
 
 
 def test_heads_drop_by_seeds_of_their_own():
-    (part, *alike), (other, *too) = run(dropped, 2)
-    assert not torch.equal(part, other)
-    assert all(map(torch.equal, alike, too))
-
-
-def narrow_types():
-    """bf16 weights, and autocast: near float32, and the same on all ranks."""
-    found = {}
-    tokens, targets = batch(LLAMA)
-    serial = plain_model(LLAMA, torch.float32)
-    wanted = loss(serial(tokens), targets)
-    wanted.backward()
-    reference = {name: p.grad for name, p in serial.named_parameters()}
-    for kind in ("bf16", "autocast"):
-        model = tp.parallelize(copy.deepcopy(serial), world())
-        if kind == "bf16":
-            model.bfloat16()
-        with torch.autocast(ranks.device().type, torch.bfloat16, enabled=kind == "autocast"):
-            logits = model(tokens)
-        assert logits.dtype == torch.bfloat16
-        value = tp.loss(logits, targets, world())
-        value.backward()
-        norms = [
-            (p.grad.float() - own(reference[name], dimension, world())).norm()
-            / reference[name].norm()
-            for (name, p), dimension in zip(
-                model.named_parameters(), tp.cuts(model).values(), strict=True
-            )
-        ]
-        whole = [p.grad for p, d in zip(model.parameters(), tp.cuts(model).values(), strict=True)
-                 if d is None]  # fmt: skip
-        found[kind] = gap(value, wanted), max(norms).item(), whole
-        norm = tp.clip_grad_norm_(model, 1.0)
-        wide = torch.linalg.vector_norm(torch.cat([g.view(-1) for g in reference.values()]))
-        assert norm.dtype == torch.float32 and abs(norm / wide - 1) < 0.02  # as for gradients
-    return found
-
-
-def test_sixteen_bits():
-    first, second = run(narrow_types, 2)
-    for kind in ("bf16", "autocast"):
-        value, gradients, whole = first[kind]
-        assert value < 0.02  # of 4.2: 8 bits of fraction are 0.4 %
-        assert gradients < 0.1  # of the gradient's norm: a dozen roundings of 0.4 %
-        assert all(map(torch.equal, whole, second[kind][2]))
+    (part, state), (other, theirs) = run(dropped, 2)
+    assert not torch.equal(part, other) and torch.equal(state, theirs)
 
 
 def test_degrees():
     assert tp.degrees(GPT2) == [1, 2, 4]
     # It has eight key-value heads: two ranks or four may have the same one.
     assert tp.degrees(PRESETS["llama-3-8b"]) == [1, 2, 4, 8, 16, 32]
-    assert tp.degrees(replace(PRESETS["llama-3-8b"], heads=24, hidden=3072)) == [1, 2, 4, 8]
     # 50257 entries are 29 x 1733: this is why vocabularies are padded.
     assert tp.degrees(PRESETS["gpt-2"]) == [1]
     assert tp.degrees(replace(PRESETS["gpt-2"], vocab=50_304)) == [1, 2, 3, 4, 6, 12]
-    for t in tp.degrees(LLAMA):
-        tp.predicted_states(LLAMA, t)

@@ -4,7 +4,6 @@ Torch's side is `by_torch` of the benchmark: what is timed there is what is comp
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from shardlab import ranks, tensor_parallel
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.measure import link
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = replace(PRESETS["nano"], seq=16, heads=4, vocab=96)
 CASES = {
     "gelu, tied": TINY,
@@ -25,7 +23,6 @@ CASES = {
         vocab=64, seq=16, layers=2, heads=8, hidden=64, kv_heads=4, ffn=96,
         mlp="swiglu", norm="rms", bias=False, tied=False,
     ),
-    "grouped, bias, untied": replace(TINY, heads=8, kv_heads=4, tied=False),
 }  # fmt: skip
 STEPS = 5
 

@@ -1,6 +1,5 @@
 """Tensor types: what passes has right gradients, what is wrong is refused; one test per promise."""
 
-import pickle
 from itertools import product
 
 import pytest
@@ -63,15 +62,12 @@ def sound(number, seed):
     return len(passed), sum(map(bool, others)), len(others)
 
 
-def test_of_200_random_programs_all_that_pass_are_right():
-    assert sound(200, seed=0) == (74, 99, 126)
-
-
 @pytest.mark.timeout(500)
-def test_of_1500_random_programs_all_that_pass_are_right(request):
-    if not request.config.getoption("--whole"):
+@pytest.mark.parametrize(("number", "found"), [(200, (74, 99, 126)), (1500, (452, 832, 1048))])
+def test_of_random_programs_all_that_pass_are_right(number, found, request):
+    if number > 200 and not request.config.getoption("--whole"):
         pytest.skip("1,500 programs take a minute: --whole")
-    assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
+    assert sound(number, seed=0) == found  # the lesson says so
 
 
 def test_a_wrong_gradient_is_found_by_finite_differences():
@@ -106,14 +102,6 @@ def test_numbers_leave_each_operator_one_pair_of_words(size):
         assert found == {name: [words] for name, (_, words, _) in EDGES.items()}
 
 
-def test_operators_state_the_words_that_numbers_find():
-    stated = [
-        tp_.core._CopyTo, tp_.core._ReduceFrom, tp_.gather._GatherLast, tp_.gather._SplitLast,
-        sp.core._Enter, sp.core._Leave,
-    ]  # fmt: skip
-    assert [each.words for each in stated] == [words for _, words, _ in EDGES.values()]
-
-
 class Forgets(torch.autograd.Function):
     """f whose backward forgets its all-reduce."""
 
@@ -128,31 +116,16 @@ class Forgets(torch.autograd.Function):
         return dx, None
 
 
-class SumsTwice(torch.autograd.Function):
-    """g with an all-reduce in backward as well."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    backward = staticmethod(lambda ctx, dx: (SumsTwice.forward(ctx, dx, ctx.group), None))
-
-
-def wrong_operators():
+def wrong_operator():
     pairs = [f"{src} -> {dst}" for src, dst in product(tt.WORDS, tt.WORDS)]
-    return [
-        [w for w in pairs if not disproof(operator.apply, w, world())]
-        for operator in (Forgets, SumsTwice)
-    ] + [disproof(Forgets.apply, "I -> R", world())]
+    fits = [w for w in pairs if not disproof(Forgets.apply, w, world())]
+    return fits, disproof(Forgets.apply, "I -> R", world())
 
 
 def test_numbers_find_a_backward_that_does_not_fit():
-    forgets, twice, why = ranks.run(wrong_operators, 2)[0]
-    # Without its all-reduce f is the identity, on whatever word; a sum whose backward adds up is R.
-    assert forgets == ["I -> I", "R -> R", "V -> V", "P -> P"] and twice == ["P -> R"]
+    fits, why = ranks.run(wrong_operator, 2)[0]
+    # Without its all-reduce f is the identity, on whatever word.
+    assert fits == ["I -> I", "R -> R", "V -> V", "P -> P"]
     assert any("dx differs from rank to rank" in line for line in why)
 
 
@@ -221,8 +194,6 @@ def gathered(x, group):
 
 MISTAKES = {
     "f forgotten": (forward(nothing, tp_.reduce_from), "linear(", "copy_to (I -> R) in front"),
-    "g forgotten": (forward(tp_.copy_to, nothing), "I meets V", "behind the sum"),
-    "exchanged": (forward(tp_.reduce_from, tp_.copy_to), "ReduceFrom(", "leave it out"),
     "f twice": (forward(twice(tp_.copy_to), tp_.reduce_from), "given R", "it is R already"),
     "g twice": (forward(tp_.copy_to, twice(tp_.reduce_from)), "given I", "all ranks have it"),
     "bias in each": (forward(tp_.copy_to, tp_.reduce_from, "inside"), "linear(", "behind the sum"),
@@ -276,7 +247,7 @@ def test_nothing_wrong_is_run():
 
 def test_a_function_whose_words_nobody_sees_is_refused():
     def step(tp):
-        (SumsTwice.apply(grown(2, tp="P"), tp) * 2.0).sum().backward()
+        (Forgets.apply(grown(2, tp="I"), tp) * 2.0).sum().backward()
 
     assert "an autograd Function that is no Operator" in refused(step)
 
@@ -314,20 +285,6 @@ def test_tensors_that_nobody_declared_are_named():
         (x * torch.ones(4) + torch.arange(4)).sum().backward()  # the same on all ranks
 
     passes(with_ones)
-
-
-def test_a_mode_of_another_is_no_way_round():
-    """The course's dropout in attention pushes a mode of its own on top."""
-
-    class Other(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    def step(tp):
-        with Other():
-            tp_.reduce_from(grown(4, tp="I"), tp)
-
-    assert "it makes P -> I, and is given I" in refused(step)
 
 
 # The checker: the loss, backward, and what comes after it.
@@ -419,18 +376,6 @@ def test_the_step_takes_gradients_that_are_added_up_once():
         assert words in refused(trained(after), dp=2)
 
 
-def test_lists_of_tensors_are_judged_one_by_one():
-    """torch's clipping and its foreach optimizers take all tensors at once."""
-
-    def step(tp):
-        whole, cut = grown(3, tp="I"), grown(3, tp="V")
-        with torch.no_grad():
-            torch._foreach_mul_([cut], tt.declare(torch.tensor(2.0), tp="V"))
-            torch._foreach_mul_([cut, whole], tt.declare(torch.tensor(2.0), tp="V"))
-
-    assert "foreach_mul(tp:I, tp:V)" in refused(step)
-
-
 def test_axes_are_judged_each_for_itself_and_an_axis_of_one_rank_is_not():
     def step(dp, tp):
         x, w = grown(2, 4, dp="V", tp="I"), grown(4, 4, dp="R", tp="V")
@@ -458,36 +403,6 @@ def test_real_ranks_say_the_same():
 
     one, two = ranks.run(step, 2)
     assert one == two and "I meets V" in one
-
-
-def test_nothing_is_left_of_the_checker_afterwards():
-    def step():
-        with pytest.raises(tt.Mismatch), tt.checking(tp=world()):
-            F.linear(grown(2, 4, tp="I"), grown(4, 4, tp="V"))
-        return F.linear(torch.ones(1, 2), torch.ones(1, 2)).item()
-
-    assert ranks.run(step, 2) == [2.0, 2.0]
-
-
-def test_a_mismatch_survives_python_and_processes():
-    """A TypeError inside of x * y would become `unsupported operand`."""
-    assert not issubclass(tt.Mismatch, TypeError)
-
-    def step(tp):
-        grown(3, tp="I") * grown(3, tp="V")
-
-    assert "mul(tp:I, tp:V)" in refused(step)
-    error = tt.Mismatch.of("P", ["P"])
-    error.line = "a.py:1: x"
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def test_an_axis_that_is_not_in_the_mesh_is_refused():
-    def step(tp):
-        with pytest.raises(ValueError, match="axis='dp': allowed are 'tp'"):
-            tt.declare(torch.ones(2), dp="R")
-
-    passes(step)
 
 
 def test_what_is_known_is_held_against_what_is_said():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -122,9 +121,7 @@ def test_half_precision_is_near(one, tmp_path):
     assert 1e-6 < apart(losses[0], one[0]) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "during", [3, 4, 9]
-)  # every fifth step is validated; the tenth is the last
+@pytest.mark.parametrize("during", [4, 9])  # the fifth step is validated; the tenth is the last
 def test_a_signal_saves_the_next_step_before_anything_else(during, tmp_path, monkeypatch):
     trained(take_home, 2, tmp_path / "whole")
     original, calls = Training.clip, []
@@ -171,7 +168,6 @@ def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
     ("size", "first", "then", "rest"),
     [
         (4, {}, 8, {"strategy": "zero1"}),
-        (1, {}, 4, {"strategy": "fsdp2", "tensor": 2}),
         (4, {"strategy": "fsdp2", "tensor": 2}, 2, {}),
     ],
 )
@@ -182,10 +178,9 @@ def test_a_stop_on_some_ranks_goes_on_with_others(size, first, then, rest, tmp_p
     assert apart(parts, whole) < 2 * LOSS
 
 
-@pytest.mark.parametrize("script", [sampler, core])
-def test_a_batch_that_the_ranks_do_not_divide_is_named(script, tmp_path):
+def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
     with pytest.raises(ranks.RankError, match="batch=16: allowed are multiples of 3"):
-        trained(script, 3, tmp_path)
+        trained(core, 3, tmp_path)
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
@@ -256,32 +251,6 @@ def test_every_token_that_counts_weighs_the_same(tmp_path):
             assert found == pytest.approx(one, rel=rounding), how
 
 
-def test_the_groups_of_tensor_parallelism_wait_no_longer_than_the_run(tmp_path):
-    def limits():
-        training = on_a_rank(strategy="fsdp2", tensor=2, timeout=77.0, folder=str(tmp_path))
-        mesh = training.model.blocks[0].ffn.up.weight.device_mesh
-        groups = [mesh.get_group(axis) for axis in mesh.mesh_dim_names]
-        return [g._get_backend(torch.device("cpu")).options._timeout.seconds for g in groups]
-
-    assert ranks.run(limits, 2, show=False, device="cpu") == [[77, 77]] * 2  # gloo's: 1800
-
-
-def test_in_bf16_validation_is_bf16_whichever_the_wrapper(tmp_path):
-    """Its loss is off as far as training's is, and by the same products."""
-    found = {}
-    for name, changes in {
-        "float32": {},
-        "ddp": {"precision": "bf16"},
-        "fsdp2": {"precision": "bf16", "strategy": "fsdp2"},
-    }.items():
-        # No step is large enough to move a weight: all validate one model.
-        trained(take_home, 2, tmp_path / name, steps=1, every=1, lr=1e-12, **changes)
-        found[name] = lines_of(tmp_path / name, "validation")[1]
-    assert abs(found["ddp"] - found["fsdp2"]) < 2e-3  # FSDP2 computes norms in bf16 as well
-    for name in ("ddp", "fsdp2"):
-        assert 1e-6 < abs(found[name] - found["float32"]) < 1e-2
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_path):
     def kept():
@@ -317,13 +286,6 @@ def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
     for folder, layers in (("nano", 4), ("deep", 2)):
         with pytest.raises(ranks.RankError, match="is of another model: state.model.blocks.2"):
             trained(take_home, 2, tmp_path / folder, layers=layers, **how)
-
-    def wider():
-        options = Options(folder=str(tmp_path / "nano"), strategy="fsdp2")
-        return take_home.main(options, lambda _: GPT(replace(PRESETS["nano"], hidden=128)))
-
-    with pytest.raises(ranks.RankError, match="does not fit: Size mismatch"):
-        ranks.run(wider, 2, show=False)
 
 
 def test_a_loss_that_is_nan_is_no_best_unless_there_is_no_other(tmp_path, monkeypatch):
@@ -472,36 +434,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     assert apart([found[n] for n in range(1, 21)], whole) < 2e-5
 
 
-def test_a_signal_to_all_processes_leaves_the_loaders_at_work(tmp_path):
-    import psutil
-
-    job = begin(tmp_path, 0, "--steps", "100000", "--every", "100000", "--workers", "2")
-    until(tmp_path, 5)
-    workers = psutil.Process(job.pid).children()
-    assert len(workers) >= 2
-    for process in [*workers, psutil.Process(job.pid)]:  # the workers first
-        process.send_signal(signal.SIGTERM)
-    output = ended(job)
-    assert (tmp_path / "stopped").exists() and "Traceback" not in output
-    assert checkpoints(tmp_path)[-1].name == f"step-{max(lines_of(tmp_path, 'loss')):06d}"
-    assert not any(worker.is_running() for worker in workers)
-
-
-FAILS = """
-import sys
-sys.path.insert(0, {code!r})
-import train
-train.Training.clip = lambda self: 1 / 0
-train.run()
-"""
-
-
-def test_an_error_does_not_wait_for_the_loaders(tmp_path):
-    (path := tmp_path / "fails.py").write_text(FAILS.format(code=str(SCRIPT.parent)))
-    job = begin(tmp_path / "job", 0, "--workers", "2", script=path)
-    assert "ZeroDivisionError" in ended(job, status=1)
-
-
 def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
     first = begin(tmp_path, 0, "--steps", "100000")
     try:
@@ -517,25 +449,16 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
     assert max(lines_of(tmp_path, "loss")) == made + 2
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({0: ("a", "5"), 1: ("b", "5")}, "folder: rank 0 has 'process"),
-        ({0: ("a", "5"), 1: ("a", "6")}, "steps: rank 0 has 5, rank 1 has 6"),
-    ],
-)
-def test_ranks_that_disagree_are_told(own, words, tmp_path):
+def test_ranks_that_disagree_are_told(tmp_path):
     """Each rank finds its own options, as with a wrong script around it."""
 
-    def refused():
-        folder, steps = own[dist.get_rank()]
-        with take_home.entered(Options(folder=str(tmp_path / folder), steps=int(steps))):
+    def entered(*own):
+        with take_home.entered(Options(folder=str(tmp_path), steps=own[dist.get_rank()])):
             return "entered"
 
-    with pytest.raises(ranks.RankError, match=words):
-        ranks.run(refused, 2, show=False, device="cpu")
-    own[1] = own[0]
-    assert ranks.run(refused, 2, show=False, device="cpu") == ["entered"] * 2
+    with pytest.raises(ranks.RankError, match="steps: rank 0 has 5, rank 1 has 6"):
+        ranks.run(entered, 2, 5, 6, show=False, device="cpu")
+    assert ranks.run(entered, 2, 5, 5, show=False, device="cpu") == ["entered"] * 2
 
 
 def test_ranks_that_see_another_last_checkpoint_are_told(tmp_path, monkeypatch):
@@ -551,57 +474,33 @@ def test_ranks_that_see_another_last_checkpoint_are_told(tmp_path, monkeypatch):
         ranks.run(refused, 2, show=False, device="cpu")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    folder = "file/below"
+def test_a_folder_that_one_rank_cannot_write_is_named_on_all(tmp_path):
+    folder = tmp_path / "file/below"
     (tmp_path / "file").write_text("")
-    words = f"folder={str(tmp_path / folder)!r}: allowed are"
-    output = ended(begin(tmp_path / folder, 0), status=2)
-    assert "Traceback" not in output and words in output.splitlines()[-1]
 
     def refused():
-        place = str(tmp_path / folder if dist.get_rank() == 1 else tmp_path / "fine")
-        with (
-            pytest.raises(Refused, match=re.escape(words)),
-            take_home.entered(Options(folder=place)),
-        ):
+        place = str(folder if dist.get_rank() == 1 else tmp_path / "fine")
+        words = re.escape(f"folder={str(folder)!r}: allowed")
+        with pytest.raises(Refused, match=words), take_home.entered(Options(folder=place)):
             pass
 
-    ranks.run(refused, 2, show=False, device="cpu")  # all know of what one has
-
-
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    def inside():
-        with take_home.entered(Options(folder=str(tmp_path))):
-            return (tmp_path / ".lock").read_text()
-
-    monkeypatch.setattr(take_home.fcntl, "lockf", none)
-    assert "process" in ranks.run(inside, 1, show=False, device="cpu")[0]
+    ranks.run(refused, 2, show=False, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"source": "/no/such"}, "source='/no/such': allowed are stdlib and files that"),
-        ({"steps": 0}, "steps=0: allowed are numbers from 1"),
-        ({"batch": 6}, "batch=6: allowed are multiples of 4"),
-        ({"heads": 3}, "hidden=64: allowed are multiples of 6"),
-        ({"lr": math.nan}, "lr=nan: allowed are"),
-        ({"micro": 2**63}, "micro=9223372036854775808: allowed are numbers from 1 to"),
-        ({"seed": 2**64}, "seed=18446744073709551616: allowed are numbers from 0 to"),
-        ({"dropout": 1.0}, "dropout=1.0: allowed are numbers from 0 to 0.99"),
+        ({"source": "/no/such"}, "source='/no/such': allowed"),
+        ({"steps": 0}, "steps=0: allowed"),
+        ({"batch": 6}, "batch=6: allowed"),
+        ({"heads": 3}, "hidden=64: allowed"),
+        ({"lr": math.nan}, "lr=nan: allowed"),
         ({"limit": 100}, "source='stdlib' has a part of 100 bytes"),
-        ({"precision": "fp8"}, "precision='fp8': allowed are float32, bf16, fp16"),
-        ({"strategy": "fsdp1"}, "strategy='fsdp1': allowed are ddp, zero1, zero2, fsdp2"),
+        ({"precision": "fp8"}, "precision='fp8': allowed"),
         ({"tensor": 2}, "tensor=2 with strategy='ddp'"),
-        ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: allowed are divisors of 4 ranks"),
-        ({"tensor": 2, "strategy": "fsdp2", "precision": "fp16"}, "precision='fp16': allowed is 1"),
-        *(({"folder": name}, f"folder={name!r}: allowed") for name in ("", "a\nb")),
-        ({"timeout": 0.0}, "timeout=0.0: allowed are"),
-        ({"compiler": "nonsense"}, "compiler='nonsense': allowed are none, aot_eager"),
-        ({"resume": "yes"}, "resume='yes': allowed are auto, never"),
+        ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: allowed"),
+        ({"tensor": 2, "strategy": "fsdp2", "precision": "fp16"}, "precision='fp16': allowed"),
+        ({"folder": "a\nb"}, "folder='a\\nb': allowed"),
     ],
 )
 def test_bad_options_are_named(changes, words):

@@ -35,13 +35,6 @@ def sharded(plain, stage, **options):
     return zero.shard(plain, dist.group.WORLD, stage, **options)
 
 
-def weights_gap(model, serial):
-    """Largest difference of any weight, all put together from the shards."""
-    full, plain = model.full_state_dict(), serial.state_dict()
-    assert list(full) == list(plain)
-    return gap([t for n, t in full.items() if n != "seen"], [plain[n] for n in full if n != "seen"])
-
-
 def test_the_calculator_of_the_memory_lesson_says_the_same():
     config = PRESETS["nano"]  # everything in it divides by 2
 
@@ -273,66 +266,8 @@ def test_gradients_leave_and_units_come_while_others_are_computed():
         assert states[5:] == ["ffs", "fsf", "fsf", "ffs", "sss"]
 
 
-class Narrow(nn.Module):
-    def forward(self, x):
-        return x.bfloat16()
-
-
-class Odd(nn.Module):
-    """A weight tied between two units, two dtypes in one unit, a child whose weights its parent
-    uses without calling it (MultiheadAttention's out_proj), layers in a Sequential that are called
-    one by one, and a parameter of the module's own."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.two = nn.Sequential(nn.Linear(8, 5), Narrow(), nn.Linear(5, 8, dtype=torch.bfloat16))
-        self.three = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.Tanh())
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        x = self.attention(*[self.first(x)] * 3)[0]
-        x = self.two(x)
-        for layer in self.three:
-            x = layer(x)
-        return self.last(x.float()) * self.scale.sum()
-
-
-def odd():
-    rank, found = dist.get_rank(), []
-    for stage in STAGES:
-        serial, plain = here(Odd()), here(Odd())
-        units = {"units": [plain.first, plain.attention, plain.last, plain.two]}
-        model = sharded(plain, stage, **(units if stage == 3 else {}))
-        optimizers = [adamw(model), adamw(serial)]
-        for step in range(4):
-            shares = [
-                here(torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + r)))
-                for r in range(2)
-            ]
-            model(shares[rank]).square().mean().backward()
-            for share in shares:
-                (serial(share).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        if stage == 3:  # what two units share is the rest's, beside what no unit has
-            assert model.rest.flats[0].names == ["scale", "first.weight"]
-            assert model.rest.flats[1].names == ["three.0.weight", "three.0.bias"]
-            assert [len(unit.flats) for unit in model.units] == [1, 1, 0, 2]
-        found.append(weights_gap(model, serial))
-    return found
-
-
-def test_tied_units_two_dtypes_and_weights_used_from_outside_equal_one_process():
-    assert run(odd, 2) == [[0.0] * 3] * 2
-
-
 def interrupted():
-    """After an error in backward the next step is right, and nothing is left over."""
+    """After an error in backward a forward is asked for, and the next step is right."""
     found = []
     for stage in STAGES:
         x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
@@ -340,41 +275,16 @@ def interrupted():
         model(x).sum().backward()
         wanted = whole_gradients(model, dist.group.WORLD)
         model.zero_grad()
+        other = model(x).sum()
         with pytest.raises(ZeroDivisionError):
             model(x, fail=True).sum().backward()
+        with pytest.raises(RuntimeError, match="forward"):  # its gradients would be its own alone
+            other.backward()
         model.zero_grad()
         model(x).sum().backward()
         again = whole_gradients(model, dist.group.WORLD)
         found.append(gap(list(wanted.values()), list(again.values())))
-        first, second = model(x).sum(), model(2 * x).sum()  # two forwards, then one backward
-        model.zero_grad()
-        (first + second).backward()
-        both = whole_gradients(model, dist.group.WORLD)
-        plain = here(Chain())
-        for r in range(dist.get_world_size()):
-            share = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
-            ((plain(share).sum() + plain(2 * share).sum()) / dist.get_world_size()).backward()
-        for key, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                # float32, sums of a dozen terms of size 1 in another order
-                assert (both[key] - parameter.grad).abs().max() < 1e-5, (stage, key)
     return found
-
-
-def without_forward():
-    """A backward right after one that an error ended would end with gradients of its own alone."""
-    for stage in STAGES:
-        model, x = sharded(Chain(), stage), torch.ones(3, 8)
-        other = model(x).sum()
-        with pytest.raises(ZeroDivisionError):
-            model(x, fail=True).sum().backward()
-        with pytest.raises(RuntimeError, match="forward"):
-            other.backward()
-        model(x).sum().backward()  # and all is well again
-
-
-def test_a_backward_after_an_interrupted_one_asks_for_a_forward():
-    run(without_forward, 2)
 
 
 def test_an_interrupted_backward_leaves_nothing_behind():
@@ -383,7 +293,7 @@ def test_an_interrupted_backward_leaves_nothing_behind():
 
 def by_hand():
     """A step without an optimizer, announced and not, beside one process."""
-    rank, results = dist.get_rank(), []
+    rank = dist.get_rank()
     for stage in STAGES:
         model, plain = sharded(here(Chain()), stage), here(Chain())
         shares = [
@@ -397,17 +307,12 @@ def by_hand():
                 for parameter in one.parameters():
                     if parameter.grad is not None:
                         parameter -= 0.1 * parameter.grad
-        refused = ""
-        try:
-            model(shares[rank])
-        except RuntimeError as error:
-            refused = str(error)
+        if stage < 3:
+            with pytest.raises(RuntimeError, match="changed by hand"):
+                model(shares[rank])
         model.changed()
         assert torch.equal(model(shares[rank]), plain(shares[rank]))
-        results.append(refused)
-    return results
 
 
 def test_pieces_that_were_changed_by_hand_are_never_stale():
-    message = "pieces were changed by hand: call changed() on all ranks"
-    assert run(by_hand, 2) == [[message, message, ""]] * 2
+    run(by_hand, 2)

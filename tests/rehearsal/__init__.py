@@ -16,12 +16,9 @@ raises. See CONTRIBUTING.md, "The rehearsal"; an idea a file:
     storages    files with tensors in them
 
 Settings, from the environment, because every child has to find them: REHEARSE=<GPUs>;
-REHEARSE_FORK=1 lets ranks be forked although the caller "used CUDA" (quick); REHEARSE_NOTES=log
-lets what would only be wrong (races, clocks) pass, with a line in REHEARSE_LOG=<file>, which gets
-every finding; REHEARSE_MEMORY=<bytes> of a GPU; REHEARSE_FLOPS: products above have a shape and no
-numbers; REHEARSE_PATIENCE=<seconds> for which one end of a connection waits for the other;
-REHEARSE_MAKER=amd: a GPU of another name, in a torch that has HIP and no CUDA;
-REHEARSE_DEVICE=xpu: Intel's, whose messages xccl moves, and gloo none.
+REHEARSE_FORK=1 lets ranks be forked although the caller "used CUDA" (quick); REHEARSE_LOG=<file>
+gets a line for every finding; REHEARSE_MAKER=amd: a GPU of another name, in a torch that has HIP
+and no CUDA; REHEARSE_DEVICE=xpu: Intel's, whose messages xccl moves, and gloo none.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,9 +28,9 @@ class Machine:
 
     gpus = 1
     capability = (8, 0)
-    total = int(float(os.environ.get("REHEARSE_MEMORY", 16e9)))  # bytes of each GPU
-    flops = float(os.environ.get("REHEARSE_FLOPS", 3e10))
-    patience = float(os.environ.get("REHEARSE_PATIENCE", 30))
+    total = 16 * 10**9  # bytes of each GPU
+    flops = 3e10  # products above have a shape, and no numbers
+    patience = 30.0  # seconds for which one end of a connection waits for the other
     forking = bool(os.environ.get("REHEARSE_FORK"))
     current = 0  # the current device
     initialized = False  # this process has used CUDA
@@ -74,9 +74,7 @@ def find(kind: str, text: str, error: Callable[[str], Exception] = RuntimeError)
 
 def note(kind: str, text: str) -> None:
     """A fault that CUDA would pass over in silence."""
-    quiet = os.environ.get("REHEARSE_NOTES") == "log"
-    with suppress(*([Refused] if quiet else [])):
-        find(kind, text, Refused)
+    find(kind, text, Refused)
 
 
 def places_of_the_reader() -> list[str]:

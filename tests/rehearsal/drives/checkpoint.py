@@ -1,9 +1,8 @@
-"""Checkpoints: saved, loaded, and the next step is the same; the hub's weights; handed over."""
+"""Checkpoints: saved, loaded, and the next step is the same; handed over to another layout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,7 @@ from shardlab.checkpoint import (
     Training,
     export,
     hand_over,
-    load_hub,
     predicted_hand_over,
-    save_hub,
 )
 from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, loss
@@ -25,7 +22,7 @@ from shardlab.layout import Layout
 from shardlab.measure import count
 from shardlab.mesh import Parallel, join, predicted_pieces
 
-from .common import GPT2, LLAMA, batch, folder, model, near, on, world
+from .common import GPT2, batch, folder, model, near, on, world
 
 CONFIG = replace(GPT2, dropout=0.1)
 
@@ -80,24 +77,9 @@ def weights_for_a_machine_without_a_gpu():
         assert devices == {"cpu"}, f"the file's weights are on {devices}"
 
 
-def _parallel(layout: Layout, seed: int, config: Any = LLAMA, where: str = "") -> Parallel:
+def _parallel(layout: Layout, seed: int) -> Parallel:
     torch.manual_seed(seed)
-    module = GPT(config).to(where or ranks.device())
-    return Parallel(module, join(layout, world()[0]), layout)
-
-
-@on(1, 2, 4, daily=(2,))
-def weights_of_the_hub():
-    group, _, size = world()
-    with folder() as place:
-        wrote = _parallel(Layout(tp=size), 0)
-        save_hub(wrote, place / "hub", group, shard_bytes=50_000)
-        read = _parallel(Layout(dp=size, zero=3), 1, where="meta")
-        load_hub(read, place / "hub", group)
-        for name, tensor in wrote.full_state_dict().items():
-            assert torch.equal(tensor, read.full_state_dict()[name]), name
-        x, y = (part.chunk(size)[dist.get_rank()] for part in batch(LLAMA))
-        read.step(x, y)
+    return Parallel(GPT(GPT2).to(ranks.device()), join(layout, world()[0]), layout)
 
 
 @on(1, 2, 4, daily=(1, 4))
@@ -106,7 +88,7 @@ def handed_to_another_layout():
     copies = Layout(dp=size // 2, tp=2) if size > 2 else Layout(dp=size, zero=1)
     layouts = Layout(tp=size), copies, Layout(pp=2, tp=size // 2, microbatches=2)
     for old, new in zip(layouts, layouts[1:], strict=False):
-        source, target = _parallel(old, 0, GPT2), _parallel(new, 1, GPT2)
+        source, target = _parallel(old, 0), _parallel(new, 1)
         with count.sent() as sent:
             hand_over(source, target, group)
         for name, tensor in source.full_state_dict().items():

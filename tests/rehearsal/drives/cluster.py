@@ -6,10 +6,7 @@ import contextlib
 import io
 import json
 import os
-import socket
-import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -57,30 +54,6 @@ def the_command():
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(shown):
         main(["doctor", "--ranks", "2", "--json", "--folder", folder, "--timeout", "20"])
     _judged(json.loads(shown.getvalue()))
-
-
-@on_caller
-@on(2)
-def launched():
-    """Started by another: a GPU by the local rank, and a group of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        started = [_start(rank, port, folder) for rank in (0, 1)]
-        for pid in started:
-            os.waitpid(pid, 0)
-        _judged(json.loads(Path(folder, "said.0").read_text()))
-
-
-def _start(rank, port, folder):
-    if pid := os.fork():
-        return pid
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
-    sys.stdout = open(Path(folder, f"said.{rank}"), "w")
-    main(["doctor", "--json", "--timeout", "20", "--folder", folder])
-    os._exit(1)  # it has left already
 
 
 def _judged(found):

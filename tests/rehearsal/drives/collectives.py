@@ -6,7 +6,7 @@ import torch
 
 from shardlab import collectives, ranks
 
-from .common import near, on, solution, world
+from .common import near, on, world
 
 
 def _mine() -> torch.Tensor:
@@ -20,17 +20,6 @@ def all_reduce():
         x = _mine()
         collectives.all_reduce(x, group, way)
         near(x, torch.arange(12.0, device=x.device) * size + sum(range(size)))
-
-
-def broadcast_and_reduce():
-    group, rank, size = world()
-    x = _mine()
-    collectives.reduce(x, 0, group)
-    if rank == 0:
-        near(x, torch.arange(12.0, device=x.device) * size + sum(range(size)))
-    x = _mine()
-    collectives.broadcast(x, size - 1, group)
-    near(x, torch.arange(12.0, device=x.device) + size - 1)
 
 
 @on(1, 2, 4, daily=(1, 4))
@@ -47,17 +36,3 @@ def shards():
     collectives.all_to_all(outputs, collectives.split(_mine(), size), group)
     near(torch.stack(outputs), mine + torch.arange(size, device=mine.device)[:, None])
     collectives.barrier(group)
-
-
-@on(1, 2, 4)
-def solutions():
-    group, rank, size = world()
-    given = {"collectives": collectives}
-    shift = solution("collectives", "ex-collectives-shift", **given)
-    near(shift(_mine(), group), _mine() - rank + (rank - 1) % size, 0.0)
-    x = _mine()
-    solution("collectives", "ex-collectives-max", **given)(x, group)
-    near(x, _mine() - rank + size - 1, 0.0)
-    x = _mine()
-    solution("collectives", "ex-collectives-broadcast", **given)(x, 1, group)
-    near(x, _mine() - rank + 1, 0.0)

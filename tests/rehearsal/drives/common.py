@@ -12,7 +12,6 @@ drive says so, `@on(1, 2, daily=(1, 2))`; all numbers have their turn with --who
 from __future__ import annotations
 
 import copy
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ __all__ = [
     "near",
     "on",
     "on_caller",
-    "solution",
     "waits",
     "world",
 ]
@@ -124,15 +122,3 @@ def folder() -> Iterator[Path]:
         dist.broadcast_object_list(name, 0)
         yield Path(name[0])
         dist.barrier()
-
-
-def solution(topic: str, label: str, **names: Any) -> Callable[..., Any]:
-    """The function of the solution of an exercise: what its page shows, with its imports given."""
-    lesson = Path(__file__).parents[3] / "lessons" / f"{topic}.md"
-    text = lesson.read_text("utf-8").partition("{solution-start} " + label + "\n")[2]
-    cell = re.search(r"```\{code-cell\}[^\n]*\n(.*?)```", text, re.DOTALL)
-    assert cell, f"{lesson.name} has no solution with code of {label}"
-    code = re.sub(r"^check\(.*$", "", cell[1], flags=re.MULTILINE)
-    names |= {"torch": torch, "dist": dist, "ranks": ranks}
-    exec(compile(code, str(lesson), "exec"), names)
-    return next(names[name] for name in re.findall(r"^def (\w+)", code, re.MULTILINE))

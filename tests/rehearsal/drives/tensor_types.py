@@ -1,4 +1,4 @@
-"""Words of operators, by numbers; random programs; a model that is followed while it trains."""
+"""Words of operators, by numbers; a model that is followed while it trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
 from shardlab.gpt.model import GPT
-from shardlab.tensor_types import programs
 from shardlab.tensor_types.adjoint import disproof
 
 from .common import GPT2, batch, model, on, world
@@ -23,14 +22,6 @@ def words():
     assert not disproof(tp.gather_last, "V -> I", group)
     assert not disproof(sp.ALONG_SEQUENCE.leave, "P -> V", group, (2, size, 4), 1)
     assert disproof(tp.copy_to, "I -> I", group)
-
-
-def finite_differences():
-    group = world()[0]
-    operators = {"f": tp.copy_to, "g": tp.reduce_from, "split": tp.split_last}
-    for program, wrong in ((("f", "*V"), []), (("*V",), ["x"]), (("split", "gelu"), [])):
-        assert programs.wrong_gradients(program, 0, group, operators) == wrong
-        assert bool(programs.refusal(program, group, operators)) == bool(wrong)
 
 
 def followed():

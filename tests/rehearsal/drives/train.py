@@ -34,21 +34,6 @@ def steps():
     _equal()
 
 
-@on(1)
-def taken_home_ddp():
-    _equal(micro=4, report=2)
-
-
 @on(1, 2, 4, daily=(2,))
 def taken_home():
     _equal(strategy="fsdp2", report=2, micro=4)
-
-
-@on(2)
-def taken_home_zero1():
-    _equal(strategy="zero1", report=2, micro=4)
-
-
-@on(2)
-def taken_home_tensor():
-    _equal(strategy="fsdp2", tensor=2, report=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from typing import Any
 
 import pytest
@@ -160,9 +159,3 @@ def test_zero_shards_over_all_ranks_that_have_the_same_weights() -> None:
     same = memory.estimate(LLAMA, Layout(dp=8, zero=3), 2048, device="gpu")
     assert moments["step"] == same.moments["step"]
     assert "average" not in moments  # its own messages do that
-
-
-def test_grain() -> None:
-    assert grain(Layout(tp=8)) == 1 and grain(Layout(cp=4)) == 8
-    assert grain(Layout(tp=8, cp=4, sequence_parallel=True)) == 4 * 8
-    assert grain(Layout(tp=3, cp=2, sequence_parallel=True)) == 2 * math.lcm(2, 3)

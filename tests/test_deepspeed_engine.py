@@ -375,10 +375,10 @@ def test_what_cannot_go_together_is_one_clear_error():
 
 
 def test_a_dictionary_in_deepspeeds_own_words_is_checked_too():
-    own = {"train_micro_batch_size_per_gpu": 2, "comms_logger": {"enabled": True}}
+    own = {MICRO_OF: 2, "activation_checkpointing": {"partition_activations": True}}
     de.check(own | {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})
-    with pytest.raises(ValueError, match="knows no 'comms_logger.partition'"):
-        de.check(own | {"comms_logger": {"partition": True}})
+    with pytest.raises(ValueError, match="knows no 'activation_checkpointing.partition'"):
+        de.check(own | {"activation_checkpointing": {"partition": True}})
 
 
 MICRO_OF = "train_micro_batch_size_per_gpu"

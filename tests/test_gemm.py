@@ -159,18 +159,6 @@ def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: 
         assert len(found) <= rows + columns - 1
 
 
-@given(M=sizes, N=sizes, K=sizes, number=st.sampled_from([1, 2, 3, 4, 6, 12]))
-def test_a_grid_holds_each_element_once(M: int, N: int, K: int, number: int) -> None:
-    shape = gemm.near_square(number)
-    assert shape[0] * shape[1] == number
-    assert shape[0] == max(p for p, q in grids(number) if p <= q)
-    costs = [gemm.predict("summa", M, N, K, number, 1, False, r) for r in range(number)]
-    assert sum(cost.a for cost in costs) == M * K
-    assert sum(cost.b for cost in costs) == K * N
-    assert sum(cost.c for cost in costs) == M * N
-    assert sum(cost.flops for cost in costs) == 2 * M * N * K
-
-
 # ------------------------------------------------------------------------------- bytes
 
 
@@ -201,11 +189,6 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
     gemm.check_budget(one.held, one.held)
     with pytest.raises(gemm.OverBudget, match="needs 805.3 MB, which is 293.3 MB more"):
         gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
-    four = [gemm.predict(way, 8192, 8192, 8192, 4, full=False).held for way in gemm.WAYS]
-    rows, columns, inner, summa = four
-    assert rows == columns == 1.5 * 4 * 8192**2  # a quarter of two, all of one
-    assert inner > rows  # a summand of all of C, and what arrives of it
-    assert summa == (3 / 4 + 2 / 2) * 4 * 8192**2  # a quarter of each, and two panels of each
 
 
 # ------------------------------------------------------------------------------- seconds

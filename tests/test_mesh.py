@@ -282,7 +282,6 @@ def test_the_command_trains_counts_and_compares(capsys):
 def test_groups_are_printed_and_nothing_is_trained(capsys):
     status, out, _ = ran(capsys, "mesh", "--dp", "2", "--tp", "2", "--node", "2")
     assert status == 0 and "tensor: 2 × 2 ranks, none leaves its node\n  0 1\n  2 3\n" in out
-    assert out.endswith("data: 2 × 2 ranks, all leave their node\n  0 2\n  1 3\n")
 
 
 def test_a_budget_is_met_before_anything_starts(capsys):

@@ -117,8 +117,7 @@ def test_dropout_passes_where_each_rank_draws_for_its_heads():
     assert verdict, verdict
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize(("attention", "layout"), [("ring", "zigzag"), ("ulysses", "contiguous")])
 def test_context_parallel_models_pass(attention, layout):
     def distributed(cp):
         model = cp_.distribute(GPT(replace(GPT2, tied=True)), cp, attention, layout)

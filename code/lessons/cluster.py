@@ -545,7 +545,6 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 # ### All ranks on one timeline
 #
 # The profiler writes a trace for each rank. [Perfetto](https://ui.perfetto.dev) draws one, and [HTA](https://hta.readthedocs.io) compares those of all ranks.
-# They show how much communication overlaps with computing, and so is *hidden*.
 # The table compares a step that averages gradients after backward with one of DDP.
 
 # %% tags=["hide-input", "measured"]
@@ -655,7 +654,7 @@ print("missing:", fewer(calls, "data"))
 
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
-# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks. `torchfrtrace` compares sends and recvs.
+# It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
 # If all wait in one collective, suspect a link or a network card.
 
 # %%

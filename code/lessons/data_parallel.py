@@ -1245,7 +1245,7 @@ assert ranks.run(different_models, 2) == ["refused", "refused"]
 #
 # It cannot: that is the first failure of this lab. It takes part with zeros.
 # The zeros count in the average: where one of two ranks used a layer, both get *half* of that rank's gradient. That is right, since it is the gradient of the joined mean.
-# [A test](../tests/test_data_parallel.py) compares it with one process.
+# A row of [the contract table](../tests/rows.py) compares it with one process.
 # ````
 #
 # ## When to use it

@@ -638,7 +638,6 @@ said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
 said(lambda: Job(SMALL, Layout(pp=3)))
 said(lambda: Job(SMALL, Layout(cp=2)))
 
-
 # %% [markdown]
 # `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
 # It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.left_out(config, layout)` says what of a layout it does not train.
@@ -646,6 +645,14 @@ said(lambda: Job(SMALL, Layout(cp=2)))
 # ## A checkpoint goes on under another mesh
 #
 # A checkpoint does not depend on the mesh that saved it. Each rank writes its part of a matrix under the plain model's name, with its place in the whole matrix. ZeRO's shards are gathered over the copies first. [Checkpoints](checkpoint.md) explains the rest.
+
+# %% tags=["hide-input"]
+# Shows each part under the plain model's name
+show.source(Parallel.named_parameters, Parallel.pieces, Parallel.full_state_dict)
+
+
+# %% [markdown]
+# The next cell saves under one mesh and resumes under others.
 
 # %% tags=["hide-input"]
 # Table: saved by 2 × 2 × 2, resumed by others

@@ -971,6 +971,12 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 show.source(core.Matcher.see, core.Matcher.place)
 
 # %% [markdown]
+# One tensor tells of the next through two kinds of state:
+
+# %%
+show.source(core.Weight, core.Call)
+
+# %% [markdown]
 # Weights come first. All places that fit are kept:
 
 # %%

@@ -529,7 +529,7 @@ show.source(zero.Zero2)
 # Parameters that belong to no unit, here the embedding and the last LayerNorm, are the `rest`: its hooks are those of the whole module. It is gathered once, and stays whole for the step.
 
 # %%
-show.source(zero.Unit, zero.Zero3)
+show.source(zero.Unit.send, zero.Zero3)
 
 
 # %% [markdown]

@@ -526,7 +526,7 @@ show.table(rows, head, caption="Largest differences from one process, float64")
 
 
 # %% [markdown]
-# The [tests](../tests/test_context_parallel.py) compare random shapes and 16-bit types as well, and [the contract table](../tests/rows.py) trains a GPT with tensor parallelism and recomputation.
+# The [tests](../tests/test_context_parallel.py) compare random shapes and 16-bit types as well, and [the contract table](../tests/rows.py) trains a GPT with tensor parallelism, a slow link and recomputation.
 #
 # ## What it costs
 #

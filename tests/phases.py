@@ -26,6 +26,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from shardcourse.build import child
+
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "_build/tests"
 INTERACTIVE = {"--pdb", "--trace", "-s", "--capture=no"}  # a process of xdist has no terminal
@@ -45,6 +47,13 @@ def is_alone(item: pytest.Item) -> bool:
     return item.get_closest_marker("alone") is not None
 
 
+def call(command: list[str], environment: dict[str, str]) -> int:
+    """Run a program; return its exit status. An interrupt ends all that it has started."""
+    if INTERACTIVE & {*command}:
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return child.run(command, None, None, None, ROOT, environment, patience=0)
+
+
 def run(phase: str, arguments: list[str], processes: int) -> tuple[int, list[ElementTree.Element]]:
     """Run one phase; return pytest's exit status and its test cases."""
     report = REPORTS / f"{phase}.xml"
@@ -55,7 +64,7 @@ def run(phase: str, arguments: list[str], processes: int) -> tuple[int, list[Ele
         command += [f"-n{processes}", "--dist=loadfile", "--timeout-method=thread"]
         # Beside other tests a second OpenMP thread spins for its core, ten times as long.
         environment["OMP_NUM_THREADS"] = "1"
-    status = subprocess.run([*command, *arguments], cwd=ROOT, env=environment).returncode
+    status = call([*command, *arguments], environment)
     return status, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
 
 
@@ -67,9 +76,10 @@ def main(arguments: list[str]) -> int:
     if status:
         print(output.getvalue())
         return status
-    looks_at_site = any("site" in item.fixturenames for item in collection.items)
-    if looks_at_site and subprocess.run(["make", "book"], cwd=ROOT).returncode:
-        return 1
+    if any("site" in item.fixturenames for item in collection.items):
+        plain = {name: v for name, v in os.environ.items() if not name.startswith("BOOK_")}
+        if status := call(["make", "book"], plain):
+            return status
     REPORTS.mkdir(parents=True, exist_ok=True)
     several = 1 if INTERACTIVE & {*arguments} else 1 + (os.cpu_count() or 1)
     number, status, cases = Counter(map(is_alone, collection.items)), 0, []
@@ -87,4 +97,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("\nInterrupted. What it had started is ended.", flush=True)
+        sys.exit(130)  # what a shell says of an interrupt

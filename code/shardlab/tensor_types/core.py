@@ -246,10 +246,8 @@ class Follow(TorchFunctionMode):
     def known(self, x: Tensor) -> Type | None:
         """The type of `x` on this mesh's axes; Mismatch where one is missing."""
         known = type_of(x)
-        if (
-            isinstance(x.grad_fn, BackwardCFunction)
-            and _operator(x.grad_fn._forward_cls.apply) is None
-        ):
+        made = x.grad_fn
+        if isinstance(made, BackwardCFunction) and not issubclass(made._forward_cls, Operator):
             raise Mismatch("comes from an autograd Function that is no Operator with `words`")
         if known is not None and (missing := self.groups.keys() - known):
             raise Mismatch(f"nobody said what it is on {min(missing)}")

@@ -95,10 +95,6 @@ class Zero1(Sharded):
                 arrived = partial(self._arrived, bucket, index)
                 parameter.register_post_accumulate_grad_hook(arrived)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose hooks gather what it uses."""
-        return self.module(*args, **kwargs)
-
     def _start_over(self) -> None:
         """Reset the bookkeeping of gradients before a new backward."""
         self._backward.over()
@@ -301,10 +297,6 @@ class Zero3(Sharded):
                 part.register_forward_hook(partial(self._post_forward, unit))
             for parameter in (p for g in unit.gradients for p in g.flat.parameters):
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, unit))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose hooks gather its units."""
-        return self.module(*args, **kwargs)
 
     def _start_over(self) -> None:
         """Reset all units before a new forward and backward."""

@@ -82,6 +82,10 @@ class Sharded(ranks.Single, nn.Module):
         self.flats += flats
         return flats
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, whose hooks gather what it uses."""
+        return self.module(*args, **kwargs)
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from finished import when_site_is_built
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -314,11 +315,9 @@ def load(
         app.add_css_file("calculator.css")
 
 
-def write(app: Sphinx, exception: Exception | None) -> None:
+def write(app: Sphinx) -> None:
     """Write Python for the pages that have asked for it, in this build or an earlier one."""
     path = Path(app.outdir, PYTHON)
-    if exception or app.builder.name != "html":
-        return
     text = getattr(app, "calculator_python", None)
     if text is None and path.is_file():
         text = python()
@@ -333,4 +332,4 @@ def setup(app: Sphinx) -> None:
     app.add_node(Calculator, html=(form, None), **elsewhere)
     app.add_directive("calculator", CalculatorDirective)
     app.connect("html-page-context", load)
-    app.connect("build-finished", write)
+    when_site_is_built(app, write)

@@ -6,6 +6,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from finished import when_site_is_built
 from sphinx.application import Sphinx
 
 _ADDRESS = re.compile(
@@ -23,14 +24,13 @@ def moved(text: str, folder: str) -> str:
     return _ADDRESS.sub(address, text)
 
 
-def write(app: Sphinx, exception: Exception | None) -> None:
+def write(app: Sphinx) -> None:
     """Write index.html, a copy of the page that the table of contents has as its root."""
-    if not exception and app.builder.name == "html":
-        page = Path(app.outdir, f"{app.config.root_doc}.html")
-        text = moved(page.read_text("utf-8"), posixpath.dirname(app.config.root_doc))
-        Path(app.outdir, "index.html").write_text(text, "utf-8")
+    page = Path(app.outdir, f"{app.config.root_doc}.html")
+    text = moved(page.read_text("utf-8"), posixpath.dirname(app.config.root_doc))
+    Path(app.outdir, "index.html").write_text(text, "utf-8")
 
 
 def setup(app: Sphinx) -> None:
     """Connect the extension after all that changes the page."""
-    app.connect("build-finished", write, priority=920)
+    when_site_is_built(app, write, priority=920)

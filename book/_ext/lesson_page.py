@@ -14,6 +14,7 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
+from finished import when_site_is_built
 from lesson_outputs import EXECUTIONS, shortened, with_outputs
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -304,17 +305,15 @@ def note_pages(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
     app.pages_read = set(docnames)
 
 
-def write_downloads(app: Sphinx, exception: Exception | None) -> None:
+def write_downloads(app: Sphinx) -> None:
     """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py.
 
     And its exercises as a notebook, for lessons that have some.
     """
-    if exception or app.builder.name != "html":
-        return
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
     folder.mkdir(exist_ok=True)
     topics = {docname.removeprefix("lessons/"): docname for docname in app.lesson_books}
-    for path in folder.iterdir():  # editions.py keeps its own here
+    for path in folder.iterdir():  # the PDF lies here, too
         known = path.name.removesuffix(EXERCISES) in topics or path.stem in topics
         if path.suffix in (".md", ".ipynb", ".py") and not known:
             path.unlink()  # of a lesson that is no more
@@ -352,4 +351,4 @@ def setup(app: Sphinx) -> None:
     app.connect("html-page-context", add_ways)
     app.connect("html-page-context", lead_on)
     app.connect("env-before-read-docs", note_pages)
-    app.connect("build-finished", write_downloads)
+    when_site_is_built(app, write_downloads)

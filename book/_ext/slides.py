@@ -17,6 +17,7 @@ from pathlib import Path
 
 import deck
 from deck_page import Page
+from finished import when_site_is_built
 from lesson_page import SLIDES
 from markup import plain
 from sphinx.application import Sphinx
@@ -119,10 +120,8 @@ def write(
     return written
 
 
-def make(app: Sphinx, exception: Exception | None) -> None:
+def make(app: Sphinx) -> None:
     """Write the decks of the lessons, when their pages are finished."""
-    if exception or app.builder.name != "html":
-        return
     topics = [name.removeprefix("lessons/") for name in app.env.lesson_outputs]
     written = write(Path(app.outdir), topics, app.ways.values())
     logger.info("slides: %d decks", len(written))
@@ -130,7 +129,7 @@ def make(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
-    app.connect("build-finished", make, priority=930)
+    when_site_is_built(app, make, priority=930)
 
 
 if __name__ == "__main__":

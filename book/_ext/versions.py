@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from finished import when_site_is_built
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
@@ -25,14 +26,13 @@ def configure(app: Sphinx, config: Config) -> None:
     config.html_theme_options["extra_footer"] = line
 
 
-def write(app: Sphinx, exception: Exception | None) -> None:
+def write(app: Sphinx) -> None:
     """List this version alone: nothing is known yet of others."""
-    if not exception and app.builder.name == "html":
-        text = json.dumps([{"name": shardlab.__version__, "path": ""}])
-        Path(app.outdir, LIST).write_text(text + "\n", "utf-8")
+    text = json.dumps([{"name": shardlab.__version__, "path": ""}])
+    Path(app.outdir, LIST).write_text(text + "\n", "utf-8")
 
 
 def setup(app: Sphinx) -> None:
     """Connect the extension."""
     app.connect("config-inited", configure, priority=900)
-    app.connect("build-finished", write, priority=900)
+    when_site_is_built(app, write, priority=900)

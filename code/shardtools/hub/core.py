@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -47,7 +48,10 @@ def _read(text: str, trace: bool = True) -> Structure:
     """trace: follow what layers compute and keep, which takes nine tenths of the time."""
     given, how = bounds.read(text)
     try:
-        from .facts import facts  # which loads torch and transformers
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # in a notebook tqdm warns of lacking widgets
+            from .facts import facts  # which loads torch and transformers
     except ImportError as error:
         raise ValueError(f"transformers is needed to build its class ({error})") from None
     found = structure(facts(given, trace))

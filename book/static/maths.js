@@ -1,5 +1,5 @@
 // Sets mathematics when it comes near the screen; the rest in spare moments, once the reader has
-// done something, or at once where the address ends in ?print. `setMaths()` sets all of it.
+// done something, or at once where the address has ?print. `setMaths()` sets all of it.
 (() => {
   const engineAddress = new URL("mathjax/startup.js", document.currentScript.src);
   const waiting = new Set();
@@ -56,7 +56,7 @@
     });
     const signs = ["scroll", "wheel", "pointermove", "pointerdown", "touchstart", "keydown"];
     signs.forEach((sign) => addEventListener(sign, rest, { passive: true, once: true }));
-    if (location.search === "?print") window.setMaths();
+    if (new URLSearchParams(location.search).has("print")) window.setMaths(); // Sphinx rewrites it as ?print=
     addEventListener("beforeprint", () => window.MathJax?.typeset?.([...waiting]));
   };
 

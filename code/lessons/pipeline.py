@@ -650,10 +650,11 @@ show.source(core.Pipeline.step, core.Pipeline._begin, core.Pipeline._end)
 show.source(core.Passes)
 
 # %% [markdown]
-# Messages are kept under the action that they belong to. Sent activations are freed, too, once their gradient has come back: then they have certainly arrived.
+# Messages stand in one table, each under its action: first `POSTED`, then `RECEIVED`; or first `MADE`, then `SENT`. Sent activations are freed, too, once their gradient has come back: then they have certainly arrived.
 
 # %%
 show.source(
+    core.Message,
     core.Mail.begin,
     core.Mail.post,
     core.Mail.wait,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from enum import Enum
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +35,7 @@ from . import deferred
 from .parts import Form, Held
 from .schedules import Action, Schedule, needed, other_end, sent
 from .simulate import Clock, Timeline
+from .validate import result
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -128,14 +131,26 @@ def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
     return _ways_back[group]
 
 
+State = Enum("State", "POSTED RECEIVED MADE SENT")
+
+
+class Message(NamedTuple):
+    """A tensor that comes to this stage (POSTED → RECEIVED) or leaves it (MADE → SENT)."""
+
+    state: State
+    tensor: Tensor | None = None
+    transfer: ranks.Message | None = None  # while it is POSTED or SENT
+
+
 class Mail:
     """Receives are posted, and waited for by whoever needs them; sends go and are not waited for.
 
-    Tensors go by the action that they belong to. A message carries no name: between two ranks, in
-    one direction, messages come in the order in which they were sent, and receives are posted in
-    that order too (`with_messages`). nccl moves the messages of two ranks in one group one after
-    another, whatever their direction: a receive that was posted early would hold up a send. So
-    there is a group for each direction: `group` for messages to higher ranks, `back` for others.
+    One table holds all messages, by the action that they belong to. A message carries no name:
+    between two ranks, in one direction, messages come in the order in which they were sent, and
+    receives are posted in that order too (`with_messages`). nccl moves the messages of two ranks in
+    one group one after another, whatever their direction: a receive that was posted early would
+    hold up a send. So there is a group for each direction: `group` for messages to higher ranks,
+    `back` for others.
     """
 
     def __init__(
@@ -154,55 +169,59 @@ class Mail:
     def begin(self, forms: Sequence[Form]) -> None:
         """Begin a step whose messages have these forms, one for each micro-batch."""
         self._forms = forms
-        self._coming: dict[Action, tuple[Tensor, ranks.Message]] = {}
-        self._here: dict[Action, Tensor] = {}  # for the next part, which is on this stage
-        self._made: dict[Action, Tensor] = {}  # about to be sent
-        self._leaving: dict[Action, ranks.Message] = {}
+        self._messages: dict[Action, Message] = {}
 
     def post(self, action: Action) -> None:
         """RF, RB: begin to receive."""
         peer, _ = other_end(self.schedule, self.stage, action)
         shape, dtype = self._forms[action.microbatch]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self._coming[action] = tensor, ranks.irecv(tensor, peer, self._from(peer))
+        transfer = ranks.irecv(tensor, peer, self._way(peer, self.stage))
+        self._messages[action] = Message(State.POSTED, tensor, transfer)
 
     def wait(self, action: Action) -> Tensor | None:
         """F, B, I: what it needs, as soon as it is there. None for a W, and at the model's ends."""
-        if (tensor := self._here.pop(_pass(action), None)) is not None:
-            return tensor
         receive = needed(self.schedule, self.stage, action)
-        if receive is None:
-            return None
-        if receive not in self._coming:
+        message = self._messages.pop(receive or result(action), None)
+        if message is None:
+            if receive is None:
+                return None
             raise RuntimeError(f"stage {self.stage}: {action} needs {receive}, which is not posted")
-        tensor, message = self._coming.pop(receive)
-        message.wait()
-        for send in self._over[receive]:
-            self._leaving.pop(send).wait()  # at once: it has come
-        return tensor
+        if message.state is State.POSTED:
+            message.transfer.wait()
+            for send in self._over[receive]:
+                self._messages.pop(send).transfer.wait()  # at once: it has come
+        return message.tensor
 
     def hand(self, action: Action, tensor: Tensor | None) -> None:
         """F, B, I: take what it made, for the send that follows or for a part on this stage."""
         if action.kind == "W" or tensor is None:
             return
         if found := sent(self.schedule, self.stage, action):
-            self._check(action, tensor)
-            self._made[found[0]] = tensor
+            if (tensor.shape, tensor.dtype) != (form := self._forms[action.microbatch]):
+                made = f"{list(tensor.shape)} {tensor.dtype}"
+                wanted = f"{list(form[0])} {form[1]} travels from part to part"
+                what = f"{action} made {made}; `between` says that {wanted}"
+                raise ValueError(f"stage {self.stage}: {what}")
+            self._messages[found[0]] = Message(State.MADE, tensor)
             return
         part = self.schedule.placement[self.stage][action.chunk] + (1 if action.kind == "F" else -1)
         if 0 <= part < self.schedule.parts:
             _, chunk = self.schedule.owner(part)
-            self._here[_pass(action)._replace(chunk=chunk)] = tensor
+            self._messages[result(action)._replace(chunk=chunk)] = Message(State.RECEIVED, tensor)
 
     def send(self, action: Action) -> None:
         """SF, SB: begin to send."""
         peer, _ = other_end(self.schedule, self.stage, action)
-        self._leaving[action] = ranks.isend(self._made.pop(action), peer, self._to(peer))
+        transfer = ranks.isend(self._messages[action].tensor, peer, self._way(self.stage, peer))
+        self._messages[action] = Message(State.SENT, transfer=transfer)
 
     def end(self) -> None:
         """Wait for what has not left yet."""
-        while self._leaving:
-            self._leaving.popitem()[1].wait()
+        for message in self._messages.values():
+            if message.state is State.SENT:
+                message.transfer.wait()
+        self._messages.clear()
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """Send `tensor` to stage `peer` and receive the like of it from there.
@@ -211,18 +230,16 @@ class Mail:
         other. (`ranks.exchange` is for all ranks of a group, these are two of them.)
         """
         theirs = torch.empty_like(tensor)
-        calls = [(ranks.isend, tensor, self._to(peer)), (ranks.irecv, theirs, self._from(peer))]
+        out, back = self._way(self.stage, peer), self._way(peer, self.stage)
+        calls = [(ranks.isend, tensor, out), (ranks.irecv, theirs, back)]
         if peer < self.stage:
             calls.reverse()
         for message in [call(what, peer, group) for call, what, group in calls]:
             message.wait()
         return theirs
 
-    def _to(self, peer: int) -> dist.ProcessGroup:
-        return self.group if self.stage < peer else self.back
-
-    def _from(self, peer: int) -> dist.ProcessGroup:
-        return self.group if peer < self.stage else self.back
+    def _way(self, source: int, target: int) -> dist.ProcessGroup:
+        return self.group if source < target else self.back
 
     def _connect(self) -> None:
         """One number along each way, in one order for all ranks.
@@ -239,18 +256,9 @@ class Mail:
         number = torch.zeros(1, device=self.device)
         for source, target in sorted(ways):
             if self.stage == source:
-                ranks.isend(number, target, self._to(target)).wait()
+                ranks.isend(number, target, self._way(source, target)).wait()
             elif self.stage == target:
-                ranks.irecv(number, source, self._from(source)).wait()
-
-    def _check(self, action: Action, tensor: Tensor) -> None:
-        form = self._forms[action.microbatch]
-        if (tensor.shape, tensor.dtype) != form:
-            given = f"{list(tensor.shape)} {tensor.dtype}"
-            raise ValueError(
-                f"stage {self.stage}: {action} made {given}; `between` says that {list(form[0])} "
-                f"{form[1]} travels from part to part"
-            )
+                ranks.irecv(number, source, self._way(source, target)).wait()
 
 
 def come(schedule: Schedule, stage: int) -> dict[Action, list[Action]]:
@@ -271,11 +279,6 @@ def come(schedule: Schedule, stage: int) -> dict[Action, list[Action]]:
                 if target == stage:
                     found[receive], waited = waited, []
     return found
-
-
-def _pass(action: Action) -> Action:
-    """I and B need and make the same."""
-    return action._replace(kind="B") if action.kind == "I" else action
 
 
 class Pipeline(Held):

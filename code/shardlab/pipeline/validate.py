@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
 
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 
@@ -27,13 +28,10 @@ def validate(schedule: Schedule, blocking: bool = False) -> None:
     pipeline posts them and goes on. (Receives posted early are then waited for early: what a loop
     of blocking calls would do is `with_messages(schedule, early=False)`.)
     """
-    _shape(schedule)
-    for stage, order in enumerate(schedule.orders):
-        _passes(schedule, stage, order)
-    for stage, actions in enumerate(schedule.actions):
-        _ends(schedule, stage, actions)
-    _pairs(schedule)
-    _walk(schedule, blocking)
+    finders = _shape, _passes, _ends, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
+    for problems in finders:
+        if (problem := next(problems(schedule), None)) is not None:
+            raise ValueError(f"schedule {schedule.name!r}: {problem}")
 
 
 def live(schedule: Schedule) -> tuple[float, ...]:
@@ -75,200 +73,186 @@ def _at(schedule: Schedule, part: int, kind: str, action: Action) -> Where:
     return stage, Action(kind, action.microbatch, chunk)
 
 
-def _shape(schedule: Schedule) -> None:
+# What is wrong, in sentences; only the first one of them is asked for.
+
+
+def _shape(schedule: Schedule) -> Iterator[str]:
     p, v = schedule.stages, schedule.chunks
     parts = [part for row in schedule.placement for part in row]
     if [len(row) for row in schedule.placement] != [v] * p or sorted(parts) != list(range(p * v)):
-        raise _wrong(
-            schedule,
-            f"placement {schedule.placement}: allowed is each of parts 0 to {p * v - 1} once, "
-            f"{v} on each of {p} stages",
-        )
+        allowed = f"each of parts 0 to {p * v - 1} once, {v} on each of {p} stages"
+        yield f"placement {schedule.placement}: allowed is {allowed}"
     for what, rows in (("orders", schedule.orders), ("given", schedule.given)):
         if rows is not None and len(rows) != p:
-            raise _wrong(schedule, f"{what} of {len(rows)} stages: allowed is one for each of {p}")
+            yield f"{what} of {len(rows)} stages: allowed is one for each of {p}"
 
 
-def _passes(schedule: Schedule, stage: int, order: tuple[Action, ...]) -> None:
-    """Each micro-batch once through each chunk of the stage, forward and then backward."""
-    name = schedule.name_of
-    place = {action: i for i, action in enumerate(order)}
-    for action, count in Counter(order).items():
-        inside = action.microbatch in range(schedule.microbatches)
-        if action.kind not in COMPUTE or not inside or action.chunk not in range(schedule.chunks):
-            raise _wrong(
-                schedule,
-                f"stage {stage}: {name(action)} is none of its passes, which are "
-                f"{', '.join(COMPUTE)} of micro-batches 0 to {schedule.microbatches - 1}"
-                + f" and chunks 0 to {schedule.chunks - 1}"
-                * (schedule.chunks > 1),
-            )
-        if count > 1:
-            raise _wrong(schedule, f"stage {stage}: {name(action)} stands {count} times")
-    for chunk in range(schedule.chunks):
-        for i in range(schedule.microbatches):
+def _passes(schedule: Schedule) -> Iterator[str]:
+    """Each micro-batch once through each chunk of a stage, forward and then backward."""
+    name, m, v = schedule.name_of, schedule.microbatches, schedule.chunks
+    for stage, order in enumerate(schedule.orders):
+        place = {action: i for i, action in enumerate(order)}
+        for action, count in Counter(order).items():
+            inside = action.microbatch in range(m) and action.chunk in range(v)
+            if action.kind not in COMPUTE or not inside:
+                passes = f"{', '.join(COMPUTE)} of {m} micro-batches and {v} chunks, from 0"
+                yield f"stage {stage}: {name(action)} is none of its passes, which are {passes}"
+            if count > 1:
+                yield f"stage {stage}: {name(action)} stands {count} times"
+        for chunk, i in product(range(v), range(m)):
             f, b, x, w = (Action(kind, i, chunk) for kind in COMPUTE)
             if f not in place:
-                raise _wrong(schedule, f"stage {stage}: {name(f)} is missing")
-            if b in place and (x in place or w in place):
-                both = name(x if x in place else w)
-                raise _wrong(
-                    schedule, f"stage {stage}: {name(b)} and {both}: the backward is done twice"
-                )
-            if b not in place and not (x in place and w in place):
-                absent = " and ".join(name(a) for a in (x, w) if a not in place)
-                needed = absent if x in place or w in place else f"{name(b)} (or {absent})"
-                raise _wrong(schedule, f"stage {stage}: {needed} is missing")
-            steps = [f, b] if b in place else [f, x, w]
-            for first, then in zip(steps, steps[1:], strict=False):
+                yield f"stage {stage}: {name(f)} is missing"
+            split = [half for half in (x, w) if half in place]
+            if b in place and split:
+                yield f"stage {stage}: {name(b)} and {name(split[0])}: the backward is done twice"
+            if b not in place and len(split) < 2:
+                absent = " and ".join(name(half) for half in (x, w) if half not in place)
+                absent = absent if split else f"{name(b)} (or {absent})"
+                yield f"stage {stage}: {absent} is missing"
+            for first, then in pairwise([f, b] if b in place else [f, x, w]):
                 if place[then] < place[first]:
-                    raise _wrong(
-                        schedule, f"stage {stage}: {name(then)} stands before {name(first)}"
-                    )
+                    yield f"stage {stage}: {name(then)} stands before {name(first)}"
 
 
-def _ends(schedule: Schedule, stage: int, actions: tuple[Action, ...]) -> None:
+def _ends(schedule: Schedule) -> Iterator[str]:
     """Messages of a stage: those that its passes make and need, each once, and in time."""
     name = schedule.name_of
-    order = schedule.orders[stage]
-    if tuple(action for action in actions if action.kind in COMPUTE) != order:
-        raise _wrong(schedule, f"stage {stage}: actions do not hold the passes of its order")
-    place = {action: i for i, action in enumerate(actions)}
-    counts = Counter(actions)
-    wanted = set()
-    for action in order:
-        made = sent(schedule, stage, action)
-        for message, late in ((needed(schedule, stage, action), False), (made and made[0], True)):
-            if message is None:
-                continue
-            wanted.add(message)
-            what = "made by" if late else "needed by"
-            if counts[message] != 1:
-                times = f"stands {counts[message]} times" if counts[message] else "is missing"
-                raise _wrong(
-                    schedule, f"stage {stage}: {name(message)}, {what} {name(action)}, {times}"
-                )
-            if (place[message] > place[action]) != late:
-                side = "before" if late else "after"
-                raise _wrong(
-                    schedule,
-                    f"stage {stage}: {name(message)} stands {side} {name(action)}, "
-                    + ("which makes it" if late else "which needs it"),
-                )
-    for action in actions:
-        if action.kind not in COMPUTE and action not in wanted:
-            raise _wrong(schedule, f"stage {stage}: {name(action)} is a message that nobody needs")
+    for stage, (actions, order) in enumerate(zip(schedule.actions, schedule.orders, strict=True)):
+        if tuple(action for action in actions if action.kind in COMPUTE) != order:
+            yield f"stage {stage}: actions do not hold the passes of its order"
+        place, counts = {action: i for i, action in enumerate(actions)}, Counter(actions)
+        wanted = set()
+        for action in order:
+            receive, found = needed(schedule, stage, action), sent(schedule, stage, action)
+            if receive is not None:
+                wanted.add(receive)
+                if counts[receive] != 1:
+                    times = _times(counts[receive])
+                    yield f"stage {stage}: {name(receive)}, needed by {name(action)}, {times}"
+                if place[receive] > place[action]:
+                    what = f"stands after {name(action)}, which needs it"
+                    yield f"stage {stage}: {name(receive)} {what}"
+            if found is not None:
+                send, *_ = found
+                wanted.add(send)
+                if counts[send] != 1:
+                    times = _times(counts[send])
+                    yield f"stage {stage}: {name(send)}, made by {name(action)}, {times}"
+                if place[send] < place[action]:
+                    what = f"stands before {name(action)}, which makes it"
+                    yield f"stage {stage}: {name(send)} {what}"
+        for action in actions:
+            if action.kind not in COMPUTE and action not in wanted:
+                yield f"stage {stage}: {name(action)} is a message that nobody needs"
 
 
-def _pairs(schedule: Schedule) -> None:
+def _times(count: int) -> str:
+    return f"stands {count} times" if count else "is missing"
+
+
+def _pairs(schedule: Schedule) -> Iterator[str]:
     """Each stage posts its receives from another in the order in which that one sends."""
     name = schedule.name_of
     sends: dict[tuple[int, int], list[Action]] = {}
     receives: dict[tuple[int, int], list[Action]] = {}
     for stage, actions in enumerate(schedule.actions):
         for action in actions:
-            if action.kind in ("SF", "SB"):
+            if action.kind in MESSAGES:
                 peer, _ = other_end(schedule, stage, action)
-                sends.setdefault((stage, peer), []).append(action)
-            elif action.kind in ("RF", "RB"):
-                peer, _ = other_end(schedule, stage, action)
-                receives.setdefault((peer, stage), []).append(action)
+                way = (stage, peer) if action.kind[0] == "S" else (peer, stage)
+                rows = sends if action.kind[0] == "S" else receives
+                rows.setdefault(way, []).append(action)
     for (source, target), row in sends.items():
-        for i, (send, receive) in enumerate(zip(row, receives[source, target], strict=True)):
-            meant = other_end(schedule, source, send)[1]
+        for i, (send, receive) in enumerate(zip(row, receives[source, target], strict=True), 1):
+            _, meant = other_end(schedule, source, send)
             if meant != receive:
-                raise _wrong(
-                    schedule,
-                    f"stages {source} and {target} order their messages differently: number "
-                    f"{i + 1} that stage {source} sends there is {name(send)}, number {i + 1} that "
-                    f"stage {target} receives is {name(receive)}, where {name(meant)} has to "
-                    "stand. On the wire only the order says which message is which",
+                yield (
+                    f"stages {source} and {target} order their messages differently: number {i} "
+                    f"that stage {source} sends there is {name(send)}, number {i} that stage "
+                    f"{target} receives is {name(receive)}, where {name(meant)} has to stand. On "
+                    "the wire only the order says which message is which"
                 )
 
 
-def _walk(schedule: Schedule, blocking: bool) -> None:
-    """Let all stages go as far as they can; raise if they do not get to the end."""
-    at = [0] * schedule.stages
-    done: set[Where] = set()
-    moved, turn = True, list(enumerate(schedule.actions))
-    while moved:
-        moved = False
-        for stage, actions in turn:
-            while at[stage] < len(actions) and not _waits(schedule, stage, at, done, blocking):
-                action = actions[at[stage]]
-                if blocking and action.kind in MESSAGES:
-                    # Both ends stand at it, and both go on.
-                    peer, _ = other_end(schedule, stage, action)
-                    done.add((peer, schedule.actions[peer][at[peer]]))
-                    at[peer] += 1
-                done.add((stage, result(action)))
-                at[stage] += 1
-                moved = True
-        turn.reverse()  # and back: a round takes a pass through all stages
-    stuck = [s for s, actions in enumerate(schedule.actions) if at[s] < len(actions)]
-    if stuck:
-        raise _wrong(schedule, _deadlock(schedule, stuck[0], at, done, blocking))
+class _Walk:
+    """All stages go as far as they can. at: by stage, its next action; done: results that exist."""
 
+    def __init__(self, schedule: Schedule, blocking: bool):
+        self.schedule, self.blocking = schedule, blocking
+        self.at = [0] * schedule.stages
+        self.done: set[Where] = set()
 
-def _waits(
-    schedule: Schedule, stage: int, at: list[int], done: set[Where], blocking: bool
-) -> tuple[int, Action] | None:
-    """What the next action of a stage waits for: (stage, action there); None if nothing."""
-    action = schedule.actions[stage][at[stage]]
-    if action.kind not in COMPUTE:
-        peer, theirs = other_end(schedule, stage, action)
-        stands = at[peer] < len(schedule.actions[peer]) and schedule.actions[peer][at[peer]]
-        return (peer, theirs) if blocking and stands != theirs else None
-    for need in before(schedule, stage, action):
-        message = needed(schedule, stage, action) if need[0] != stage else None
-        where = other_end(schedule, stage, message) if message else need
-        if where not in done:
-            return where
-    return None
+    def problems(self) -> Iterator[str]:
+        """A circle of stages that wait for each other, if some do not get to the end."""
+        moved, turn = True, list(enumerate(self.schedule.actions))
+        while moved:
+            moved = False
+            for stage, actions in turn:
+                while self.at[stage] < len(actions) and not self.waits(stage):
+                    self.go(stage, actions[self.at[stage]])
+                    moved = True
+            turn.reverse()  # and back: a round takes a pass through all stages
+        stuck = [stage for stage, actions in turn if self.at[stage] < len(actions)]
+        if stuck:
+            yield self.circle(min(stuck))
 
+    def go(self, stage: int, action: Action) -> None:
+        """One action further."""
+        if self.blocking and action.kind in MESSAGES:  # both ends stand at it, and both go on
+            peer, theirs = other_end(self.schedule, stage, action)
+            self.done.add((peer, theirs))
+            self.at[peer] += 1
+        self.done.add((stage, result(action)))
+        self.at[stage] += 1
 
-def _deadlock(
-    schedule: Schedule, stage: int, at: list[int], done: set[Where], blocking: bool
-) -> str:
-    """Who waits for whom, in a circle."""
-    circle: list[int] = []
-    while stage not in circle:
-        circle.append(stage)
-        stage = _waits(schedule, stage, at, done, blocking)[0]
-    circle = circle[circle.index(stage) :]
-    lines = list(_lines(schedule, circle, at, done, blocking))
-    if len(circle) == 1:
-        return f"deadlock: stage {stage} waits for itself\n{lines[0]}"
-    names = ", ".join(map(str, circle[:-1]))
-    return "\n".join(
-        [f"deadlock: stages {names} and {circle[-1]} wait for each other, in a circle", *lines]
-    )
+    def next(self, stage: int) -> Action | None:
+        """Where a stage stands; None at the end."""
+        actions = self.schedule.actions[stage]
+        return actions[self.at[stage]] if self.at[stage] < len(actions) else None
 
+    def waits(self, stage: int) -> Where | None:
+        """What the next action of a stage waits for, and on which stage; None if nothing."""
+        action = self.next(stage)
+        if action.kind in MESSAGES:
+            peer, theirs = other_end(self.schedule, stage, action)
+            return (peer, theirs) if self.blocking and self.next(peer) != theirs else None
+        for need in before(self.schedule, stage, action):
+            message = needed(self.schedule, stage, action) if need[0] != stage else None
+            where = other_end(self.schedule, stage, message) if message else need
+            if where not in self.done:
+                return where
+        return None
 
-def _lines(
-    schedule: Schedule, circle: list[int], at: list[int], done: set[Where], blocking: bool
-) -> Iterator[str]:
-    name = schedule.name_of
-    for stage in circle:
-        stands = schedule.actions[stage][at[stage]]
-        peer, what = _waits(schedule, stage, at, done, blocking)
-        row = schedule.actions[peer]
+    def circle(self, stage: int) -> str:
+        """Who waits for whom."""
+        circle: list[int] = []
+        while stage not in circle:
+            circle.append(stage)
+            stage, _ = self.waits(stage)
+        circle = circle[circle.index(stage) :]
+        names = ", ".join(map(str, circle[:-1]))
+        what = f"stages {names} and {circle[-1]} wait for each other, in a circle"
+        what = what if circle[1:] else f"stage {stage} waits for itself"
+        return "\n".join([f"deadlock: {what}", *map(self.words, circle)])
+
+    def words(self, stage: int) -> str:
+        """What a stage waits for."""
+        name = self.schedule.name_of
+        peer, what = self.waits(stage)
+        later = self.schedule.actions[peer][self.at[peer] :]
         # An I does what is asked for as a B.
-        there = next(action for action in row[at[peer] :] if what in (action, result(action)))
+        there = name(next(action for action in later if what in (action, result(action))))
         does = {
-            "SF": f"stage {peer} to send activations ({name(there)})",
-            "SB": f"stage {peer} to send gradients ({name(there)})",
-            "RF": f"stage {peer} to receive them ({name(there)})",
-            "RB": f"stage {peer} to receive them ({name(there)})",
-        }.get(there.kind, f"its own {name(there)}")
-        yield (
-            f"  stage {stage} stands at {name(stands)} and waits for {does}, "
-            f"which it does only after its {name(row[at[peer]])}"
+            "SF": f"stage {peer} to send activations ({there})",
+            "SB": f"stage {peer} to send gradients ({there})",
+            "RF": f"stage {peer} to receive them ({there})",
+            "RB": f"stage {peer} to receive them ({there})",
+        }.get(what.kind, f"its own {there}")
+        return (
+            f"  stage {stage} stands at {name(self.next(stage))} and waits for {does}, "
+            f"which it does only after its {name(later[0])}"
         )
-
-
-def _wrong(schedule: Schedule, what: str) -> ValueError:
-    return ValueError(f"schedule {schedule.name!r}: {what}")
 
 
 def from_text(

@@ -4,15 +4,13 @@ torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank its 
 number of ranks can read what another number wrote. This package adds what DCP leaves to its user:
 
 - `core`: what belongs into a checkpoint, the rename that makes a save count, and `Checkpoints`;
-- `contents`: what is no tensor (random state, schedule), and how two lists of tensors differ;
-- `folder`: a folder on a disk, its manifest, and what tells damage before anything is loaded;
-- `members`: what one rank finds, all raise;
-- `reasons`: why a file could not be written, a full disk for one;
+- `folder`: what lies in it, its manifest, what tells damage before anything is loaded, and how what
+  one rank finds is raised by all;
 - `one_file`: `export`, one file for a plain process;
 - `hub`: `load_hub` and `save_hub`, weights as Hugging Face's hub keeps them, streamed; `names`,
   what they are called there, and `safe`, the files;
-- `moving`: `hand_over`, the same weights under another layout while a job runs; `pieces`, what a
-  rank has of a model, whatever has cut it;
+- `moving`: `hand_over`, the same weights under another layout while a job runs, from what each rank
+  has of a model, whatever has cut it;
 - `cost`: how often to save.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)

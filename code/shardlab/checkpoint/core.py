@@ -42,17 +42,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.common import folder_lock
-from shardlab.data_parallel import DataParallel
 from shardlab.ranks.agree import check_whole
 
-from . import contents
 from . import folder as files
-from .folder import MANIFEST, OLD, SAVING, CheckpointError
-from .members import Members
-from .reasons import cause, is_full, no_room, telling
+from .folder import MANIFEST, OLD, SAVING, CheckpointError, Members, cause, is_full
 
 
 @dataclass
@@ -75,8 +70,7 @@ class Training:
     @property
     def module(self) -> nn.Module:
         """The model, out of DataParallel's wrapper, which would add to every name."""
-        wrapped = isinstance(self.model, (DataParallel, DistributedDataParallel))
-        return self.model.module if wrapped else self.model
+        return files.unwrapped(self.model)
 
     def about(self) -> dict[str, Any]:
         """What the manifest says of this run, for people and for comparison."""
@@ -90,7 +84,7 @@ class Training:
 
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each of the optimizer's groups, on this rank."""
-        plain = getattr(self.module, "checkpoint_name", contents.plain_name)
+        plain = getattr(self.module, "checkpoint_name", files.plain_name)
         names = {p: plain(name) for name, p in self.module.named_parameters()}
         return [sorted({names[p] for p in of["params"]}) for of in self.optimizer.param_groups]
 
@@ -200,8 +194,8 @@ class Checkpoints:
     the same error. group: None is the world, as torch has it. From the first save to `close` or its
     end, the folder is this job's: another one may load from it, and its saves are refused.
 
-    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, a
-    timeout that is no number above 0, and ranks with other folders or another `keep`.
+    Raises ValueError for a folder that is a file, keep below 1, a group without this rank, and
+    ranks with other folders or another `keep`.
     """
 
     def __init__(
@@ -212,8 +206,6 @@ class Checkpoints:
         writer: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter,
         timeout: float | None = None,
     ):
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ValueError(f"folder={folder!r}: allowed are a name and a Path")
         self.root = Path(folder)
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"folder={str(folder)!r}: this is a file; allowed is a folder")
@@ -238,10 +230,10 @@ class Checkpoints:
         ranks at other steps, and for a folder that another job saves into.
         """
         self.wait()
-        contents.check_optimizer(training)
-        random = contents.random_state(next(training.module.parameters()).device)
-        small = {f"random-{self.members.rank}.pt": contents.pack(random, "random state")}
-        rest = contents.pack(training.rest(), "optimizer and schedule")  # refused on every rank
+        files.check_optimizer(training)
+        random = files.random_state(next(training.module.parameters()).device)
+        small = {f"random-{self.members.rank}.pt": files.pack(random, "random state")}
+        rest = files.pack(training.rest(), "optimizer and schedule")  # refused on every rank
         if self.members.rank == 0:
             small["rest.pt"] = rest
         with named_tensors(training) as tensors:
@@ -249,7 +241,7 @@ class Checkpoints:
             saving = self.members.first(lambda: self._begin(about))
             save = dcp.save if wait else dcp.async_save  # the latter copies, and then returns
             try:
-                storage = telling(self.writer(saving))
+                storage = files.telling(self.writer(saving))
                 written = save(tensors, storage_writer=storage, process_group=self.members.group)
             except (Exception, CheckpointException) as error:
                 written = error
@@ -265,17 +257,16 @@ class Checkpoints:
 
     def _about(self, training: Training, tensors: Any, *alike: str) -> dict[str, Any]:
         """What the manifest says of this run, of all its ranks; ValueError where they disagree."""
-        mine = training.about() | {"tensors": contents.shapes(tensors)}
+        mine = training.about() | {"tensors": files.shapes(tensors)}
         words = {name: mine[name] for name in ("optimizer", "schedule", *alike)}
         self.members.check_same(**words, **{"parameter groups": len(mine["parameter groups"])})
-        return contents.joined(self.members.exchange(mine))
+        return files.joined(self.members.exchange(mine))
 
     def _begin(self, about: dict[str, Any]) -> Path:
         """On rank 0: a fresh folder, in one that no other job saves into from here on."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if self._held is None:
-                files.check_plain(self.root / folder_lock.NAME)
                 self._held = folder_lock.hold(self.root, "a job that saves checkpoints")
             return begin(self.root, about["step"])
         except OSError as error:
@@ -284,7 +275,7 @@ class Checkpoints:
     def _failed(self, path: Path, problem: str, full: bool, about: dict[str, Any]) -> Exception:
         """What to raise when a save fails; on a full disk with the room that it takes."""
         if full:
-            problem += no_room(self.root, contents.size(about["tensors"]))
+            problem += files.no_room(self.root, files.size(about["tensors"]))
         return CheckpointError(f"{path}: not saved: {problem}")
 
     def _release(self) -> None:
@@ -347,16 +338,16 @@ class Checkpoints:
         With another number of ranks than saved, random generators are seeded anew.
         """
         self.wait()
-        contents.check_optimizer(training)
+        files.check_optimizer(training)
         self.members.check_same(step=step)
         folder = self.members.first(lambda: files.choose(self.root, step))
         manifest = self.members.first(lambda: files.read_manifest(folder))
         mine = sorted(manifest["files"])[self.members.rank :: self.members.size]
         self.members.agree(files.damage(folder, manifest["files"], mine))
-        rest = contents.unpack(folder / "rest.pt")
+        rest = files.unpack(folder / "rest.pt")
         with named_tensors(training, to_load=True) as tensors:
-            contents.leave_out(tensors, manifest["tensors"])
-            if unfit := contents.differences(manifest, self._about(training, tensors)):
+            files.leave_out(tensors, manifest["tensors"])
+            if unfit := files.differences(manifest, self._about(training, tensors)):
                 text = f"{folder}: does not fit this training: {'; '.join(unfit)}"
                 raise CheckpointError(text)
             try:
@@ -367,10 +358,10 @@ class Checkpoints:
         training.step, training.samples = manifest["step"], manifest["samples"]
         restore(training, tensors, rest)
         if manifest["ranks"] == self.members.size:
-            random = contents.unpack(folder / f"random-{self.members.rank}.pt")
-            contents.set_random_state(random, next(training.module.parameters()).device)
+            random = files.unpack(folder / f"random-{self.members.rank}.pt")
+            files.set_random_state(random, next(training.module.parameters()).device)
         else:
-            contents.seed_anew(training.step, self.members.rank)
+            files.seed_anew(training.step, self.members.rank)
         return manifest
 
     def close(self) -> None:

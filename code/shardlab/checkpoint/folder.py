@@ -1,31 +1,54 @@
-"""A folder of checkpoints on a disk: names, locks, files that last, and what tells damage.
+"""The folder of a checkpoint: what lies in it, how it lasts, and how all ranks know of a fault.
+
+In this order: names, files that last, and what tells damage; what lies there beside tensors, and
+how two lists of tensors differ; why a file could not be written; `Members`, the ranks.
 
 A folder gets its final name by one rename, which a file system does entirely or not at all: so a
 name without a dot at its front is a promise that everything is in it. The number at the front
 counts saves and not steps, so that whoever goes back to step 500 and saves step 600 anew has a
-current checkpoint with the new step 600 in it. No torch in here.
+current checkpoint with the new step 600 in it.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
+import math
 import os
+import random
 import re
-import stat
+import shutil
+import warnings
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardlab import ranks
+from shardlab.common import gpu
+from shardlab.data_parallel import DataParallel
 from shardlab.ranks.agree import check_whole
+from shardlab.ranks.gather import gathered
 
 FORMAT, VERSION = "shardlab checkpoint", 2
 MANIFEST = "manifest.json"
 SAVING, OLD = ".saving-", ".old-"
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _CHUNK = 2**20
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+Shapes = dict[str, dict[str, Any]]  # name of a tensor -> {"shape": [...], "dtype": "float32"}
+
+# A process without ranks is fine here. A thread may be the one to warn: hence for good.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class CheckpointError(RuntimeError):
@@ -61,22 +84,6 @@ def choose(root: Path, step: int | None) -> Path:
     return chosen[-1]
 
 
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a file to read; OSError for a link to who knows where, a folder, a pipe, a device.
-
-    To open a pipe, or to read from it, is to wait for whoever writes into it.
-    """
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "no plain file", str(path))
-    return open(path, "rb")
-
-
-def check_plain(path: Path) -> None:
-    """Raise OSError for what is there and is no plain file."""
-    with suppress(FileNotFoundError):
-        open_plain(path).close()
-
-
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file, and return when it is on the disk and not just in the kernel's memory."""
     with open(path, "wb") as file:
@@ -97,7 +104,7 @@ def sync(directory: Path) -> None:
 def describe(path: Path) -> dict[str, int]:
     """The size of a file in bytes and its CRC-32, which finds damage (and stops no forger)."""
     checksum = size = 0
-    with open_plain(path) as file:
+    with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             checksum = zlib.crc32(chunk, checksum)
             size += len(chunk)
@@ -108,8 +115,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; CheckpointError if it is none of ours, or damaged."""
     path = folder / MANIFEST
     try:
-        with open_plain(path) as file:
-            manifest = json.loads(file.read())
+        manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         text = f"{path}: there is no manifest, so this is no checkpoint of ours"
         raise CheckpointError(text) from None
@@ -143,14 +149,296 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
     for name in names:
         path, want = folder / name, files[name]
         try:
-            check_plain(path)
-            if (size := path.lstat().st_size) != want["bytes"]:
-                problems.append(f"{path}: has {size:,} bytes instead of {want['bytes']:,}")
-            elif (read := describe(path)["crc32"]) != want["crc32"]:
-                text = f"{path}: damaged, its CRC-32 is {read:08x} instead of {want['crc32']:08x}"
-                problems.append(text)
+            here = describe(path)
         except FileNotFoundError:
             problems.append(f"{path}: is missing")
         except OSError as error:
             problems.append(f"{path}: cannot be read: {error.strerror}")
+        else:
+            if here["bytes"] != want["bytes"]:
+                size = f"{here['bytes']:,} bytes instead of {want['bytes']:,}"
+                problems.append(f"{path}: has {size}")
+            elif here != want:
+                sums = f"{here['crc32']:08x} instead of {want['crc32']:08x}"
+                problems.append(f"{path}: damaged, its CRC-32 is {sums}")
     return problems
+
+
+# What lies in a checkpoint beside tensors, and how tensors' names and shapes are compared.
+
+
+def check_optimizer(training: Any) -> None:
+    """Raise ValueError for an optimizer that trains something else than the model."""
+    known = {id(parameter) for parameter in training.model.parameters()}
+    if any(id(p) not in known for of in training.optimizer.param_groups for p in of["params"]):
+        kind = type(training.optimizer).__name__
+        text = "it trains what is no parameter of the model; allowed is one that was made of "
+        raise ValueError(f"optimizer={kind}: {text}model.parameters(), once the model was sharded")
+
+
+def pack(value: Any, name: str) -> bytes:
+    """`value` as a file's content that torch.load reads with weights_only=True.
+
+    Such a file can hold numbers, words, lists, dictionaries and tensors, and no code.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{name}: allowed are plain values and tensors: {error}") from None
+    return buffer.getvalue()
+
+
+def unpack(path: Path) -> Any:
+    """Read such a file, without running what a pickle might say."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def shapes(state: Mapping[str, Any], prefix: str = "") -> Shapes:
+    """Name, whole shape and type of every tensor in nested dictionaries, by DCP's own names."""
+    found: Shapes = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= shapes(value, f"{name}.")
+        else:  # a DTensor's shape is that of the whole tensor
+            dtype = str(value.dtype).removeprefix("torch.")
+            found[name] = {"shape": list(value.shape), "dtype": dtype}
+    return found
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch's wrappers add to it, as DCP has it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model, out of DataParallel's wrapper, which would add to every name."""
+    return model.module if isinstance(model, DataParallel | DistributedDataParallel) else model
+
+
+def size(tensors: Shapes) -> int:
+    """The bytes of such tensors, whole."""
+    return sum(
+        math.prod(of["shape"]) * getattr(torch, of["dtype"]).itemsize for of in tensors.values()
+    )
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's words on a run, from what each of its ranks says: a rank may have a part."""
+    groups = [part["parameter groups"] for part in parts]
+    merged = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
+    twice = [name for name, times in Counter(n for of in merged for n in of).items() if times > 1]
+    if twice:
+        text = f"{min(twice)} is in one on some ranks, in another one on others"
+        raise ValueError(f"parameter groups: {text}; allowed is the same on all ranks")
+    tensors = {name: of for part in parts for name, of in part["tensors"].items()}
+    return parts[0] | {"parameter groups": merged, "tensors": tensors}
+
+
+def leave_out(state: dict[str, Any], saved: Shapes) -> None:
+    """Take those states of an optimizer out of `state` whose parameter has none in `saved`.
+
+    When it was saved, that parameter had never had a gradient; it goes on without.
+    """
+    known = set()
+    for name in saved:
+        while "." in name:
+            known.add(name := name.rpartition(".")[0])
+    for name in [name for name in state["optimizer"] if f"optimizer.{name}" not in known]:
+        del state["optimizer"][name]
+
+
+def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What keeps a checkpoint, whose manifest is `saved`, from being loaded into a run."""
+    problems = [
+        f"{name} is {saved.get(name)} in the checkpoint, {here[name]} in this training"
+        for name in ("optimizer", "schedule")
+        if saved.get(name) != here[name]
+    ]
+    many, few = len(saved["parameter groups"]), len(here["parameter groups"])
+    if many != few:
+        text = f"parameter groups is {many} in the checkpoint, {few} in this training"
+        problems.append(text)
+    problems = problems or _other_tensors(saved["tensors"], here["tensors"])
+    for number in range(0 if problems else few):
+        # By place, as torch and schedules keep what is known of a group: so it has to be the same.
+        groups, mine = saved["parameter groups"], here["parameter groups"][number]
+        if mine != groups[number]:
+            theirs = f"group {groups.index(mine)} of the checkpoint" if mine in groups else ""
+            what = theirs or f"no group of the checkpoint, with {_some(mine)} in it"
+            problems.append(f"parameter group {number} of this training is {what}")
+    more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
+    return problems[:2] + more
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3] or ["nothing"]) + more
+
+
+def _other_tensors(saved: Shapes, here: Shapes) -> list[str]:
+    """How names, shapes and types differ."""
+    problems = []
+    if missing := here.keys() - saved.keys():
+        problems.append(f"missing in the checkpoint: {_some(missing)}")
+    if alone := saved.keys() - here.keys():
+        problems.append(f"in the checkpoint alone: {_some(alone)}")
+    for name in sorted(here.keys() & saved.keys()):
+        if saved[name] != here[name]:
+            a, b = (f"{tensor['dtype']} {tensor['shape']}" for tensor in (saved[name], here[name]))
+            problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
+    return problems
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where the random generators of this rank stand: torch's, the GPU's, Python's, numpy's."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": gpu.module().get_rng_state(device) if gpu.is_on(device) else None,
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put this rank's generators back to where they stood."""
+    torch.set_rng_state(state["torch"])
+    if gpu.is_on(device) and state["cuda"] is not None:
+        gpu.module().set_rng_state(state["cuda"], device)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+def seed_anew(step: int, rank: int) -> None:
+    """New random numbers for a rank that has no saved state: others on each rank, repeatable."""
+    seed = (step * 1_000_003 + rank) % 2**32
+    torch.manual_seed(seed)  # CUDA's as well
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# Why a file could not be written: what the operating system has said, from under torch's words.
+
+
+def said(error: BaseException) -> BaseException:
+    """The operating system's own error, where there is one behind `error`; otherwise `error`.
+
+    torch writes through C++, which turns a full disk into an "unexpected pos 704 vs 598".
+    """
+    found: BaseException | None = error
+    while found and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
+def telling(storage: Any) -> Any:
+    """DCP's writer `storage`, which now raises what was said: what is behind does not travel."""
+    write = storage.write_data
+
+    def write_data(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except Exception as error:
+            raise said(error) from None
+
+    storage.write_data = write_data
+    return storage
+
+
+def _failures(error: BaseException) -> list[tuple[int, BaseException]]:
+    """What failed on which ranks, for an error of DCP's; the operating system's word first."""
+    found = [(rank, inner) for rank, (inner, _) in getattr(error, "failures", {}).items()]
+    return sorted(found, key=lambda of: (not isinstance(of[1], OSError), of[0]))
+
+
+def cause(error: BaseException) -> str:
+    """The reason that DCP found, without the traceback that it puts around it."""
+    for rank, inner in _failures(error):
+        return f"rank {rank}: {type(inner).__name__}: {inner}"
+    return f"{type(error).__name__}: {error}"
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the reason, on one of the ranks, is a disk without room, or a quota."""
+    codes = [getattr(inner, "errno", None) for _, inner in [(0, error), *_failures(error)]]
+    return errno.ENOSPC in codes or errno.EDQUOT in codes
+
+
+def no_room(folder: Path, needed: int) -> str:
+    """What to add then: the bytes that are needed, and those that are free in `folder` now."""
+    free = shutil.disk_usage(folder).free
+    return f": the disk is full: {needed:,} bytes and more are to be written, {free:,} are free"
+
+
+# What one rank finds, all of them know, or raise: else the others would wait.
+
+
+class Members:
+    """The ranks that save and load together, in a group of their own.
+
+    A save in the background sends messages at moments that nobody knows: in the group of training
+    they would meet training's. The new one is gloo's, on the CPU. group: None is the world, as
+    torch has it; a process without ranks is alone. timeout: seconds that a rank waits for another,
+    by default the run's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None):
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size, self._destroy = 0, 1, False
+        if group is None:
+            if not dist.is_initialized():
+                return
+            group = dist.group.WORLD
+        self.rank, self.size = ranks.check_group(group)
+        numbers = dist.get_process_group_ranks(group)
+        # Without ranks that are no members, a group's name is made from its members, and after
+        # it was destroyed the same members would wait for one another under that name.
+        self._destroy = len(numbers) == dist.get_world_size()
+        limit = ranks.agree.time_limit(group) if timeout is None else timedelta(seconds=timeout)
+        self.group = dist.new_group(
+            numbers, limit, backend="gloo", use_local_synchronization=not self._destroy
+        )
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        return [value] if self.group is None else gathered(value, self.group)
+
+    def check_same(self, **given: Any) -> None:
+        """Raise ValueError, the same on all ranks, unless all were given the same."""
+        if self.group is not None:
+            ranks.check_same(self.group, **given)
+
+    def first(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns or raises on rank 0, on every rank."""
+        result = error = None
+        if self.rank == 0:
+            try:
+                result = act()
+            except Exception as raised:
+                error = raised
+        result, error = self.exchange((result, error))[0]
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else this frame and the error would keep each other, and a folder held
+        return result
+
+    def agree(self, problems: list[str], head: str = "") -> None:
+        """Raise CheckpointError on every rank if one of them has found problems."""
+        found = [text for part in self.exchange(problems) for text in part]
+        if found:
+            raise CheckpointError(head + "; ".join(dict.fromkeys(found)))
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._destroy:
+            dist.destroy_process_group(self.group)
+        self.group, self._destroy = None, False

@@ -28,13 +28,20 @@ from shardlab.layout.boxes import Box, Piece, common, moved, shape, within
 from shardlab.zero.wrapper import Sharded
 
 from . import names, safe
-from .contents import plain_name
-from .folder import SAVING, CheckpointError, sync, write_durably
-from .members import Members
-from .moving import by_name, carry, holders, parts_of, shapes_of, transfers
+from .folder import (
+    SAVING,
+    CheckpointError,
+    Members,
+    cause,
+    is_full,
+    no_room,
+    said,
+    sync,
+    unwrapped,
+    write_durably,
+)
+from .moving import by_name, carry, changed, holders, parts_of, pieces, transfers
 from .names import FAMILIES, Link
-from .pieces import changed, pieces, unwrapped
-from .reasons import cause, is_full, no_room, said
 
 GB = 10**9
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
@@ -46,10 +53,9 @@ def load_hub(
 ) -> tuple[str, ...]:
     """Fill a model with the weights in `folder`, which is as the hub has it.
 
-    model: a GPT, plain or on any ranks, as `pieces` takes it; or one of `transformers`, plain or
-    with DTensors. All ranks of `group` call it; None: those of the world. Values are converted to
-    the model's dtype. Returns the tensors in the folder that such a model has no place for, such as
-    GPT-2's positions.
+    model: a GPT, plain or on any ranks, as `pieces` takes it. All ranks of `group` call it; None:
+    those of the world. Values are converted to the model's dtype. Returns the tensors in the folder
+    that such a model has no place for, such as GPT-2's positions.
 
     Raises CheckpointError, the same on all ranks, which names the file or tensor that is missing,
     cut off, of another shape, unknown, or stored twice with unequal values though the model ties
@@ -59,11 +65,10 @@ def load_hub(
     try:
         members.check_same(folder=os.path.abspath(folder))
         members.first(lambda: names.check_folder(folder=folder))
-        own = pieces(model)
-        shapes = shapes_of(members.exchange(parts_of(own)))
+        config, own = _config(model), pieces(model)
         there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
-        links = links_of(model, kind, shapes)
-        wanted, tied = names.shapes(links), _tied(model, kind)
+        links = names.links(config, kind)
+        wanted, tied = names.shapes(links), _tied(config, kind)
         found, left = members.first(lambda: _matched(folder, there, wanted, kind, tied))
         problem = []
         try:
@@ -119,9 +124,9 @@ def _matched(
 
     Raises CheckpointError for what is missing, other or unknown.
     """
-    family, found, known = FAMILIES.get(kind), {}, set()
+    family, found, known = FAMILIES[kind], {}, set()
     for name, wanted in shapes.items():
-        short = name.removeprefix(family.base) if family else name
+        short = name.removeprefix(family.base)
         called = [n for n in dict.fromkeys((name, short, *tied.get(name, ()))) if n in there]
         if not called:
             raise CheckpointError(f"{folder}: {name} is not in it: of another model, or renamed")
@@ -141,8 +146,7 @@ def _matched(
         known |= set(called)
     left = sorted(there.keys() - known)
     for name in left:
-        beside = family.beside if family else r"(?!)"
-        if not re.fullmatch(beside, name) and not re.fullmatch(beside, f"{family.base}{name}"):
+        if not any(re.fullmatch(family.beside, of) for of in (name, f"{family.base}{name}")):
             text = f"{name} is unknown: of another model, or renamed"
             raise CheckpointError(f"{folder / there[name].file}: {text}")
     return found, tuple(left)
@@ -194,16 +198,18 @@ class _Saving:
         dtype: torch.dtype | None,
         members: Members,
     ):
-        self.model, self.folder, self.like, self.members = model, folder, like, members
-        own = pieces(model)
+        self.folder, self.like, self.members = folder, like, members
+        config, own = _config(model), pieces(model)
         told = members.exchange((parts_of(own), {p.name: p.tensor.dtype for p in own}))
         parts, kinds = [of for of, _ in told], {n: t for _, of in told for n, t in of.items()}
-        there, kind = {}, kind_of(model)
-        if like is not None:
+        if like is None:
+            there, kind = {}, names.family_of(config)
+        else:
             members.first(lambda: names.check_folder(like=like))
             there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
-        self.kind, self.pieces, self.holders = kind, by_name(own), holders(parts)
-        links = links_of(model, kind, shapes_of(parts))
+        self.kind, self.config = kind, config
+        self.pieces, self.holders = by_name(own), holders(parts)
+        links = names.links(config, kind)
         lost = [p.name for p in own if p.name not in links and p.tensor.count_nonzero()]
         if lost := [name for names in members.exchange(lost) for name in names]:
             text = f"model_type={kind!r} has no place for {lost[0]}"
@@ -214,7 +220,7 @@ class _Saving:
         self.dtypes = {hub: dtype or kinds[of[0].name] for hub, of in self.into.items()}
         self.sources: dict[str, safe.Stored] = {}
         if like is not None:
-            tied = _tied(model, kind)
+            tied = _tied(config, kind)
             found, left = members.first(lambda: _matched(like, there, self.shapes, kind, tied))
             self.sources = {name: there[name] for name in left}
             self.shapes |= {name: there[name].shape for name in left}
@@ -326,7 +332,7 @@ class _Saving:
             weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
             if path.is_file() and not weights:
                 shutil.copyfile(path, saving / path.name)
-        content = config_json(self.model, self.kind)
+        content = names.config_json(self.config, self.kind)
         if self.like is not None:
             content = json.loads((self.like / "config.json").read_text("utf-8"))
         words = {str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}
@@ -336,59 +342,19 @@ class _Saving:
         write_durably(saving / "config.json", json.dumps(content, indent=2).encode() + b"\n")
 
 
-# Which tensors of the hub's a model has.
-
-
-def _config(model: nn.Module) -> Any:
-    """A model's own configuration: ours, or one of transformers."""
+def _config(model: nn.Module) -> Config:
+    """The shape of a GPT, whatever it is wrapped in."""
     model = unwrapped(model)
-    inner = model.module if isinstance(model, Sharded) else model
-    config = getattr(inner, "config", None)
-    if not isinstance(config, Config) and not hasattr(config, "model_type"):
-        kind = type(model).__name__
-        raise ValueError(f"model={kind}: allowed are a GPT, and models of transformers")
+    config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
+    if not isinstance(config, Config):
+        raise ValueError(f"model={type(model).__name__}: allowed are a GPT, plain or on any ranks")
     return config
 
 
-def kind_of(model: nn.Module) -> str:
-    """The model_type of a model of transformers, or the one that computes what a GPT does."""
-    config = _config(model)
-    return names.family_of(config) if isinstance(config, Config) else config.model_type
-
-
-def links_of(
-    model: nn.Module, kind: str, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Link]]:
-    """Where each tensor of a model stands on the hub, for one of that kind (its model_type)."""
-    config = _config(model)
-    if isinstance(config, Config):
-        return names.links(config, kind)
-    if config.model_type != kind:
-        text = f"allowed are folders of {config.model_type!r}, as the model is"
-        raise ValueError(f"model_type={kind!r}: {text}")
-    return names.links_of_transformers(kind, shapes)
-
-
-def _tied(model: nn.Module, kind: str) -> dict[str, list[str]]:
-    """Return a tied tensor's further names on the hub, by the name under which the model has it."""
-    config = _config(model)
-    if isinstance(config, Config):
-        first, other = (f"{FAMILIES[kind].names[end]}.weight" for end in ("embedding", "head"))
-        return {first: [other]} if config.tied else {}
-    alike: dict[int, list[str]] = {}
-    for name, tensor in unwrapped(model).named_parameters(remove_duplicate=False):
-        ((link,),) = names.links_of_transformers(kind, {plain_name(name): ()}).values()
-        alike.setdefault(id(tensor), []).append(link.hub)
-    return {first: others for first, *others in alike.values()}
-
-
-def config_json(model: nn.Module, kind: str) -> dict[str, Any]:
-    """What `transformers` builds such a model from."""
-    config = _config(model)
-    if isinstance(config, Config):
-        return names.config_json(config, kind)
-    classname = type(unwrapped(model)).__name__.removeprefix("FSDP")  # fully_shard's own class
-    return config.to_dict() | {"architectures": config.architectures or [classname]}
+def _tied(config: Config, kind: str) -> dict[str, list[str]]:
+    """Return a tied tensor's further name on the hub, by the name under which the model has it."""
+    first, other = (f"{FAMILIES[kind].names[end]}.weight" for end in ("embedding", "head"))
+    return {first: [other]} if config.tied else {}
 
 
 def _kind(folder: Path) -> str:

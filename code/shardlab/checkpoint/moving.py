@@ -9,20 +9,23 @@ is asked of each in turn, and who has a part himself sends nothing. So bytes are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardlab.common.arguments import told
-from shardlab.layout.boxes import Box, Piece, common, elements, within
+from shardlab.layout.boxes import Box, Piece, common, elements, whole, within
+from shardlab.layout.entries import ledger
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered
 from shardlab.ranks.p2p import exchange_all
+from shardlab.zero.wrapper import Sharded
 
-from .pieces import changed, pieces
+from .folder import plain_name, unwrapped
 
 Parts = Sequence[tuple[str, Box]]  # of a rank: names of tensors, and what it has of them
 
@@ -137,12 +140,8 @@ def predicted_hand_over(
     before, after: for each rank of the group, in its order; [] for one without such a model.
     `mesh.predicted_pieces` are those of a layout. itemsize: bytes of a number of the target's.
     """
-    text = "allowed are lists of names and boxes, one for each rank, as many before as after"
-    for name, parts in (("before", before), ("after", after)):
-        if not isinstance(parts, list) or not all(isinstance(mine, list) for mine in parts):
-            raise ValueError(f"{name}={told(parts)}: {text}")
     if len(before) != len(after):
-        raise ValueError(f"before={told(before)}, after={told(after)}: {text}")
+        raise ValueError(f"after has {len(after)} ranks: allowed are {len(before)}, as before")
     sent = [0] * len(before)
     for name, plan in planned(before, after).items():
         each = 4 if name.endswith("bias_E") else itemsize  # it is float32 in a model of any dtype
@@ -197,3 +196,52 @@ def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
 def parts_of(found: Iterable[Piece]) -> list[tuple[str, Box]]:
     """Of pieces what has to be known of them elsewhere."""
     return [(piece.name, piece.box) for piece in found]
+
+
+# What a rank has of a model, whatever has cut it: parts of the plain model's tensors.
+
+
+def pieces(model: nn.Module) -> list[Piece]:
+    """This rank's parameters and buffers, as parts of the plain model's tensors; tied ones once.
+
+    model: plain, in copies, cut by `tensor_parallel` or `experts`, in shards of `zero` or of
+    `fully_shard` (and any other with DTensors), or on a mesh.
+    """
+    model = unwrapped(model)
+    if isinstance(model, Sharded):
+        return model.pieces(_cut(model.module))
+    if hasattr(model, "pieces"):
+        return model.pieces()
+    cut, found = _cut(model), []
+    lasting = set(model.state_dict(keep_vars=True))
+    for name, parameter in model.named_parameters():
+        found.append(_piece(plain_name(name), parameter, cut))
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in lasting]
+    return found + [_piece(plain_name(name), buffer, cut) for name, buffer in buffers]
+
+
+def _cut(model: nn.Module) -> dict[str, Box]:
+    """Which parts of the plain model's tensors are there, where `tensor_parallel` has cut it."""
+    group = getattr(model, "tensor_group", None)
+    if group is None:
+        return {}
+    rank, size = check_group(group)
+    return {entry.name: entry.box(rank, size) for entry in ledger(model.config)}
+
+
+def _piece(name: str, tensor: Tensor, cut: Mapping[str, Box]) -> Piece:
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Piece(name, cut.get(name, whole(tensor.shape)), tensor)
+    here = tensor.to_local()
+    sizes, first = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    box = tuple((begin, begin + size) for begin, size in zip(first, sizes, strict=True))
+    return Piece(name, box, here[tuple(slice(size) for size in sizes)])
+
+
+def changed(model: nn.Module) -> None:
+    """Tell a model that its pieces have new values; all ranks call it."""
+    if hasattr(model := unwrapped(model), "changed"):
+        model.changed()

@@ -248,10 +248,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 COMPUTED = [kind for kind in FAMILIES if kind != "gpt2"]  # by the course's GPT, to rounding
-_FUSED_EXPERTS = {
-    "gate_up_proj": ("ffn.experts.gate", "ffn.experts.up"),
-    "down_proj": ("ffn.experts.down",),
-}
 # What a key that is not there stands for, where that is not the value that our GPT computes.
 _ABSENT = {
     "use_parallel_residual": True,
@@ -345,45 +341,6 @@ def _places(
         first = (head * times + number) * each
         place, box = ((first, first + each), *rest), ((head * each, (head + 1) * each), *rest)
         yield Link(hub, place[::-1] if turned else place, entry.name, box, turned)
-
-
-def links_of_transformers(
-    model_type: str, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Link]]:
-    """The same for a model of `transformers`, whose names are the hub's but for experts.
-
-    It has those of a layer in one tensor, [E, 2F, H] for gate and up, [E, H, F] for down; the hub
-    has each alone. Raises ValueError for experts of a kind that is not in the table.
-    """
-    found, family = {}, FAMILIES.get(model_type)
-    for name, of in shapes.items():
-        before, experts, last = name.partition("mlp.experts.")
-        if experts and len(of) == 3:
-            if family is None or last not in _FUSED_EXPERTS:
-                allowed = ", ".join(
-                    kind for kind in FAMILIES if "ffn.experts.up" in FAMILIES[kind].names
-                )
-                raise ValueError(f"model_type={model_type!r}: allowed with experts are {allowed}")
-            stems = [family.names[stem] for stem in _FUSED_EXPERTS[last]]
-            each = of[1] // len(stems)
-            found[name] = [
-                Link(
-                    f"{before}{stem.format(expert)}.weight",
-                    ((0, each), (0, of[2])),
-                    name,
-                    ((expert, expert + 1), (k * each, (k + 1) * each), (0, of[2])),
-                )
-                for expert in range(of[0])
-                for k, stem in enumerate(stems)
-            ]
-            continue
-        hub = name
-        if family is not None and name == "lm_head.weight":
-            hub = f"{family.names['head']}.weight"
-        if family is not None and "ffn.router.score" in family.names and ".mlp.gate." in name:
-            hub = name.replace("mlp.gate", family.names["ffn.router.score"])
-        found[name] = [Link(hub, whole(of), name, whole(of))]
-    return found
 
 
 def shapes(found: Mapping[str, list[Link]]) -> dict[str, tuple[int, ...]]:

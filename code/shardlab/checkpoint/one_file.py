@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from shardlab.data_parallel import DataParallel
 from shardlab.ranks import check_group
 
-from .folder import CheckpointError
-from .reasons import cause, is_full, no_room, said
+from .folder import CheckpointError, cause, is_full, no_room, said, unwrapped
 
 
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -38,7 +36,7 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     if hasattr(model, "full_state_dict"):
         full = model.full_state_dict()
     else:
-        module = model.module if isinstance(model, DataParallel) else model
+        module = unwrapped(model)
         sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
         options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
         full = get_model_state_dict(module, options=options)

@@ -15,7 +15,7 @@ from shardlab import experts, memory, pipeline, ranks, sequence_parallel, tensor
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.model import GPT
 from shardlab.layout import Layout, ledger, stages, structure
-from shardlab.layout.entries import held
+from shardlab.layout.stages import held
 
 GATED = Config(
     96, 16, 3, 4, 32, 2, 48, "swiglu", "rms", False, False,

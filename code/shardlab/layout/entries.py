@@ -16,14 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardlab.common.shapes import Config
 
 from .boxes import Box, share, whole
-
-if TYPE_CHECKING:  # which read entries
-    from .stages import Stage
 
 KINDS = "embedding", "attention", "ffn", "norms", "head"
 COPIED = "key_value_heads"  # where ranks are more than these, several have the same one
@@ -93,22 +89,6 @@ def of_layer(config: Config, sparse: bool, experts: range) -> Iterator[Entry]:
                 for one in own:
                     name = one.name.replace(".experts.0.", f".experts.{number}.")
                     yield replace(one, name=name, expert=number)
-
-
-def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
-    """What a rank of `stage` has entries of, in the model's order.
-
-    place: of the `ep` ranks that deal out the experts. A tied head is among them where it is a
-    copy: on another stage than the embedding.
-    """
-    each = config.experts // ep
-    first, *last = outside(config)
-    found = [first] if stage.embedding else []
-    for layer in stage.numbers:
-        found += in_layer(config, layer, range(place * each, (place + 1) * each))
-    if stage.head:
-        found += last[:-1] if config.tied and stage.embedding else last
-    return found
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from shardlab.common.arguments import check_count, check_one_of, is_whole, told
 from shardlab.common.shapes import Config
 
+from .entries import Entry, in_layer, outside
 from .structure import Structure, structure
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
@@ -92,6 +93,22 @@ def stages(
         *others, end = found[last].chunks
         end = range(end.start, end.stop + model.ahead)
         found[last] = replace(found[last], chunks=(*others, end))
+    return found
+
+
+def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
+    """What a rank of `stage` has entries of, in the model's order.
+
+    place: of the `ep` ranks that deal out the experts. A tied head is among them where it is a
+    copy: on another stage than the embedding.
+    """
+    each = config.experts // ep
+    first, *last = outside(config)
+    found = [first] if stage.embedding else []
+    for layer in stage.numbers:
+        found += in_layer(config, layer, range(place * each, (place + 1) * each))
+    if stage.head:
+        found += last[:-1] if config.tied and stage.embedding else last
     return found
 
 

@@ -15,7 +15,8 @@ from math import prod
 from shardlab.common.arguments import check_whole, given
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
-from shardlab.layout.entries import Entry, held
+from shardlab.layout.entries import Entry
+from shardlab.layout.stages import held
 from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
 
 from .units import ceil_div

@@ -30,6 +30,7 @@ from shardlab.common.shapes import Config
 from shardlab.data_parallel.buckets import MIB, deal
 from shardlab.layout import Layout, Stage, entries
 from shardlab.layout.boxes import Box, stretch, whole
+from shardlab.layout.stages import held
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # those with whole backwards
 ITEM = 4  # bytes
@@ -141,7 +142,7 @@ def _parts(config: Config, layout: Layout, stage: int) -> list[Stage]:
 
 
 def _dealt(config: Config, layout: Layout, part: Stage) -> list[Shared]:
-    there = entries.held(config, part)
+    there = held(config, part)
     elements = {entry.name: entry.elements(layout.tp) for entry in there}
     copies = layout.dp
     if layout.zero == 0:
@@ -216,7 +217,7 @@ def predicted_sent(
         "twin": float(ITEM * config.vocab // t * config.hidden) if ends else 0.0,
     }
     if layout.sequence_parallel:  # gradients of what is whole, but knows its tokens alone
-        partly = {entry.name for entry in entries.held(config, part) if entry.partly}
+        partly = {entry.name for entry in held(config, part) if entry.partly}
         own = [item for flat in flats for item in flat.own(copy).items()]
         along["tp"] += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)
     others = sum(ITEM * (flat.padded - flat.shard) for flat in flats)

@@ -53,15 +53,6 @@ def check_number(least: float | None = None, most: float = MOST, **values: float
             raise ValueError(f"{name}={told(value)}: allowed are numbers {allowed}")
 
 
-def check_numbers(least: float | None = None, **values: Sequence[float]) -> None:
-    """The same for each number of a list, of which there has to be one at least."""
-    for name, each in values.items():
-        if not isinstance(each, Sequence) or isinstance(each, str) or not each:
-            raise ValueError(f"{name}={told(each)}: allowed is a list of numbers")
-        for number, value in enumerate(each):
-            check_number(least, **{f"{name}[{number}]": value})
-
-
 def check_bytes(**sizes: int) -> None:
     """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
     for name, value in sizes.items():

@@ -62,8 +62,7 @@ def draw(
     """
     shown = timelines if isinstance(timelines, Sequence) else [timelines]
     for name, given in (("titles", titles), ("notes", notes), ("heads", heads)):
-        listed = isinstance(given, Sequence) and not isinstance(given, str)
-        if given is not None and (not listed or len(given) != len(shown)):
+        if given is not None and len(given) != len(shown):
             raise ValueError(f"{name}={given!r}: allowed is one for each of {len(shown)} timelines")
     titles = [summary(timeline) for timeline in shown] if titles is None else titles
     long = end or max(_ends(timeline)[1] - _ends(timeline)[0] for timeline in shown) or 1.0

@@ -18,16 +18,15 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import SIZES, check_number, check_one_of, check_whole
 from shardlab.common.files import read_json
-from shardlab.common.shapes import Config
+from shardlab.common.shapes import Config, Yarn
 from shardlab.layout.boxes import Box, whole
 from shardlab.layout.entries import Entry, ledger
-
-from . import ropes
 
 
 class Link(NamedTuple):
@@ -361,9 +360,8 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
     family = FAMILIES[model_type]
     found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
     if "rope_theta" in found:
-        found["rope_parameters"] = {"rope_theta": found.pop("rope_theta")} | ropes.written(
-            config.yarn
-        )
+        base = {"rope_theta": found.pop("rope_theta")}
+        found["rope_parameters"] = base | _yarn_json(config.yarn)
     if "latent" in family.sizes:  # each head has keys and values of its own
         found["num_key_value_heads"] = config.heads
     return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
@@ -415,7 +413,45 @@ def _shape(given: Mapping[str, Any]) -> Config:
             raise ValueError(f"{key}={given[key]!r}; allowed is {only!r}")
     sizes = {name: given[key] for name, key in family.sizes.items() if given.get(key) is not None}
     if given["rope_type"] != "default":
-        check_one_of(("default",) if "rotary_base" not in family.sizes else ropes.TYPES,
-                     rope_type=given["rope_type"])  # fmt: skip
-        sizes["yarn"] = ropes.read(scaled, given, "latent" in family.sizes)
+        types = ("default", "yarn") if "rotary_base" in family.sizes else ("default",)
+        check_one_of(types, rope_type=given["rope_type"])
+        sizes["yarn"] = _yarn(scaled, given, "latent" in family.sizes)
     return Config(**family.fixed | sizes)
+
+
+def _yarn_json(yarn: Yarn | None) -> dict[str, Any]:
+    """What stands in a file's rope_parameters, beside the base."""
+    if yarn is None:
+        return {"rope_type": "default"}
+    found = {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.seq,
+        "beta_fast": yarn.fast,
+        "beta_slow": yarn.slow,
+        "attention_factor": yarn.turned,
+    }
+    return found | ({"mscale_all_dim": yarn.sharper} if yarn.sharper else {})
+
+
+def _yarn(scaled: Mapping[str, Any], given: Mapping[str, Any], latent: bool) -> Yarn:
+    """What a file says of positions that are stretched; ValueError for another way to do it.
+
+    Defaults are those of transformers 5.23 (modeling_rope_utils.py).
+    """
+    if not scaled.get("truncate", True):
+        raise ValueError(f"truncate={scaled['truncate']!r}: allowed is True")
+    before = scaled.get("original_max_position_embeddings")
+    check_whole(1, SIZES, original_max_position_embeddings=before)
+    factor = scaled.get("factor")
+    if factor is None and isinstance(longest := given.get("max_position_embeddings"), int):
+        factor = longest / before
+    numbers = {name: scaled.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
+    check_number(1, factor=factor)
+    check_number(0, **{name: value for name, value in numbers.items() if value is not None})
+    one, every, turned = (value or 0.0 for value in numbers.values())
+    if numbers["attention_factor"] is None:
+        scale = 0.1 * log(factor) + 1
+        turned = (one * (scale - 1) + 1) / (every * (scale - 1) + 1) if one and every else scale
+    fast, slow = (scaled.get(f"beta_{name}") or more for name, more in (("fast", 32), ("slow", 1)))
+    return Yarn(factor, before, fast, slow, turned, every if latent else 0.0)

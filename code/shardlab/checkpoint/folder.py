@@ -431,11 +431,11 @@ class Members:
                 del error  # else this frame and the error would keep each other, and a folder held
         return result
 
-    def agree(self, problems: list[str], head: str = "") -> None:
+    def agree(self, problems: list[str]) -> None:
         """Raise CheckpointError on every rank if one of them has found problems."""
         found = [text for part in self.exchange(problems) for text in part]
         if found:
-            raise CheckpointError(head + "; ".join(dict.fromkeys(found)))
+            raise CheckpointError("; ".join(dict.fromkeys(found)))
 
     def close(self) -> None:
         """Give the group back."""

@@ -11,11 +11,9 @@ the list imports none: it can be read without what a command lacks.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
-from contextlib import suppress
 
 from shardtools import options
 
@@ -37,10 +35,7 @@ COMMANDS = {
         "shardcourse.build.gpu",
         "on a machine with a GPU: test, record and measure everything that needs one",
     ),
-    "memory": (
-        "shardtools.commands.memory",
-        "what one rank of a training job holds, in bytes",
-    ),
+    "memory": ("shardtools.commands.memory", "what one rank of a training job holds, in bytes"),
     "schedule": (
         "shardtools.commands.schedule",
         "who works when in a pipeline; bubble, memory and a picture",
@@ -76,14 +71,10 @@ COMMANDS = {
 }
 PROGRAM = "python -m shardlab"
 PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # modules that pip knows by another name
-# What a write to a full disk, a closed pipe or a closed terminal ends with.
-UNWRITTEN = errno.ENOSPC, errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (or the command line) names; return the exit status."""
-    if not _opened():
-        return _failed("the output cannot be written: it is closed", 1)
     options.any_encoding()
     try:
         try:
@@ -93,7 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # whoever reads this, `head` for one, has had enough
-        _drop_output()
+        # What waits to be written goes nowhere: Python would try again, and complain, at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -102,9 +94,6 @@ def main(arguments: list[str] | None = None) -> int:
         package = PACKAGES.get(name, name)
         return _failed(f"this Python lacks {name}: {sys.executable} -m pip install {package}", 2)
     except OSError as error:
-        if error.filename is None and error.errno in UNWRITTEN:
-            _drop_output()
-            return _failed(f"the output cannot be written: {error.strerror}", 1)
         return _failed(str(error), 1)
     except ValueError as error:  # the user's mistake: the message is enough
         return _failed(str(error), 2)
@@ -130,28 +119,8 @@ def _run(given: list[str]) -> int:
     return chosen.command(chosen)
 
 
-def _opened() -> bool:
-    """Whether the output is open. What else is closed is opened on nothing.
-
-    The next file that is opened, by this process or one that it starts, would take its number.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    sys.stdin, sys.stderr = sys.stdin or open(os.devnull), sys.stderr or open(os.devnull, "w")
-    return sys.stdout is not None
-
-
-def _drop_output() -> None:
-    """What waits to be written goes nowhere: Python would try again, and complain, at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _failed(words: str, status: int) -> int:
-    with suppress(OSError):  # nobody can be told
-        print(f"{PROGRAM}: {words}", file=sys.stderr)
+    print(f"{PROGRAM}: {words}", file=sys.stderr)
     return status
 
 

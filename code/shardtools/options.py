@@ -1,8 +1,9 @@
 """Options of the commands. A bad value gets one line: its name, the value, and what is allowed.
 
-argparse's own messages name types, not what is allowed, and stop at the first character of a
-negative number. So values arrive as text here, and their module judges them. What an option names
-in the file system is judged here as well: `folder` and `written`; `files` reads.
+argparse's own messages name types, not what is allowed. So a value that is no number where one is
+wanted stays text, and is refused by the dataclass or the function that it is for, as it is in
+Python. What an option names in the file system is judged here: `folder` and `written`; `files`
+reads.
 
 The standard library alone.
 """
@@ -10,7 +11,6 @@ The standard library alone.
 from __future__ import annotations
 
 import argparse
-import codecs
 import io
 import os
 import re
@@ -18,16 +18,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardlab.common.arguments import MOST, check_whole, told
 from shardlab.common.files import place
-
-_LIKENESS = {
-    "×": "x", "·": ".", "→": "->", "–": "-", "─": "-", "…": "...", "’": "'", "µ": "u", "±": "+-",
-    "²": "^2", "«": "<<", "»": ">>", "“": '"', "”": '"', "≥": ">=", "≤": "<=",
-}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,22 +33,13 @@ class Parser(argparse.ArgumentParser):
         """End the process with status 2; argparse would print how all is used first."""
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def print_help(self, file: Any = None) -> None:
-        """Raises OSError where it cannot be written; argparse would end as if it had been."""
-        (file or sys.stdout).write(self.format_help())
-
     def parse_known_args(self, *given: Any, **more: Any) -> Any:
         """As of any parser, but here nothing is left: whoever asked for it hears what is wrong."""
         found, rest = super().parse_known_args(*given, **more)
         if rest:
             near = nearest(rest[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(map(_seen, rest))}{near}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
         return found, rest
-
-
-def _seen(word: str) -> str:
-    """A word as it was typed, where a line shows it whole."""
-    return word if word.isprintable() else repr(word)
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -64,21 +51,10 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def any_encoding() -> None:
-    """From here on printing never fails for a character that a terminal or a pipe has not.
-
-    What is written so often that its code would be hard to read gets a likeness.
-    """
-    codecs.register_error("shardlab", _alike)
+    """Let nothing that is printed fail for a character that a terminal or a pipe has not."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="shardlab")
-
-
-def _alike(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    missing = error.object[error.start : error.end]
-    likeness = (_LIKENESS.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing)
-    return "".join(likeness), error.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def command(
@@ -96,9 +72,28 @@ def command(
     return parser
 
 
-def add(parser: argparse.ArgumentParser, name: str, words: str, metavar: str) -> None:
-    """An option with a value. One that is missing arrives as "", and is judged like any other."""
-    parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar)
+def add(
+    parser: argparse.ArgumentParser,
+    name: str,
+    words: str,
+    metavar: str,
+    kind: Callable[[str], Any] = str,
+) -> None:
+    """Add an option with a value, of that kind where its text is one. A missing value is ""."""
+    read = partial(_read, kind)
+    parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar, type=read)
+
+
+def _read(kind: Callable[[str], Any], given: str) -> Any:
+    with suppress(ValueError):  # the value's user refuses what stays text
+        return kind(given)
+    return given
+
+
+def given(chosen: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are among the options given, by name."""
+    there = {name: value for name, value in vars(chosen).items() if value is not None}
+    return {name: there[name] for name in kind.__dataclass_fields__ if name in there}
 
 
 def number(
@@ -113,9 +108,7 @@ def number(
 
 def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:
     """The value of an option as a whole number. Raises ValueError, which says what is allowed."""
-    value: Any = given or ""
-    with suppress(ValueError):  # what is no number is refused as it was given
-        value = int(value)
+    value = _read(int, given or "")
     check_whole(least, most, **{name: value})
     return value
 
@@ -151,28 +144,18 @@ def written(
     write: Callable[[Path], Any] | str | None = None,
     room: bool = False,
 ) -> Any:
-    """What `write(path)` returns; ValueError where the file that an option names cannot be written.
+    """Return what `write(path)` returns. Raises ValueError for a file that cannot be written.
 
-    It is written beside its place and then put there, so that a reader finds the old file or the
-    new one. Only a new name and a plain file are taken: nothing takes the place of a device. A link
-    stays one, and the file that it leads to is written. write: a text may stand for it, which goes
-    into the file in UTF-8. room: makes the file's folder, too.
-
-    Without `write` it is only tried, before long work begins, and nothing is left or changed.
+    The file is written beside its place and then put there, so that a reader finds the old one or
+    the new one. A link stays one, and the file that it leads to is written. write: a text may stand
+    for it. room: makes the file's folder, too. Without `write` it is only tried, before long work
+    begins, and nothing is left or changed.
     """
     allowed = "allowed are files in a folder that exists and can be written"
-    path = place(name, given)
+    path = Path(os.path.realpath(place(name, given)))
     try:
-        try:
-            old = path.stat()
-        except FileNotFoundError:
-            old = None
-        path = Path(os.path.realpath(path))  # nothing, where a link of /proc's leads to no name
-        if old and (not path.is_file() or any(os.path.samestat(old, end) for end in _ends())):
-            what = "a folder" if path.is_dir() else "no plain file, or where this prints"
-            raise ValueError(f"{name}={str(given)!r}: {allowed} (this is {what})")
-        if old and not os.access(path, os.W_OK):
-            raise PermissionError(13, "Permission denied")
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise PermissionError(13, "a folder, no plain file, or read-only")
         if room:
             path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as beside:
@@ -181,18 +164,7 @@ def written(
             if write is None:
                 return None
             found = part.write_text(write, "utf-8") if isinstance(write, str) else write(part)
-            if old:
-                os.chmod(part, old.st_mode & 0o777)
             os.replace(part, path)
             return found
     except OSError as error:
         raise ValueError(f"{name}={str(given)!r}: {allowed} ({error.strerror})") from None
-
-
-def _ends() -> Iterable[os.stat_result]:
-    """What this process's output and errors go to."""
-    for end in (1, 2):
-        try:
-            yield os.fstat(end)
-        except OSError:  # closed
-            continue

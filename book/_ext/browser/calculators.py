@@ -20,6 +20,7 @@ class Options:
 
     def __init__(self):
         self.values = {}
+        self.kinds = {}
 
     def add_parser(self, name, **about):
         """The command's parser: this one."""
@@ -34,6 +35,7 @@ class Options:
         flag = how.get("action") == "store_true"
         key = name.lstrip("-").replace("-", "_")
         self.values[key] = how.get("default", False if flag else None)
+        self.kinds[key] = how.get("type", lambda value: value)
 
     def set_defaults(self, command):
         """The function that the command is."""
@@ -70,6 +72,7 @@ def command(name, given):
         if key not in options.values:
             raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
     chosen = Options()  # anything with attributes
+    given = {key: options.kinds[key](value) for key, value in given.items()}
     chosen.__dict__ = {**options.values, **given, "json": True}
     screen, sys.stdout = sys.stdout, Written()
     try:

@@ -23,14 +23,14 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     parser = options.command(commands, "run", __doc__)
     add = partial(options.add, parser)
     add("at", "where the agents meet: a host that is one of the nodes, and a port", "HOST:PORT")
-    add("ranks", "on this node (1)", "N")
+    add("ranks", "on this node (1)", "N", int)
     add("nodes", "how many, or how many at least and at most (1)", "LEAST:MOST")
     add("job", "its name: agents of another job are turned away (job)", "NAME")
-    add("restarts", "of all ranks after one has failed (3)", "N")
-    add("patience", "seconds until a silent agent is left out (5)", "S")
-    add("last-call", "seconds for more nodes, when the least number is there (2)", "S")
-    add("join", "seconds for the least number of nodes to come (600)", "S")
-    add("grace", "seconds between SIGTERM and SIGKILL (10)", "S")
+    add("restarts", "of all ranks after one has failed (3)", "N", int)
+    add("patience", "seconds until a silent agent is left out (5)", "S", float)
+    add("last-call", "seconds for more nodes, when the least number is there (2)", "S", float)
+    add("join", "seconds for the least number of nodes to come (600)", "S", float)
+    add("grace", "seconds between SIGTERM and SIGKILL (10)", "S", float)
     add("logs", "folder for what each rank writes (to the agent's own output)", "DIR")
     parser.add_argument("script", help="what every rank runs, and its arguments", nargs="...")
     parser.set_defaults(command=_main)
@@ -54,21 +54,15 @@ def told(chosen: argparse.Namespace) -> Job:
         raise ValueError("script: missing; allowed are a file, or -- -m MODULE")
     if script[0] != "-m" and not os.path.isfile(script[0]):
         raise ValueError(f"script={script[0]!r}: there is no such file; allowed is one that exists")
-    given = {"command": (sys.executable, *script), "at": chosen.at or ""}
-    if chosen.nodes is not None:
-        least, _, most = chosen.nodes.partition(":")
+    given = {"at": ""} | options.given(chosen, Job) | {"command": (sys.executable, *script)}
+    if "nodes" in given:
+        least, _, most = given["nodes"].partition(":")
         allowed = "LEAST:MOST, two numbers above 0, or one"
-        numbers = [options.number("nodes", n, allowed, int) for n in (least, most or least)]
-        given["nodes"] = (numbers[0], numbers[1])
-    if chosen.ranks is not None:
-        given["ranks"] = options.whole("ranks", chosen.ranks)
-    if chosen.restarts is not None:
-        given["restarts"] = options.whole("restarts", chosen.restarts, 0)
-    for name in ("patience", "last_call", "join", "grace"):
-        if (value := getattr(chosen, name)) is not None:
-            given[name] = options.number(name, value, "numbers of seconds")
+        given["nodes"] = tuple(
+            options.number("nodes", n, allowed, int) for n in (least, most or least)
+        )
     if chosen.job is not None:
         given["name"] = chosen.job
-    if chosen.logs is not None:
-        given["logs"] = options.place("logs", chosen.logs)
+    if "logs" in given:
+        given["logs"] = options.place("logs", given["logs"])
     return Job(**given)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import memory
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import check_one_of, check_whole
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
 from shardlab.memory.units import whole
@@ -45,42 +45,43 @@ SHAPED = (
     "replicas", "stages", "stage", "schedule", "chunks", "ep", "etp",
 )  # fmt: skip
 SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
-WHOLE = (
-    "zero", "dp", "tp", "pp", "batch", "seq", "ranks", "microbatches", "cp", "replicas", "stage",
-    "chunks", "ep", "etp", "mtp",
-)  # fmt: skip
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `memory` to the command line."""
     parser = options.command(commands, "memory", __doc__)
     add = partial(options.add, parser)
-    add("params", "number of parameters, for example 7.5e9", "P")
+    add("params", "number of parameters, for example 7.5e9", "P", float)
     add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model of transformers", "FILE")
-    add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
-    add("dp", "data-parallel degree (1)", "D")
-    add("tp", "tensor-parallel degree (1)", "T")
-    add("pp", "pipeline-parallel degree (1)", "P")
-    add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N")
-    add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE")
+    add(
+        "mtp",
+        "modules that predict further tokens, of those of the file (0); with --config",
+        "N",
+        int,
+    )
+    add("dp", "data-parallel degree (1)", "D", int)
+    add("tp", "tensor-parallel degree (1)", "T", int)
+    add("pp", "pipeline-parallel degree (1)", "P", int)
+    add("ranks", "ranks of the whole job; when given, the degrees have to multiply to it", "N", int)
+    add("zero", "ZeRO stage: 0, 1, 2 or 3 (0)", "STAGE", int)
     add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
     add("optimizer", "sgd, momentum, adam, adamw, or muon for matrices of layers (adamw)", "NAME")
     add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
-    add("batch", "sequences on each rank (1); with --model", "B")
-    add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S")
+    add("batch", "sequences on each rank (1); with --model", "B", int)
+    add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S", int)
     words = "none, selective, full, or operators as norms+ffn (none); with --model"
     add("recompute", words, "HOW")
     add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
-    add("microbatches", "in a step of a pipeline (pp or more); with --model", "M")
+    add("microbatches", "in a step of a pipeline (pp or more); with --model", "M", int)
     add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b); with --model", "NAME")
-    add("chunks", "of the model on each stage, where it is interleaved; with --model", "V")
-    add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS")
-    add("stage", "the one to count, from 0 (the fullest); with --model", "K")
-    add("cp", "ranks that share each sequence (1); with --model", "C")
-    add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E")
-    add("etp", "ranks that share each matrix of an expert (as --tp); with --model", "T")
-    add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N")
+    add("chunks", "of the model on each stage, where it is interleaved; with --model", "V", int)
+    add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS", _layers)
+    add("stage", "the one to count, from 0 (the fullest); with --model", "K", int)
+    add("cp", "ranks that share each sequence (1); with --model", "C", int)
+    add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E", int)
+    add("etp", "ranks that share each matrix of an expert (as --tp); with --model", "T", int)
+    add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N", int)
     add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
     parser.add_argument(
         "--sequence-parallel",
@@ -94,27 +95,20 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    given = {
-        name: value
-        for name, value in vars(chosen).items()
-        if value is not None and name not in ("command", "json", "unit")
-    }
     unit = "GB" if chosen.unit is None else chosen.unit
     memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
+    aside = "command", "json", "unit"
+    given = {n: value for n, value in vars(chosen).items() if value is not None and n not in aside}
     found, title, notes = _counted(given)
-    if chosen.json:
-        print(json.dumps(found))
-    else:
-        print(_table(found, title, unit, notes))
+    print(json.dumps(found) if chosen.json else _table(found, title, unit, notes))
     return 0
 
 
-def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
+def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
     """Bytes per rank by part, lines that say of what, and why parts are not known, by part.
 
     Raises ValueError for bad input.
     """
-    settings = {n: _whole(n, v) if n in WHOLE else v for n, v in given.items()}
     asked = [name for name in ("params", "model", "config") if name in settings]
     if len(asked) != 1:
         said = " and ".join(f"--{name}" for name in asked) or "neither --params nor --model"
@@ -131,6 +125,8 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
     layout = _layout(settings)
     if ranks is not None:
         layout.check(ranks)
+    check_whole(seq=settings.get("seq", 1))
+    check_whole(0, layout.pp - 1, stage=settings.get("stage", 0))
     more: dict[str, Any] = {}
     notes: dict[str, str] = {}
     experts = 0
@@ -158,7 +154,7 @@ def _counted(given: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]
                 f"{option} with --params: allowed with --model ({', '.join(PRESETS)}), because "
                 "activations follow from a model's shape"
             )
-        params = _parameters(settings.pop("params"))
+        params = whole("params", settings.pop("params"))
         counted, name, seq = memory.states(params, layout, **settings), "a model", None
         notes = dict.fromkeys(PARTS[3:], "unknown without --model")
     found = {part: getattr(counted, part, 0) for part in PARTS}
@@ -198,9 +194,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
     fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
     if "batch" in settings:
         fields["micro_batch"] = settings.pop("batch")
-    if "stages" in fields:
-        fields["stages"] = _stages(fields["stages"])
-    if fields.get("pp", 1) > 1:
+    if fields.get("pp", 1) != 1:
         many = 1 if fields.get("schedule") == "gpipe" else 2
         fields.setdefault("microbatches", many * fields["pp"])
     return Layout(**fields)
@@ -225,22 +219,6 @@ def _table(found: dict[str, Any], title: str, unit: str, notes: dict[str, str]) 
     return "\n".join([title, "", "  on each rank", *lines, *[""] * bool(said), *said])
 
 
-def _whole(name: str, given: str) -> int:
-    bounds = {"zero": (0, 3), "stage": (0,), "mtp": (0,)}
-    return options.whole(name, given, *bounds.get(name, ()))
-
-
-def _stages(given: str) -> str | tuple[int, ...]:
+def _layers(given: str) -> str | tuple[int, ...]:
     """A rule's name, or the layers of each stage, written as 9,9,8,6."""
-    if given in STAGE_RULES:
-        return given
-    try:
-        return tuple(int(n) for n in given.split(","))
-    except ValueError:
-        rules = ", ".join(STAGE_RULES)
-        raise ValueError(f"stages={given!r}: allowed are {rules}, or as 9,9,8,6") from None
-
-
-def _parameters(given: str) -> int:
-    """A number of parameters, written as 7500000000 or 7.5e9."""
-    return whole("params", options.number("params", given, "numbers above 0, as 7.5e9"))
+    return given if given in STAGE_RULES else tuple(map(int, given.split(",")))

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardlab.common.arguments import check_number, check_whole
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, read
 from shardlab.mesh.groups import said
@@ -58,37 +60,36 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = options.command(commands, "mesh", __doc__)
     add = partial(options.add, parser)
     for name, (default, told) in KNOBS.items():
-        add(name, told if default is None else f"{told} ({default})", "N")
+        add(name, told if default is None else f"{told} ({default})", "N", int)
     add("schedule", "of the pipeline: naive, gpipe, 1f1b or interleaved (1f1b)", "NAME")
     add("recompute", "in backward: full, each block but its input, or none (none)", "HOW")
-    add("budget", "bytes of model states that a rank may hold", "BYTES")
-    add("node", "ranks of a node: print the groups, and train nothing", "N")
+    add("budget", "bytes of model states that a rank may hold", "BYTES", float)
+    add("node", "ranks of a node: print the groups, and train nothing", "N", int)
     add("layout", "all of it in words, as `strategy` writes it, in place of these", "WORDS")
-    add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES")
+    add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES", _axes)
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
+        default=None,
         help="cut what lies between the matrices by tokens as well",
     )
-    parser.add_argument("--untied", action="store_true", help="a head of its own")
+    parser.add_argument("--untied", action="store_true", default=None, help="a head of its own")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
-        given = [name for name, value in vars(chosen).items() if value]
         trains = [name for name in KNOBS if name not in AXES]
         trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied", "layout"]
-        options.apart(given, trains, "with --node, which trains nothing: allowed are dp, pp, tp")
+        options.apart(
+            _given(chosen), trains, "with --node, which trains nothing: allowed are dp, pp, tp"
+        )
         print(_groups(chosen))
         return 0
     job = job_of(chosen)
-    budget = chosen.budget
-    if budget is not None:
-        budget = options.number("budget", budget, "bytes, such as 2e6")
-        if not budget > 0:
-            raise ValueError(f"budget={chosen.budget}: allowed are bytes, such as 2e6")
+    if (budget := chosen.budget) is not None:
+        check_number(budget=budget)
         most = max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
         if most > budget:
             if chosen.json:
@@ -105,7 +106,8 @@ def _main(chosen: argparse.Namespace) -> int:
 
 def _groups(chosen: argparse.Namespace) -> str:
     """Who is with whom, and what that means for nodes."""
-    mesh, node = Layout(**_degrees(chosen)), options.whole("node", chosen.node)
+    mesh, node = Layout(**_fields(chosen)), chosen.node
+    check_whole(node=node)
     if mesh.ranks % node:
         raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
     if mesh.ranks > MOST:
@@ -122,54 +124,41 @@ def _groups(chosen: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _degrees(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Of the layout: degrees, and their order."""
-    given = chosen.order
-    order = AXES if given is None else tuple(given.split(","))
-    if sorted(order) != sorted(AXES):
-        raise ValueError(f"order={given!r}: allowed are dp, pp and tp, each once, with commas")
-    degrees = {
-        axis: 1 if getattr(chosen, axis) is None else _whole(axis, getattr(chosen, axis))
-        for axis in AXES
-    }
-    return {**degrees, "order": order}
+def _axes(given: str) -> tuple[str, ...]:
+    return tuple(given.split(","))
+
+
+def _given(chosen: argparse.Namespace) -> list[str]:
+    return [name for name, value in vars(chosen).items() if value is not None]
+
+
+def _fields(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return what the options say of a layout."""
+    return {"order": AXES} | options.given(chosen, Layout)
 
 
 def job_of(chosen: argparse.Namespace) -> Job:
     """The job that the options describe; ValueError for those that describe none."""
     from shardlab.mesh.job import Job
 
-    given = {
-        name: default if getattr(chosen, name) is None else _whole(name, getattr(chosen, name))
-        for name, (default, _) in KNOBS.items()
-    }
+    given = {name: default for name, (default, _) in KNOBS.items()}
+    given |= {name: getattr(chosen, name) for name in KNOBS if getattr(chosen, name) is not None}
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
     if chosen.layout is not None:
-        also = [name for name, value in vars(chosen).items() if value and name != "layout"]
+        also = [name for name in _given(chosen) if name != "layout"]
         options.apart(also, SAID, "with --layout, which says it: allowed is one of both")
         return Job(config, read(chosen.layout), given["steps"])
-    m, batch = given["microbatches"] or given["pp"], given["batch"]
-    if batch % (given["dp"] * m):
-        allowed = f"multiples of dp={given['dp']} copies times {m} micro-batches"
+    fields, batch = _fields(chosen), given["batch"]
+    fields.setdefault("microbatches", given["pp"])
+    if fields.get("schedule") == "interleaved" and given["pp"] != 1:
+        fields.setdefault("chunks", 2)
+    layout = Layout(**fields)
+    check_whole(batch=batch)
+    if batch % layout.batch:
+        allowed = f"multiples of dp={layout.dp} copies times {layout.microbatches} micro-batches"
         raise ValueError(f"batch={batch}: allowed are {allowed}")
-    schedule = "1f1b" if chosen.schedule is None else chosen.schedule
-    fewest = 2 if schedule == "interleaved" and given["pp"] > 1 else 1
-    layout = Layout(
-        **_degrees(chosen),
-        zero=given["zero"],
-        sequence_parallel=chosen.sequence_parallel,
-        schedule=schedule,
-        chunks=given["chunks"] or fewest,
-        recompute=chosen.recompute or "none",
-        micro_batch=batch // (given["dp"] * m),
-        microbatches=m,
-    )
-    return Job(config, layout, given["steps"])
-
-
-def _whole(name: str, given: str) -> int:
-    return options.whole(name, given, 0, 3) if name == "zero" else options.whole(name, given)
+    return Job(config, replace(layout, micro_batch=batch // layout.batch), given["steps"])
 
 
 def told(job: Job, found: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ import shutil
 import sys
 from functools import partial
 
+from shardlab.common.arguments import check_whole
 from shardlab.pipeline.schedules import NAMES, schedule
 from shardlab.pipeline.simulate import Timeline, simulate
 from shardlab.pipeline.terminal import text
@@ -38,34 +39,30 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = options.command(commands, "schedule", __doc__)
     add = partial(options.add, parser)
     parser.add_argument("name", nargs="?", default="", help=", ".join(NAMES), metavar="NAME")
-    add("stages", "of the pipeline, each on a rank", "P")
-    add("microbatches", "of a step", "M")
-    add("chunks", "parts of the model on each stage; with interleaved (2)", "V")
-    add("forward", "time of the forward (1)", "TIME")
-    add("backward-input", "time of the backward of the input alone (1)", "TIME")
-    add("backward-weight", "time of the backward of the weights alone (1)", "TIME")
-    add("hop", "time of a message to another stage (0)", "TIME")
+    add("stages", "of the pipeline, each on a rank", "P", int)
+    add("microbatches", "of a step", "M", int)
+    add("chunks", "parts of the model on each stage; with interleaved (2)", "V", int)
+    add("forward", "time of the forward (1)", "TIME", _times)
+    add("backward-input", "time of the backward of the input alone (1)", "TIME", _times)
+    add("backward-weight", "time of the backward of the weights alone (1)", "TIME", _times)
+    add("hop", "time of a message to another stage (0)", "TIME", _times)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     add("svg", "draw the timeline into this file as well", "FILE")
     parser.set_defaults(command=_main)
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    given = {name: getattr(chosen, name) for name in (*WHOLE, *TIMES)}
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
     if chosen.name not in NAMES:
         raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
-    whole = {
-        name: options.whole(name, given[name])
-        for name in WHOLE
-        if given[name] is not None or name != "chunks"
-    }
-    if whole["stages"] > MOST_STAGES:
-        raise ValueError(f"stages={whole['stages']}: allowed are 1 to {MOST_STAGES:,}")
+    whole = {"stages": "", "microbatches": ""} | {n: given[n] for n in WHOLE if n in given}
+    check_whole(**whole)
+    check_whole(1, MOST_STAGES, stages=whole["stages"])
     passes = math.prod(whole.values()) * (2 if chosen.name == "zb-v" else 1)
     if passes > MOST:
         what = ", ".join(f"{name}={value}" for name, value in whole.items())
         raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
-    times = {name: _times(name, given[name]) for name in TIMES if given[name] is not None}
+    times = {name: given[name] for name in TIMES if name in given}
     if chosen.svg is not None:
         options.written("svg", chosen.svg)  # before anything is computed
     timeline = simulate(schedule(chosen.name, **whole), **times)
@@ -131,13 +128,7 @@ def _write(timeline: Timeline, given: str) -> None:
     options.written("svg", given, lambda path: show.svg(figure, path, alt))
 
 
-def _times(name: str, given: str) -> float | list[float]:
-    """One number, or a list of them. What they may be, `simulate` judges."""
-    try:
-        values = [float(value) for value in given.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"{name}={given!r}: allowed are numbers from 0, one for all stages, or one for each "
-            "with commas"
-        ) from None
+def _times(given: str) -> float | list[float]:
+    """One number, or a list of them."""
+    values = [float(value) for value in given.split(",")]
     return values if len(values) > 1 else values[0]

@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import check_number, check_one_of, check_whole
 from shardlab.common.machines import MACHINES, check_named
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Layout, Structure, computed_again, structure
@@ -61,8 +61,8 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "plan", _plan)
     _add_job(parser)
     add = partial(options.add, parser)
-    add("price", "of one GPU for an hour; with --tokens", "P")
-    add("top", f"rows of the table ({TOP})", "N")
+    add("price", "of one GPU for an hour; with --tokens", "P", float)
+    add("top", f"rows of the table ({TOP})", "N", int)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--explain", action="store_true", default=None, help="the first, by part")
     forms.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
@@ -126,15 +126,20 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add = partial(options.add, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
-    add("mtp", "modules that predict further tokens, of those of the file (0); with --config", "N")
+    add(
+        "mtp",
+        "modules that predict further tokens, of those of the file (0); with --config",
+        "N",
+        int,
+    )
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
-    add("gpus", "how many", "N")
-    add("per-node", "GPUs of a node (as its maker builds it)", "N")
-    add("seq", "tokens of a sequence (the model's longest)", "S")
-    add("batch", "sequences in a step (some four million tokens)", "B")
-    add("tokens", "of the whole training, for example 1.5e12", "N")
+    add("gpus", "how many", "N", int)
+    add("per-node", "GPUs of a node (as its maker builds it)", "N", int)
+    add("seq", "tokens of a sequence (the model's longest)", "S", int)
+    add("batch", "sequences in a step (some four million tokens)", "B", int)
+    add("tokens", "of the whole training, for example 1.5e12", "N", float)
     for name in FIXED:
-        add(name.replace("_", "-"), "keep this value", "N")
+        add(name.replace("_", "-"), "keep this value", "N", int)
     add("recompute", "keep this: none, full, selective, or operators as norms+ffn", "HOW")
     add("offload", f"keep this: {', '.join(OFFLOADS)}", "WHAT")
     add("layout", "plan this one alone, as 'd 2 · t 8 · p 4, ZeRO-1'", "WORDS")
@@ -166,7 +171,7 @@ def _plan(given: dict[str, Any]) -> int:
         raise ValueError("--price: allowed with --tokens, of which it is the price")
     asked, found, rates = _planned(given)
     first = found.fits[0] if found.fits else found.nearest
-    top = options.whole("top", given.get("top", str(TOP)))
+    check_whole(top=(top := given.get("top", TOP)))
     if "json" in given:
         best = found.fits[:top] or [first]
         print(json.dumps(report.data(asked, found, best), indent=1))
@@ -305,17 +310,11 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Pl
 
 def _fixed(given: dict[str, Any]) -> dict[str, object]:
     """The fields of a layout that the options keep."""
-    fixed: dict[str, object] = {
-        name: options.whole(name, given[name], *ends)
-        for name, ends in FIXED.items()
-        if name in given
-    }
-    if "recompute" in given:
-        computed_again(given["recompute"])
-        fixed["recompute"] = given["recompute"]
-    if "offload" in given:
-        check_one_of(OFFLOADS, offload=given["offload"])
-        fixed["offload"] = given["offload"]
+    fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
+    for name, ends in FIXED.items():
+        check_whole(*ends, **{name: fixed.get(name, 1)})
+    computed_again(fixed.get("recompute", "none"))
+    check_one_of(OFFLOADS, offload=fixed.get("offload", "none"))
     return fixed
 
 
@@ -392,7 +391,7 @@ def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
     else:
         from shardtools import hub  # which no page's calculator needs
 
-        path, mtp = Path(given["config"]), options.whole("mtp", given.get("mtp", "0"), 0)
+        path, mtp = Path(given["config"]), given.get("mtp", 0)
         name, config = path.name, hub.planned(path, mtp=mtp)
         for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
             print(f"assumed: {words}", file=sys.stderr)
@@ -403,26 +402,17 @@ def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
     else:
         machine = rates.machine
     if "per_node" in given:
-        machine = replace(machine, per_node=options.whole("per-node", given["per_node"]))
-    seq = options.whole("seq", given["seq"]) if "seq" in given else config.seq
-    if "batch" in given:
-        batch = options.whole("batch", given["batch"])
+        machine = replace(machine, per_node=given["per_node"])
+    seq, gpus = given.get("seq", config.seq), given.get("gpus", "")
     if "layout" in given and "gpus" not in given:
-        given = {**given, "gpus": str(read_layout(given["layout"]).ranks)}
-    gpus = options.whole("gpus", given.get("gpus", ""))
-    if "batch" not in given:  # so that all copies get as many
-        batch = max(1, BATCH_TOKENS // seq // gpus) * gpus
-    numbers = {
-        key: _positive(key, given[key]) if key in given else None for key in ("tokens", "price")
-    }
+        gpus = read_layout(given["layout"]).ranks
+    check_whole(seq=seq, gpus=gpus)
+    # By default all copies get as many.
+    batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
+    check_whole(batch=batch)
+    numbers = {name: given.get(name) for name in ("tokens", "price")}
+    check_number(**{name: number for name, number in numbers.items() if name in given})
     return report.Asked(name, config, machine, gpus, batch, seq, **numbers)
-
-
-def _positive(name: str, given: str) -> float:
-    value = options.number(name, given, "numbers above 0")
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name}={given}: allowed are numbers above 0")
-    return value
 
 
 def _profile(given: dict[str, Any]) -> Profile:

@@ -41,7 +41,7 @@ def for_engine(given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("--site alone: allowed with slurm and with --into")
     if "site" in given:
         given = {**given, "site": (at := site.read(given["site"]))}
-        given = {"per_node": str(at.gpus_per_node), **given} if at.gpus_per_node else given
+        given = {"per_node": at.gpus_per_node, **given} if at.gpus_per_node else given
     if engine not in PROFILES:
         return given
     if given.get("profile", engine) != engine:

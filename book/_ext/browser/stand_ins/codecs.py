@@ -1,1 +1,0 @@
-"""A page shows every character."""

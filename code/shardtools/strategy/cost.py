@@ -47,7 +47,6 @@ def flops(
     """
     model = structure(config)
     seq = model.seq if seq is None else seq
-    check_whole(seq=seq, tokens=tokens)
     again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
     found = 6.0 * (1 + model.ahead) * model.vocab * model.hidden
@@ -87,9 +86,6 @@ def zero_bytes(
     So 1 costs what 0 does, and 2 and 3 multiply by the m that a pipeline needs. What stands outside
     of the layers counts like the rest, though stage 3 may keep it from forward to backward.
     """
-    if zero not in (0, 1, 2, 3) or isinstance(zero, bool):
-        raise ValueError(f"zero={zero!r}: allowed are 0, 1, 2 and 3")
-    check_whole(params=params, dp=dp, microbatches=microbatches)
     m = microbatches
     others = ceil_div(params, dp) * (dp - 1)
     gradients, weights = {0: (2, 0), 1: (1, 1), 2: (m, 1), 3: (m, 2 * m)}[zero]
@@ -201,7 +197,4 @@ def training_days(params: float, tokens: float, gpus: int, flops: float) -> floa
     section 5.1: 34 days for 175 billion parameters and 300 billion tokens on 1,024 GPUs
     at 140 TFLOP/s.
     """
-    for name, value in (("params", params), ("tokens", tokens), ("gpus", gpus), ("flops", flops)):
-        if not value > 0:
-            raise ValueError(f"{name}={value!r}: allowed are numbers above 0")
     return 8 * params * tokens / (gpus * flops) / DAY

@@ -63,11 +63,8 @@ class Bytes:
 def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
     """What a rank of `stage` reserves, counted from 0.
 
-    Raises ValueError for layers that the stages cannot share, and for a stage that is not there.
+    Raises ValueError for layers that the stages cannot share.
     """
-    layout = job.layout
-    if isinstance(stage, bool) or stage not in range(layout.pp):
-        raise ValueError(f"stage={stage!r}: allowed are 0 to {layout.pp - 1}")
     return _reserved(job, rates, stage, _late(job, rates))
 
 

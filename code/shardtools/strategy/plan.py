@@ -11,7 +11,7 @@ something fits without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardlab.common.arguments import SIZES, check_kind, check_one_of, check_whole
@@ -286,14 +286,6 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
     }  # fmt: skip
     kept = {names[n]: f"kept at {value}" for n, value in fixed.items() if n in names}
     return found_by | kept
-
-
-def layouts(space: Space, ruled: Counter[str]) -> Iterator[Layout]:
-    """All of the space but operators and the host; `ruled` counts what cannot be, by reason."""
-    for base in bases(space, ruled):
-        for start, rows in series(space, base):
-            for row in rows:
-                yield from (replace(start, **fields) for fields in row)
 
 
 def short(found: Plan) -> str:

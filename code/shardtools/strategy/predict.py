@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.arguments import check_kind, check_whole
+from shardlab.common.arguments import check_whole
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
@@ -15,7 +15,7 @@ from shardlab.layout.structure import Structure, check_expert_degree, cut_sizes
 from .core import Seconds, seconds
 from .footprint import Bytes, first_and_fullest, footprint, on_host
 from .job import Job
-from .profile import COURSE, PROFILES, Profile
+from .profile import COURSE, Profile
 from .rates import Rates, Values, known
 
 
@@ -36,7 +36,6 @@ def room(machine: Machine, rates: Values | None = None) -> float:
 
     rates: by default those that are known of the course's own model.
     """
-    check_kind(Machine, machine=machine)
     return (known(COURSE.name).values_of() if rates is None else rates).limit * machine.memory
 
 
@@ -96,15 +95,3 @@ def check_job(job: Job) -> None:
     if job.seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
     check_expert_degree(job.model, layout.ep)
-
-
-__all__ = [
-    "PROFILES",
-    "Prediction",
-    "check_job",
-    "check_rates",
-    "first_rank",
-    "of_job",
-    "predict",
-    "room",
-]

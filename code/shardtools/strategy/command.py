@@ -237,12 +237,12 @@ def _fit(given: dict[str, Any]) -> int:
     a CSV file is a table of throughputs (source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
     and tokens_per_s_per_gpu, step_s or tflops_per_gpu). Each line that is left out is named.
     """
-    from . import measurements  # which no page's calculator needs
+    from . import learn  # which no page's calculator needs
 
     options.written("rates", given["rates"])  # before anything is measured or fitted
     left: list[str] = []
     if "file" in given:
-        rates = measurements.fitted(Path(given["file"]), _profile(given), left)
+        rates = learn.fitted(Path(given["file"]), _profile(given), left)
     else:
         from .measure import measure
 
@@ -267,14 +267,14 @@ def _predict(given: dict[str, Any]) -> int:
     etp, dp, mbs, gbs, seq; and with --profile engines engine, dtype, recompute (none, selective,
     full, operators), compile (false, true, "captured"); what is missing follows.
     """
-    from . import measurements  # which no page's calculator needs
+    from . import learn  # which no page's calculator needs
 
     path = Path(given["file"])
     profile, rates = _rates(given)
     if path.suffix == ".json":
-        print(json.dumps(measurements.predicted_cases(path, profile, rates), indent=1))
+        print(json.dumps(learn.predicted_cases(path, profile, rates), indent=1))
     else:
-        print(measurements.predicted_rows(path, profile, rates), end="")
+        print(learn.predicted_rows(path, profile, rates), end="")
     return 0
 
 

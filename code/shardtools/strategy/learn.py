@@ -1,4 +1,4 @@
-"""Rates from files: measured steps of a sweep, or layer times of a table.
+"""Files of measured steps: the rates that they tell, and what rates predict of each step.
 
 What each half of the published table is predicted by the other, the table keeps for a picture. With
 the rates, after a change of what is predicted:
@@ -22,11 +22,19 @@ from shardtools import options
 
 from . import tables
 from .core import layer, seconds
-from .files import case_job, case_measured, read_rows, row_job, row_measured
+from .files import (
+    COLUMNS,
+    case_job,
+    case_measured,
+    read_cases,
+    read_rows,
+    row_job,
+    row_measured,
+)
 from .fit import Predict, fit
-from .footprint import footprint
+from .footprint import GIB, footprint
 from .job import Job
-from .predict import check_job
+from .predict import check_job, check_rates, first_rank, of_job
 from .profile import Profile
 from .rates import Rates, Values, guesses
 
@@ -45,7 +53,59 @@ ENGINES = (
     "automodel", "fsdp",
 )  # fmt: skip
 OTHERS = "by_others_s"  # the column of a table
+ADDED = "predicted_seconds", "predicted_memory_gib", "note"  # to the columns of a file
 MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
+
+
+def fitted(source: Path, profile: Profile, left: list[str]) -> Rates:
+    """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
+    if source.suffix == ".json":
+        return from_cases(read_cases("file", source), profile, source.name)
+    rows = read_rows("file", source)
+    if not tables.of_throughputs(rows, profile):
+        return from_rows(rows, profile, source.name)
+    rates, out = from_table(rows, source.name)
+    left += [f"line {line} is left out: {why}" for line, why in out]
+    return rates
+
+
+def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
+    """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
+    rows = read_rows("file", path)
+    values = check_rates(profile, rates)
+    published = tables.of_throughputs(rows, profile)
+    columns = [name for name in (rows[0] if rows else COLUMNS) if name not in (None, *ADDED)]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        found: dict[str, Any] = dict.fromkeys(ADDED, "")
+        try:
+            job = tables.row_job(row) if published else row_job(row, profile)
+            # A job that needs a little more gives back what it lost to fragments, and goes on.
+            size = min(first_rank(job, values), job.machine.memory)
+            found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
+            found["predicted_memory_gib"] = f"{size / GIB:.4g}"
+        except ValueError as error:
+            found = dict.fromkeys(ADDED, "") | {"note": str(error)}
+        writer.writerow({**row, **found})
+    return text.getvalue()
+
+
+def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
+    """What is predicted of each case, in order. Raises ValueError for the file."""
+    values = check_rates(profile, rates)
+    listed = []
+    for case in read_cases("file", path):
+        found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
+        try:
+            prediction = of_job(case_job(case["config"], profile), values)
+            found["seconds"] = float(f"{prediction.seconds.total:.6g}")
+            found["memory_gib"] = float(f"{prediction.memory.allocated / GIB:.4g}")
+        except ValueError as error:
+            found["note"] = str(error)
+        listed.append(found)
+    return listed
 
 
 def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:

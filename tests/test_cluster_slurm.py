@@ -18,7 +18,7 @@ import pytest
 from commands import ran
 
 from shardtools.cluster import slurm
-from shardtools.cluster.slurm import configuration, daemons, sessions
+from shardtools.cluster.slurm import sessions
 
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 
@@ -34,11 +34,11 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
         shutil.copy(path, folder)
     shutil.copy(TRAIN, folder)
     with slurm.up(folder / "box") as box:
-        started = daemons.alive(box.folder)
+        started = slurm.daemons(box.folder)
         yield box
         running = [process.pid for process in slurm.of_jobs(box.folder)]
     assert running == [], "jobs left processes behind"
-    assert not any(map(daemons.running, started))
+    assert not any(map(slurm.is_running, started))
     assert [path.name for path in box.folder.iterdir()] == ["log"]
 
 
@@ -92,13 +92,13 @@ def serial(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def slurm_free() -> dict[str, str]:
-    return slurm.Box(Path("/nowhere"), 1, 1, 0).environment
+    return slurm.Box(Path("/nowhere")).environment
 
 
 def listeners(box: slurm.Box) -> set[tuple[str, str]]:
     """Who listens where: the first words of the program, and the address."""
     found = set()
-    for process in daemons.alive(box.folder) + slurm.of_jobs(box.folder):
+    for process in slurm.daemons(box.folder) + slurm.of_jobs(box.folder):
         try:
             who = " ".join(process.cmdline()[:3])
             for one in process.net_connections("tcp"):
@@ -206,30 +206,17 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
     assert ran(capsys, "cluster", "status", *where)[0] == 1
     try:
         status, out, _ = ran(capsys, "cluster", "up", "--gpus", "0", "--cpus", "1", *where)
-        assert status == 0 and "has started" in out
-        assert f"export SLURM_CONF={tmp_path}/box/slurm.conf" in out
-        started = daemons.alive(tmp_path / "box")
-        status, out, _ = ran(capsys, "cluster", "up", "--gpus", "0", "--cpus", "1", *where)
-        assert status == 0 and "runs already" in out and daemons.alive(tmp_path / "box") == started
+        assert status == 0 and f"export SLURM_CONF={tmp_path}/box/slurm.conf" in out
+        started = slurm.daemons(tmp_path / "box")
+        assert ran(capsys, "cluster", "up", *where) == (0, out, "")
         status, _, error = ran(capsys, "cluster", "up", "--nodes", "3", *where)
-        assert status == 2 and "nodes=2" in error
-        with pytest.raises(ValueError, match="runs there"), slurm.up(tmp_path / "box"):
-            pass
+        assert status == 2 and f"folder='{tmp_path}/box'" in error
+        assert slurm.daemons(tmp_path / "box") == started and len(started) == 4
         assert "node[1-2]" in ran(capsys, "cluster", "status", *where)[1]
     finally:
         status, out, _ = ran(capsys, "cluster", "down", *where)
-    assert status == 0 and "has ended" in out and not any(map(daemons.running, started))
-    assert "No Slurm ran" in ran(capsys, "cluster", "down", *where)[1]
-
-
-def test_the_first_number_is_the_one_after_all_that_the_log_names(tmp_path) -> None:
-    (tmp_path / "log").mkdir()
-    assert configuration.first_job(tmp_path) == 1
-    log = tmp_path / "log/slurmctld.log"
-    log.write_bytes(b"\xff JobId=7 InitPrio\nJobId=8_2(12) done\nJobId=9 done\n")
-    assert configuration.first_job(tmp_path) == 13
-    log.write_text(f"JobId={configuration.MOST_JOBS} done\n")
-    assert configuration.first_job(tmp_path) == 1
+    assert status == 0 and "has ended" in out and not any(map(slurm.is_running, started))
+    assert ran(capsys, "cluster", "down", *where)[0] == 0
 
 
 @NEEDS
@@ -247,13 +234,13 @@ def test_a_first_run_does_not_go_on_with_what_another_job_of_its_number_left(box
 @NEEDS
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="mine"), slurm.up(tmp_path / "box", 1) as box:
-        started = daemons.alive(box.folder)
+        started = slurm.daemons(box.folder)
         box.run(["sbatch", "--wrap", "trap '' TERM; sleep 100"], cwd=tmp_path)
         until(lambda: slurm.of_jobs(box.folder))
         raise RuntimeError("mine")
-    assert len(started) == 3 and not any(map(daemons.running, started))
+    assert len(started) == 3 and not any(map(slurm.is_running, started))
     assert slurm.of_jobs(box.folder) == []
-    monkeypatch.setattr(configuration, "CONF", configuration.CONF + "NoSuchThing=1\n")
+    monkeypatch.setattr(slurm, "CONF", slurm.CONF + "NoSuchThing=1\n")
     with pytest.raises(slurm.SlurmError, match="slurmctld has ended"):
         slurm.start(tmp_path / "other")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["log"]

@@ -18,10 +18,10 @@ that Slurm has something to count and to number.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -34,12 +34,44 @@ import psutil
 from shardlab.common.arguments import PROCESSES, check_whole
 from shardtools import options
 
-from . import configuration, daemons
-
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
 # A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+# A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
+# slurm.conf(5) explains the options. The user is the one who starts it, so nothing needs root.
+CONF = """ClusterName=box
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthInfo=socket={folder}/munge/socket
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/spool/slurmctld.pid
+SlurmdPidFile={folder}/spool/%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=1
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/log/jobs.txt
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+GresTypes=gpu
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
+"""
+_NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
+_WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf", "daemons")  # and log
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a running child let go
 
 
 class SlurmError(RuntimeError):
@@ -51,25 +83,12 @@ class Box:
     """A running Slurm. `environment` is what its commands need: SLURM_CONF, and their folder."""
 
     folder: Path
-    nodes: int
-    cpus: int
-    gpus: int
-
-    @property
-    def conf(self) -> Path:
-        """The configuration, which says to every command which Slurm is meant."""
-        return self.folder / "slurm.conf"
-
-    @property
-    def slurmds(self) -> list[str]:
-        """The names of its nodes' daemons."""
-        return [f"slurmd-node{number}" for number in range(1, self.nodes + 1)]
 
     @property
     def environment(self) -> dict[str, str]:
         """This process's environment with SLURM_CONF, and without the job that it may be in."""
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-        return {**own, "SLURM_CONF": str(self.conf), "PATH": _PATH}
+        return {**own, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _PATH}
 
     def run(
         self, command: Sequence[str], timeout: float = 120, **how: object
@@ -78,132 +97,71 @@ class Box:
 
         `timeout` is in seconds; the rest goes to subprocess.run (`cwd`, `env`, `input`).
         """
-        how = {"env": self.environment, **how}
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, **how
-            )  # fmt: skip
-            if done.returncode:
-                said = (done.stderr + done.stdout).strip()
-                raise SlurmError(f"{' '.join(command)}: status {done.returncode}\n{said}")
-            return done
-        raise SlurmError(f"{' '.join(command)}: not finished after {timeout:g} s")
+        how = {"env": self.environment, "capture_output": True, "text": True, **how}
+        try:
+            done = subprocess.run(command, timeout=timeout, **how)
+        except subprocess.TimeoutExpired:
+            raise SlurmError(f"{' '.join(command)}: not finished after {timeout:g} s") from None
+        if done.returncode:
+            said = (done.stderr + done.stdout).strip()
+            raise SlurmError(f"{' '.join(command)}: status {done.returncode}\n{said}")
+        return done
 
 
 def missing() -> list[str]:
-    """The programs of Slurm that this machine lacks; an empty list where all are there."""
+    """Return the programs of Slurm that this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
 def version() -> str:
-    """Of the Slurm on this machine, as "Slurm 22.05.8"; SlurmError where there is none."""
-    _demand()
+    """Return the version of this machine's Slurm, as "Slurm 22.05.8"."""
     program = shutil.which("slurmctld", path=_PATH)
     said = subprocess.run([program, "-V"], capture_output=True, text=True, check=True).stdout
     return f"Slurm {said.split()[-1]}"
 
 
-def _demand() -> None:
-    if absent := missing():
-        command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
-        raise SlurmError(f"Slurm is not here: no {', '.join(absent)}. To install:\n    {command}")
-
-
 def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Box:
     """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
 
-    It goes on after this process: `stop(folder)` ends it. In a folder where it runs already, with
-    the same numbers, it is returned, and what of it has ended is started again: jobs and the queue
-    stay, also where nothing of it runs any more. Raises ValueError for bad numbers and for a folder
-    that holds something else, SlurmError where Slurm is missing or does not start.
+    It outlives this process: `stop(folder)` ends it. Raises ValueError for bad numbers and for a
+    folder where a Slurm runs or other files lie, SlurmError where Slurm is missing or does not
+    start.
     """
     check_whole(1, PROCESSES, nodes=nodes)
     check_whole(cpus=cpus)
-    check_whole(0, gpus=gpus)
-    if gpus > len(configuration.DEVICES):
-        raise ValueError(f"gpus={gpus}: allowed are 0 to {len(configuration.DEVICES)} on each node")
-    folder = _folder(folder)
-    _demand()
-    folder = options.folder("folder", folder)
-    wanted = Box(folder, nodes, cpus, gpus)
-    with _locked(folder):
-        if left := _left(folder):
-            if left != wanted:
-                raise ValueError(
-                    f"folder={str(folder)!r}: there is a Slurm with nodes={left.nodes}, cpus="
-                    f"{left.cpus}, gpus={left.gpus}; allowed are the same numbers, or another "
-                    "folder, or to stop it first"
-                )
-            try:
-                _launch(left)
-            except SlurmError as error:  # the queue may be worth a look
-                again = "It cannot be started again; `stop`, or `cluster down`, ends what is left"
-                raise SlurmError(f"{error}\n{again}") from None
-            return left
-        _end(folder)
-        try:
-            configuration.write(folder, nodes, cpus, gpus)
-            numbers = {"nodes": nodes, "cpus": cpus, "gpus": gpus}
-            (folder / "box.json").write_text(json.dumps(numbers))
-            _launch(wanted)
-        except BaseException:
-            _end(folder)
-            raise
-    return wanted
+    check_whole(0, len(DEVICES), gpus=gpus)
+    box = Box(_check_folder(folder))
+    if absent := missing():
+        command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
+        raise SlurmError(f"Slurm is not here: no {', '.join(absent)}. To install:\n    {command}")
+    options.folder("folder", box.folder)
+    try:
+        _end(box.folder)  # what one left that did not end by `stop`
+        _configure(box.folder, nodes, cpus, gpus)
+        _launch(box, nodes)
+    except BaseException:
+        _end(box.folder)
+        raise
+    return box
 
 
 def find(folder: str | Path) -> Box | None:
-    """The Slurm of which something runs in `folder`; None where there is none. See `lost`."""
+    """Return the Slurm of which a daemon runs in `folder`, or None."""
     folder = Path(folder).expanduser().resolve()
-    return _left(folder) if daemons.alive(folder) else None
-
-
-def lost(box: Box) -> list[str]:
-    """The daemons that do not run, though they should; an empty list for a Slurm that is well."""
-    alive = daemons.named(box.folder)
-    return [name for name in _daemons(box) if name not in alive]
-
-
-def _daemons(box: Box) -> list[str]:
-    """The names of all of its daemons, in the order in which they are started."""
-    return ["munged", "slurmctld", *box.slurmds]
-
-
-def _left(folder: Path) -> Box | None:
-    """The Slurm that was started in `folder` and not stopped, whether something of it runs."""
-    told, conf = folder / "box.json", folder / "slurm.conf"
-    if not told.exists() or not conf.exists() or not (folder / daemons.NOTED).exists():
-        return None
-    try:
-        return Box(folder, **json.loads(told.read_text()))
-    except (TypeError, ValueError):  # cut short
-        return None
+    return Box(folder) if daemons(folder) else None
 
 
 def stop(folder: str | Path) -> bool:
-    """End the Slurm in `folder` with all its jobs; whether there was one. Logs stay."""
-    folder = Path(folder).expanduser().resolve()
-    if not (folder / daemons.NOTED).exists():
-        return False
-    with _locked(folder):
-        box = find(folder)
-        if box and "slurmctld" in daemons.named(folder):
-            with contextlib.suppress(SlurmError):
-                mine = f"--user={configuration.user()}"
-                box.run(["scancel", mine], timeout=10)
-                for _ in range(30):  # gives jobs their KillWait, and a second more
-                    if not box.run(["squeue", "--noheader", mine], timeout=10).stdout.strip():
-                        break
-                    time.sleep(0.1)
-        _end(folder)
+    """End the Slurm in `folder` with all its jobs, and return whether one ran. Logs stay."""
+    box = find(folder)
+    if box:
+        _end(box.folder)
     return box is not None
 
 
 @contextlib.contextmanager
 def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iterator[Box]:
-    """A Slurm for as long as the block lasts, see `start`; ValueError where one runs already."""
-    if _left(Path(folder).expanduser().resolve()):
-        raise ValueError(f"folder={str(folder)!r}: a Slurm runs there; allowed is another folder")
+    """Run a Slurm for as long as the block lasts, see `start`."""
     box = start(folder, nodes, cpus, gpus)
     try:
         yield box
@@ -211,87 +169,98 @@ def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iter
         stop(box.folder)
 
 
-def _folder(given: str | Path) -> Path:
-    """The folder; ValueError where Slurm could not use it, or should not."""
+def _check_folder(given: str | Path) -> Path:
+    """Return the folder; ValueError where Slurm could not use it, or should not."""
     folder = Path(given).expanduser().resolve()
-    if not str(folder).isascii() or any(c in str(folder) for c in " \t#%,\"'\\()[]="):
-        raise ValueError(f"folder={str(folder)!r}: allowed are letters, digits and /._-+ alone")
-    if len(str(folder)) > 90:  # a socket's name has 107 characters at most
-        raise ValueError(f"folder={str(folder)!r}: allowed are names of up to 90 characters")
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"folder={str(folder)!r}: allowed are folders that can be written")
-    if folder.exists():
-        conf = folder / "slurm.conf"
-        ours = conf.exists() and conf.read_text().startswith(configuration.MARK)
-        others = [path for path in folder.iterdir() if path.name != "log"]
-        if others and not ours:
-            raise ValueError(f"folder={str(folder)!r}: allowed is an empty or a new one")
+    allowed = ""
+    if not re.fullmatch(r"(?a:[\w/.+-]{1,90})", str(folder)):  # a socket's name has at most 107
+        allowed = "up to 90 letters, digits and /._-+"
+    elif find(folder):
+        allowed = "another folder, or `cluster down` first: a Slurm runs there"
+    elif folder.is_dir() and not {path.name for path in folder.iterdir()} <= {"log", *_WRITTEN}:
+        allowed = "an empty folder or a new one"
+    if allowed:
+        raise ValueError(f"folder={str(folder)!r}: allowed: {allowed}")
     return folder
 
 
-def _launch(box: Box) -> None:
-    """Start the daemons that do not run, and wait until every node takes jobs."""
+def _configure(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
+    """Write slurm.conf, the GPUs' gres.conf, and munge's key."""
+    for name in ("state", "spool", "log", "munge"):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    host, user = socket.gethostname().split(".")[0], psutil.Process().username()
+    with contextlib.ExitStack() as held:  # all at once, so that all ports differ
+        sockets = [held.enter_context(socket.socket()) for _ in range(1 + nodes)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
+    text = CONF.format(host=host, ports=ports, folder=folder, user=user)
+    for n, port in enumerate(ports[1:], 1):
+        text += _NODE.format(n=n, host=host, port=port, cpus=cpus, gres=gres)
+    (folder / "slurm.conf").write_text(text)
+    lines = [f"Name=gpu File=/dev/{device}\n" for device in DEVICES[:gpus]]
+    (folder / "gres.conf").write_text("".join(lines))
+    (folder / "munge/key").touch(mode=0o600)
+    (folder / "munge/key").write_bytes(os.urandom(128))
+
+
+def _launch(box: Box, nodes: int) -> None:
+    """Start the daemons, and wait until every node takes jobs."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
     munge = box.folder / "munge"
-    absent = lost(box)
 
-    def start(name: str, command: list[str]) -> None:
-        if name in absent:
-            daemons.start(box.folder, name, command, box.environment)
+    def launch(name: str, *command: str) -> None:
+        with open(box.folder / f"log/{name}.out", "wb") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = subprocess.Popen(
+                command, cwd=box.folder, env=box.environment, start_new_session=True, **streams
+            )
+        _CHILDREN.append(process)
+        started[name] = process
+        with open(box.folder / "daemons", "a") as noted:  # a number may be another's tomorrow
+            noted.write(f"{process.pid} {psutil.Process(process.pid).create_time()!r}\n")
 
-    if "munged" in absent:
-        (munge / "socket").unlink(missing_ok=True)  # of the one before
-    names = ("key-file", "socket", "pid-file", "seed-file")
-    files = [f"--{name}={munge / name.split('-')[0]}" for name in names]
-    start("munged", ["munged", "--foreground", "--force", "--num-threads=2", *files])
-    _wait(box, (munge / "socket").exists, "munge does not answer", ["munged"])
-    start("slurmctld", ["slurmctld", "-D"])
-    for name in box.slurmds:
-        start(name, ["slurmd", "-D", "-N", name.removeprefix("slurmd-")])
-    if absent:
-        _wait(box, lambda: _ready(box), "its nodes do not come", _daemons(box))
+    def wait(ready: Callable[[], bool], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            for name, process in started.items():
+                if process.poll() is not None:
+                    said = (box.folder / f"log/{name}.out").read_text(errors="replace")
+                    raise SlurmError(f"Slurm did not start. {name} has ended: {said[-300:]}")
+            if time.monotonic() > end:
+                raise SlurmError(f"Slurm did not start in {seconds:g} s. See {box.folder}/log")
+            time.sleep(0.05)
 
+    def all_idle() -> bool:
+        with contextlib.suppress(SlurmError):
+            return box.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle"] * nodes
+        return False
 
-def _ready(box: Box) -> bool:
-    """Whether all nodes listen, and the controller knows that they are there."""
-    alive = daemons.named(box.folder)
-    with contextlib.suppress(SlurmError, psutil.Error, KeyError):
-        heard = [alive[name].net_connections("tcp") for name in box.slurmds]
-        states = box.run(["sinfo", "-h", "-N", "-o", "%T"], timeout=10).stdout.split()
-        up = [s for s in states if not s.endswith("*") and s not in ("unknown", "down")]
-        return all(heard) and len(up) == box.nodes  # a node with a star does not answer
-    return False
-
-
-def _wait(
-    box: Box, ready: Callable[[], bool], what: str, names: list[str], seconds: float = 60
-) -> None:
-    """Until `ready()`; SlurmError as soon as a daemon of `names` ends, or after so many seconds.
-
-    Others may have ended before, and are started next.
-    """
-    end = time.monotonic() + seconds
-    while not ready():
-        if gone := daemons.ended(box.folder, names):
-            raise SlurmError(f"Slurm did not start. {gone[0]}")
-        if time.monotonic() > end:
-            raise SlurmError(f"Slurm did not start in {seconds:g} s: {what}. See {box.folder}/log")
-        time.sleep(0.05)
+    files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed")]
+    socket_ = munge / "socket"
+    launch("munged", "munged", "--foreground", "--force", f"--socket={socket_}", *files)
+    wait(socket_.exists)
+    launch("slurmctld", "slurmctld", "-D")
+    for n in range(1, nodes + 1):
+        launch(f"slurmd-node{n}", "slurmd", "-D", "-N", f"node{n}")
+    wait(all_idle)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One `start` or `stop` at a time in a folder."""
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(held)
+def daemons(folder: Path) -> list[psutil.Process]:
+    """Return the daemons that run, of the Slurm that was started in `folder`."""
+    noted, found = folder / "daemons", []
+    for line in noted.read_text().splitlines() if noted.exists() else ():
+        pid, born = line.split()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            if process.create_time() == float(born) and is_running(process):
+                found.append(process)
+    return found
 
 
 def of_jobs(folder: Path) -> list[psutil.Process]:
-    """What runs in jobs of the Slurm in `folder`: Slurm's own starters, and what they started."""
+    """Return the processes of jobs of the Slurm in `folder`, Slurm's own starters among them."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
@@ -305,13 +274,24 @@ def of_jobs(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def is_running(process: psutil.Process) -> bool:
+    """Return True unless the process has ended, also if its parent has not asked about it yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _end(folder: Path) -> None:
-    """End what is left of jobs, then the daemons, the last one first; remove all but the logs."""
-    daemons.end(of_jobs(folder), patience=0.5)  # they have had their time; slurmd waits for them
-    daemons.end(reversed(daemons.alive(folder)), patience=2)
-    daemons.end(of_jobs(folder), patience=0.5)
-    for name in ("state", "spool", "munge"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for pattern in ("*.pid", "gres.conf", "box.json", "slurm.conf", daemons.NOTED):
-        for path in folder.glob(pattern):
+    """End jobs and daemons: SIGTERM, SIGKILL after 2 s. Remove all but the logs."""
+    for how in ("terminate", "kill", "kill"):  # twice: a step may have begun meanwhile
+        left, until = [*of_jobs(folder), *daemons(folder)], time.monotonic() + 2
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, how)()
+        while any(map(is_running, left)) and time.monotonic() < until:
+            time.sleep(0.02)
+    for path in (folder / name for name in _WRITTEN):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)

@@ -101,12 +101,11 @@ WRONG = {
     "modules: CUDA": "modules='CUDA'",
     "launcher: mpirun": "launcher='mpirun'",
     "scheduler: pbs": "scheduler='pbs'",
-    "sbatch: [--nodes=4]": "sbatch=['--nodes=4']",
+    "sbatch: [--nodes=4]": "sbatch=('--nodes=4',)",
     # What a shell would read otherwise than as a word, or beyond its line.
     "environment: ~bob/venv": "environment='~bob/venv'",
     "scratch: '/a/${b'": "scratch='/a/${b'",
     "runtime: apptainer --bind=$(touch x)": "runtime='apptainer --bind=$(touch x)'",
-    "setup: ['echo \"a']": "setup=['echo \"a']",
     "gres: gpu:a100:4": "gres='gpu:a100:4'",
     "account: [": "YAML",
 }

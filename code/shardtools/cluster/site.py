@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from shlex import quote
@@ -32,89 +30,43 @@ RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
 # Options of sbatch with a key of their own, and those that every batch file says for itself.
 _KEYS = "account", "partition", "reservation", "qos", "constraint"
 _OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
-        "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
-_TYPED = ("wrap", "test-only", "parsable", "wait", "help", "usage", "version", "chdir")
+        "gres", "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
 # What follows a command's name, up to its program: options, on one line or on several.
 _OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
 _HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
 
 
-def _matching(form: str, allowed: str) -> Callable[[object], str]:
-    """A check of a text; it returns what is allowed where the text is something else."""
-
-    def check(value: object) -> str:
-        return "" if isinstance(value, str) and re.fullmatch(form, value) else allowed
-
-    return check
-
-
-def _listed(each: Callable[[object], str]) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if not isinstance(value, list | tuple) or not value:
-            return "allowed is a list, one a line after -"
-        return next((f"{words}, each" for one in value if (words := each(one))), "")
-
-    return check
-
-
-def _options(value: object) -> str:
-    if words := _listed(_OPTION)(value):
-        return words
-    names = [str(one)[2:].partition("=")[0] for one in value]  # type: ignore[attr-defined]
-    said = {name: f"that is the key {name}" for name in (*_KEYS, "gres")}
-    said |= {name: f"each batch file says its own --{name}" for name in _OWN}
-    said |= {name: f"--{name} is for the command line of one job" for name in _TYPED}
-    # sbatch takes the beginning of a name for the name.
-    return next((words for n in names for known, words in said.items() if known.startswith(n)), "")
-
-
-def _commands(value: object) -> str:
-    """Check lines for a job's shell: none may take in what the batch file says after it."""
-    lines = _matching(r"[^\n]*[^\s\\]\s*", "allowed is one line of text, without \\ at its end")
-    if (words := _listed(lines)(value)) or not shutil.which("bash"):
-        return words
-    text = "\n".join(map(str, value))  # type: ignore[call-overload]
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
-    said = done.stderr.strip().partition("\n")[0].removeprefix("bash: ")  # a warning is one, too
-    return f"allowed are whole commands of bash, which says {said!r}" if said else ""
-
-
-_WORD = _matching(r"[\w.@:+-]+", "allowed is one word, as Slurm writes it; a number in quotes")
-_OPTION = _matching(r"--[a-z][a-z-]*(=[^\s#'\"\\]+)?", "allowed is --NAME or --NAME=VALUE")
-_LINE = _matching(r"[^\n]*\S[^\n]*", "allowed is one line of text")
 # What a shell takes as it is, in quotes and without, and variables.
 _PLAIN = r"(?:[\w./@:+=,%-]|\$\w+|\$\{\w+\})"
-_PATH = _matching(
-    rf"(?!~[^/])(?:[~#]|{_PLAIN})+",
-    "allowed is a path, without spaces; $USER may stand in it, and your own ~ at its start",
-)
-CHECKS: dict[str, Callable[[object], str]] = {
+_LINE = r"[^\n]*\S[^\n]*", "one line of text"
+_WORD = r"[\w.@:+-]+", "one word, as Slurm writes it; a number in quotes"
+_PATH = rf"(?!~[^/])(?:[~#]|{_PLAIN})+", "a path, without spaces; $USER and your ~ may stand in it"
+# What a key's text may be, or each line of its list.
+FORMS = {
     "name": _LINE,
     "account": _WORD,
-    "partition": _matching(r"[\w.,-]+", "allowed are names that sinfo prints"),
+    "partition": (r"[\w.,-]+", "names that sinfo prints"),
     "reservation": _WORD,
     "qos": _WORD,
-    "constraint": _matching(r"[\w.&|*()\[\]-]+", "allowed is an expression of sbatch --constraint"),
-    "gres": _matching(r"\w+(:[\w.-]+)?", "allowed is gpu, or gpu:TYPE, without a number"),
-    "gpus_per_node": lambda v: "" if is_whole(v, 1, 64) else "allowed are whole numbers, 1 to 64",
-    "sbatch": _options,
-    "modules": _listed(_matching(r"[\w./+-]+", "allowed is NAME or NAME/VERSION")),
+    "constraint": (r"[\w.&|*()\[\]-]+", "an expression of sbatch --constraint"),
+    "gres": (r"\w+(:[\w.-]+)?", "gpu, or gpu:TYPE, without a number"),
+    "sbatch": (
+        rf"--(?!({'|'.join((*_KEYS, *_OWN))})\b(?!-))[a-z][a-z-]*(=[^\s#'\"\\]+)?",
+        "a list of --NAME or --NAME=VALUE without a key of its own and not said in batch files",
+    ),
+    "modules": (r"[\w./+-]+", "a list of NAME or NAME/VERSION"),
     "environment": _PATH,
-    "setup": _commands,
+    "setup": (r"[^\n]*[^\s\\]\s*", "a list of whole lines of shell"),
     "container": _PATH,
-    "runtime": _matching(
+    "runtime": (
         rf"pyxis|(apptainer|singularity|podman-hpc)( {_PLAIN}+)*",
-        f"allowed are {', '.join(map(repr, RUNTIMES))}, but for pyxis with their options, of plain "
-        "words and $NAME",
+        f"{', '.join(RUNTIMES)}, but for pyxis with their options, of plain words and $NAME",
     ),
     # Of gloo's, too: it takes whole names, and nothing of what nccl reads in =eth0, ^lo or hsn.
-    "interface": _matching(r"[\w.-]+(,[\w.-]+)*", "allowed are whole names that `ip link` prints"),
+    "interface": (r"[\w.-]+(,[\w.-]+)*", "whole names that `ip link` prints"),
     "scratch": _PATH,
-    "offline": lambda value: "" if isinstance(value, bool) else "allowed are true and false",
-    "launcher": lambda v: (
-        "" if v in LAUNCHERS else f"allowed are {', '.join(map(repr, LAUNCHERS))}"
-    ),
-    "scheduler": _matching("slurm", "allowed is slurm; for PBS the lesson on clusters has job.pbs"),
+    "launcher": ("|".join(map(re.escape, LAUNCHERS)), ", ".join(map(repr, LAUNCHERS))),
+    "scheduler": ("slurm", "slurm; for PBS the lesson on clusters has job.pbs"),
 }
 
 
@@ -144,9 +96,19 @@ class Site:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and (words := CHECKS[field.name](value)):
-                raise ValueError(f"{field.name}={told(value)}: {words}")
+            value, kind = getattr(self, field.name), type(field.default)
+            form, allowed = FORMS.get(field.name, ("", "true and false"))
+            if kind is int:
+                good, allowed = value == 0 or is_whole(value, 1, 64), "whole numbers, 1 to 64"
+            elif kind is bool:
+                good = isinstance(value, bool)
+            else:
+                each = value if kind is tuple else (value,)
+                good = isinstance(value, kind) and all(
+                    isinstance(one, str) and re.fullmatch(form, one) for one in each
+                )
+            if value != field.default and not good:
+                raise ValueError(f"{field.name}={told(value)}: allowed: {allowed}")
         if self.runtime != "apptainer --nv" and not self.container:
             raise ValueError(f"runtime={self.runtime!r}: allowed beside a container")
 
@@ -186,11 +148,9 @@ class Site:
         given = [one for one in [*given, *self.sbatch] if one.partition("=")[0] not in there]
         text = re.sub(r"(?m)^#SBATCH [^#\n]*", lambda found: self._gres(found[0]), text)
         if given:
-            name, asked = f"# {self.name}" if self.name else "", re.compile("#SBATCH [^#]*")
+            name = f"  # {self.name}" if self.name else ""
             last = list(re.finditer(r"(?m)^#(SBATCH .*|!.*)$", text))[-1]
-            room = len(found[0]) if (found := asked.match(last[0])) else 0
-            more = [f"#SBATCH {one}" for one in given]
-            more = [f"{line:<{max(room, len(line) + 2)}}{name}".rstrip() for line in more]
+            more = [f"#SBATCH {one}{name}" for one in given]
             text = "\n".join([text[: last.end()], *more]) + text[last.end() :]
         if self.launcher.startswith("python"):  # a venv on an image's PyTorch has no torchrun
             text = re.sub(r'(?<![/\w])torchrun (?=--nnodes|"\$@")', f"{self.launcher} ", text)
@@ -212,28 +172,25 @@ class Site:
         return line
 
     def _gres(self, options: str) -> str:
-        """With `gres` in the place of --gpus and --gpus-per-node, and no wider where room is."""
+        """Return options with `gres` in the place of --gpus and --gpus-per-node."""
         if not self.gres:
             return options
-        made = re.sub(r"--gpus(?:-per-node)?=(\d+)", rf"--gres={self.gres}:\1", options)
-        if made != options and made.endswith("  "):
-            made = f"{made.rstrip():<{max(len(options), len(made.rstrip()) + 2)}}"
-        return made
+        made = rf"--gres={self.gres}:\1"
+        return re.sub(r"--gpus(?:-per-node)?=(\d+)", made, options)
 
     def _shell(self, text: str) -> str:
-        """With the site's lines, where no file brings them."""
+        """Return the file with the site's lines, where no other file brings them."""
         brought = "source ./site.sh\n"
         if brought in text:  # what sites write may ask for variables that nobody set
             return text.replace(brought, f"set +u\n{brought}set -u\n")
         if not (said := self.lines()):
             return text
-        text, hinted = _HINT.subn("", text)
-        if "set -euo" in text and (self.modules or self.setup or self.environment):
+        if "set -euo" in text:
             said = ["set +u", *said, "set -u"]
+        text = _HINT.sub("", text)
         place = re.search(r"(?m)^set -euo pipefail\n", text)
         at = place.end() if place else [m.end() for m in re.finditer(r"(?m)^#.*\n", text)][-1]
-        gap = "" if text[at:].startswith("\n") or hinted else "\n"
-        return text[:at] + "\n" * (not hinted) + "\n".join(said) + "\n" + gap + text[at:]
+        return text[:at] + "\n".join(["", *said, ""]) + text[at:]
 
     def _inside(self, text: str) -> str:
         """With every program that srun starts inside of the container."""
@@ -282,15 +239,11 @@ def _by_srun(text: str) -> str:
     start = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
     text = form.sub(lambda m: f"bash -c '{start}\n    exec python \"$@\"' rank", text)
     asked = r"(?m)^(#SBATCH --%s=)(\d+)( *)(#.*)?$"
-
-    def tasks(found: re.Match[str]) -> str:
-        return f"{found[1]}{n}{found[3]}# one task for each rank"
+    text = re.sub(asked % "ntasks-per-node", rf"\g<1>{n}\3# one task for each rank", text)
 
     def cores(found: re.Match[str]) -> str:
-        each = str(max(1, int(found[2]) // n))
-        return f"{found[1]}{each:<{len(found[2] + found[3])}}# for one rank"
+        return f"{found[1]}{max(1, int(found[2]) // n)}{found[3]}# for one rank"
 
-    text = re.sub(asked % "ntasks-per-node", tasks, text)
     text = re.sub(asked % "cpus-per-task", cores, text)
     text = re.sub(r"\$\(\(SLURM_CPUS_PER_TASK / \d+\)\)", "$SLURM_CPUS_PER_TASK", text)
     text = re.sub(r"(?m)^(srun )", f"export MASTER_ADDR={meet[1]} MASTER_PORT={meet[2]}\n\\1", text)
@@ -317,13 +270,11 @@ def read(given: str | Path, name: str = "site") -> Site:
 
 def of(found: Mapping[Any, Any]) -> Site:
     """The site that these keys and values describe. Raises ValueError."""
+    names = [field.name for field in fields(Site)]
     for key in found:
-        if key not in CHECKS:
-            near = options.nearest(str(key), CHECKS)
-            raise ValueError(f"key {told(key)}{near}: allowed are {', '.join(CHECKS)}")
-    for key, value in found.items():
-        if words := CHECKS[key](value):
-            raise ValueError(f"{key}={told(value)}: {words}")
+        if key not in names:
+            near = options.nearest(str(key), names)
+            raise ValueError(f"key {told(key)}{near}: allowed are {', '.join(names)}")
     return Site(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
 
 

@@ -23,8 +23,10 @@ import pickle
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,18 +36,100 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.common.arguments import MOST, check_number
+from shardlab.common.arguments import MOST, check_number, check_one_of
 from shardlab.common.launcher import place
 from shardlab.common.machines import MACHINES, check_named, named
 from shardtools import options
 
-from . import checks
-from .consult import Settings, consult
+from . import checks, examine, folder, pairs
 from .meet import Rendezvous, loopback, open_store
 from .verdicts import BAD, GOOD, Findings, Verdict
 
 WIDTH = 100
 LONGEST = 10**6  # seconds: the run's own limit, of four times as many, is a year at most
+JOINT = ("folder", "speed", "group", "clock", "pairs")  # parts in which ranks need one another
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command's options."""
+
+    folder: str = "."
+    needs: float = 1e9  # bytes that must fit into the folder
+    timeout: float = 60.0  # seconds of silence
+    machine: str = ""
+    device: str = "auto"
+
+
+# --- one rank: the parts run in a thread, so that of one that hangs all before it is known
+
+
+def _consult(
+    meeting: Rendezvous, settings: Settings, group: Callable[[str], Any]
+) -> Findings | None:
+    """Examine everything, on every rank; rank 0 gets the findings.
+
+    group: makes the process group for a backend, on all ranks; called when all of them are there.
+    Raises ValueError on a rank that has lost rank 0.
+    """
+    worker = threading.Thread(target=_work, args=(meeting, settings, group), daemon=True)
+    worker.start()
+    if meeting.rank:
+        heard = False
+        with suppress(dist.DistError, RuntimeError):  # the store went with rank 0
+            heard = meeting.await_end(worker.is_alive)
+        if not heard:
+            raise ValueError(f"rank {meeting.rank} on {examine.host()}: rank 0 is heard of no more")
+        return None
+    silent = meeting.wait_for_all("done")
+    facts = [meeting.read("facts", rank) or {} for rank in range(meeting.size)]
+    meeting.store.set("over", b"")
+    return Findings(facts, silent, None, settings.needs)
+
+
+def _work(meeting: Rendezvous, settings: Settings, group: Callable[[str], Any]) -> None:
+    """Run one part after another, and publish what each found as soon as it is known."""
+    found: dict[str, Any] = {"host": examine.host()}
+
+    def part(name: str, look: Callable[[], Any]) -> Any:
+        meeting.set_step(name)
+        try:
+            found[name] = look()
+        except Exception as error:  # whatever it is, rank 0 has to hear of it
+            text = (str(error).strip() or "no message").splitlines()[0]
+            found.setdefault("errors", {})[name] = f"{type(error).__name__}: {text}"
+            if name in JOINT:
+                meeting.publish("facts", found)
+                meeting.store.set("failed", b"")
+        meeting.publish("facts", found)
+        return found.get(name)
+
+    part("cores", examine.cores)
+    torch.set_num_threads(1)  # of this thread's: a fork has lost its parent's others
+    device = torch.device("cpu") if settings.device == "cpu" else ranks.device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    part("gpu", lambda: examine.gpu(device))
+    part("versions", lambda: examine.versions(device))
+    part("environment", examine.environment)
+    part("memory", examine.memory)
+    part("shm", examine.shared_memory)
+    part("limits", examine.limits)
+    part("network", examine.network)
+    part("folder", lambda: folder.examine(settings.folder, meeting))
+    meeting.barrier("own parts")
+    part("speed", lambda: examine.speed(device))
+    meeting.barrier("speeds")
+    job = Findings([meeting.read("facts", rank) for rank in range(meeting.size)])
+    if meeting.size > 1 and not checks.interfaces(job):
+        gpus = {gpu["kind"] for gpu in job.of("gpu").values()} == {"cuda"}
+        own = gpus and checks.devices(job).state != BAD  # nccl refuses two ranks on one GPU
+        hosts, world = [facts["host"] for facts in job.facts], []
+        part("group", lambda: world.append(group("cpu:gloo,cuda:nccl" if own else "gloo")))
+        if world:
+            part("clock", lambda: pairs.clocks(meeting, *world))
+            part("pairs", lambda: pairs.measure(meeting, *world, device, hosts))
+    meeting.publish("done", True)
 
 
 # --- under a launcher, or with ranks of its own
@@ -65,7 +149,7 @@ def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
         dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
         return dist.group.WORLD
 
-    findings = consult(meeting, settings, group)
+    findings = _consult(meeting, settings, group)
     status = show(findings) if findings else 0
     silent = findings is not None and bool(findings.silent)
     if silent and (words := loopback(at)):
@@ -95,7 +179,7 @@ def _rank(settings: Settings, path: Path) -> None:
     world = dist.group.WORLD
     store = dist.PrefixStore("doctor", world.get_group_store())
     meeting = Rendezvous(store, dist.get_rank(), dist.get_world_size(), settings.timeout)
-    findings = consult(meeting, settings, lambda backend: world)
+    findings = _consult(meeting, settings, lambda backend: world)
     if findings:
         path.write_bytes(pickle.dumps(findings))
         if findings.silent:
@@ -130,17 +214,17 @@ def main(arguments: list[str]) -> int:
 
 def _main(chosen: argparse.Namespace) -> int:
     number = None if chosen.ranks is None else options.whole("ranks", chosen.ranks)
-    settings = Settings(
-        "." if chosen.folder is None else str(options.place("folder", chosen.folder)),
-        _number("needs", chosen.needs, 1e9),
-        _number("timeout", chosen.timeout, 60.0),
-        chosen.machine or "",
-        "auto" if chosen.device is None else chosen.device,
-    )
-    if chosen.machine is not None:
+    asked = {n: v for n in ("folder", "machine", "device") if (v := getattr(chosen, n)) is not None}
+    if "folder" in asked:
+        asked["folder"] = str(options.place("folder", asked["folder"]))
+    for name, most in (("needs", MOST), ("timeout", LONGEST)):
+        if (given := getattr(chosen, name)) is not None:
+            asked[name] = options.number(name, given, "numbers above 0")
+            check_number(most=most, **{name: asked[name]})
+    settings = Settings(**asked)
+    if "machine" in asked:
         check_named(machine=settings.machine)
-    if settings.device not in ("auto", "cpu"):
-        raise ValueError(f"device={settings.device!r}: allowed are 'auto' and 'cpu'")
+    check_one_of(("auto", "cpu"), device=settings.device)
     launched = place(os.environ) is not None
     if launched and number is not None:
         raise ValueError(f"ranks={number}: the launcher has started the ranks; leave --ranks out")
@@ -150,14 +234,6 @@ def _main(chosen: argparse.Namespace) -> int:
     if launched:
         return _launched(settings, show)
     return _alone(number or torch.cuda.device_count() or 2, settings, show)
-
-
-def _number(name: str, given: str | None, otherwise: float) -> float:
-    if given is None:
-        return otherwise
-    value = options.number(name, given, "numbers above 0")
-    check_number(most=LONGEST if name == "timeout" else MOST, **{name: value})
-    return value
 
 
 def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) -> int:

@@ -226,18 +226,8 @@ def test_the_report_draws_what_was_sampled(tmp_path, gpu):
     assert "<svg" in (tmp_path / "job/report.svg").read_text()
 
 
-SAMPLE = {"time": 1000.0, "node": "n", "rank": 0, "pid": 1, "cpu_percent": 5.0, "memory_bytes": 9}
-BROKEN = {
-    "no JSON": b"x\n",
-    "a rank in words": "".join(
-        json.dumps(SAMPLE | {"rank": rank}) + "\n" for rank in ("zero", 1)
-    ).encode(),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_samples_are_named(tmp_path, capsys, name):
-    (tmp_path / "samples-n.jsonl").write_bytes(BROKEN[name])
+def test_broken_samples_are_named(tmp_path, capsys):
+    (tmp_path / "samples-n.jsonl").write_bytes(b"x\n")
     status, _, error = ran(capsys, "cluster", "watch", str(tmp_path), "--draw")
     assert status == 2 and error.count("\n") == 1 and str(tmp_path) in error
     assert not (tmp_path / "report.svg").exists()

@@ -36,7 +36,7 @@ def report(folder: str | Path) -> Figure:
 
     Reads samples-*.jsonl, and metrics.jsonl where its lines have a `time`. Where ranks have GPUs
     these are shown, else their cores and their memory. Raises ValueError for a folder without
-    samples, and for samples that `watch` would not write.
+    samples.
     """
     samples = [
         line for path in sorted(Path(folder).glob("samples-*.jsonl")) for line in lines(path)
@@ -45,14 +45,6 @@ def report(folder: str | Path) -> Figure:
         raise ValueError(f"folder={str(folder)!r}: allowed is a folder with samples-*.jsonl")
     metrics = Path(folder) / "metrics.jsonl"
     steps = [s for s in (lines(metrics) if metrics.exists() else ()) if "time" in s]
-    try:
-        return _drawn(samples, steps)
-    except (LookupError, TypeError, ValueError) as error:
-        words = "allowed are samples and metrics with the names and numbers that are written here"
-        raise ValueError(f"folder={str(folder)!r}: {words} ({error})") from None
-
-
-def _drawn(samples: list[Line], steps: list[Line]) -> Figure:
     show.style()
     figure, panels = plt.subplots(3 + bool(steps), 1, figsize=(6.4, 6.4), sharex=True)
     start = min(line["time"] for line in samples)

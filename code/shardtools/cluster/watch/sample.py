@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
 
 
 class Sampler:
-    """Reads what ranks use. `close` when done, or use it in a `with` statement."""
+    """Reads what ranks use, in a `with` statement."""
 
     def __init__(self, pids: Mapping[int, int]):
         self.node, self._nvml = platform.node(), _nvml()
@@ -96,13 +97,8 @@ class Sampler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave NVML."""
         if self._nvml:
             self._nvml.nvmlShutdown()
-            self._nvml = None
 
     def read(self) -> list[Line]:
         """A line for each rank that still runs, and one for the machine."""
@@ -168,24 +164,17 @@ class Sampler:
         }
 
 
-def _package() -> Any:
-    """NVML's Python package, or None where it is not installed."""
+def _nvml() -> Any:
+    """Return NVML, ready to be asked, or None where there is no driver or no package."""
     try:
         import pynvml
     except ImportError:
         return None
-    return pynvml
-
-
-def _nvml() -> Any:
-    """NVML, ready to be asked, or None where there is no driver or no package."""
-    nvml = _package()
     try:
-        if nvml:
-            nvml.nvmlInit()
-    except nvml.NVMLError:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return None
-    return nvml
+    return pynvml
 
 
 def watch(
@@ -237,13 +226,9 @@ def _main(chosen: argparse.Namespace) -> int:
     check_number(most=threading.TIMEOUT_MAX, **times)
     pids = find(which.get("pid"), which.get("job"))
     if not pids:
-        raise ValueError(f"{'pid' if chosen.pid else 'job'}={chosen.pid or chosen.job}: no ranks")
-    where = f"on {os.uname().nodename}"
-    if list(pids.values()) == [which.get("pid")]:
-        print(f"process {chosen.pid}, as rank {next(iter(pids))}, {where}", flush=True)
-    else:
-        print(f"ranks {', '.join(map(str, pids))} {where}", flush=True)
-    if _package() is None:
+        raise ValueError(f"job={chosen.job}: no ranks")
+    print(f"ranks {', '.join(map(str, pids))} on {platform.node()}", flush=True)
+    if find_spec("pynvml") is None:
         print(NO_PACKAGE, flush=True)
     print(watch(chosen.folder, pids, **times))
     return 0

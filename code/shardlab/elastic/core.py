@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from . import born, keep
 from .host import Failure, Host, Order, Report, State
-from .job import Job, free_port, listen, succeeds
+from .job import Job, free_port, listen
 
 TICK = 0.05  # seconds between two looks at ranks and store
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give to what SIGTERM has ended
@@ -154,16 +154,18 @@ class Meeting:
         how = {"world_size": None, "timeout": wait, "wait_for_workers": False}
         if listening:
             how |= {"is_master": True, "master_listen_fd": listening.detach()}
-        elif not succeeds(job.join, lambda: dist.TCPStore(*job.address, **how).get("job")):
-            words = f"at={job.at!r}: no agent answered there within {job.join:g} s"
-            raise ValueError(f"{words}; allowed is an address of one of the nodes")
-        self.store = dist.TCPStore(*job.address, **how)
         mine = [job.name, shlex.join(job.command[1:]), "{}:{}".format(*job.nodes)]
-        if self.agent == 0:
-            self.give(Order())
-            self.store.set("job", json.dumps(mine))  # last: who finds it finds the rest, too
-            return
-        name, command, nodes = found = json.loads(self.store.get("job"))
+        try:
+            self.store = dist.TCPStore(*job.address, **how)
+            if listening:
+                self.give(Order())
+                self.store.set("job", json.dumps(mine))  # last: who finds it finds the rest, too
+                return
+            found = json.loads(self.store.get("job"))
+        except (dist.DistError, RuntimeError):
+            words = f"at={job.at!r}: no agent answered there within {job.join:g} s"
+            raise ValueError(f"{words}; allowed is an address of one of the nodes") from None
+        name, command, nodes = found
         words = f"meets job {name!r} of {nodes} nodes, {command}; another job needs another port"
         if name != job.name:
             raise ValueError(f"name={job.name!r}: at {job.at} {words}")

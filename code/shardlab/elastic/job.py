@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
-from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardlab.common.arguments import PROCESSES, RANKS, check_number, check_whole
 
@@ -61,7 +57,7 @@ class Job:
         except OSError as error:
             words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
             raise ValueError(words) from None
-        if self.logs and os.path.exists(self.logs) and not os.path.isdir(self.logs):
+        if self.logs and self.logs.is_file():
             raise ValueError(f"logs={str(self.logs)!r}: this is a file; allowed is a folder")
 
     @property
@@ -89,26 +85,3 @@ def free_port(host: str) -> int:
     """A port of this node's address `host` at which nobody listens now."""
     with closing(listen(host, 0)) as listening:
         return listening.getsockname()[1]
-
-
-def succeeds(seconds: float, call: Callable[[], Any]) -> bool:
-    """Return True if `call()` returns within so many seconds, in a fork of this process.
-
-    torch's store has no time limit for a listener that says nothing, and cannot be left in a
-    thread: where the listener speaks another language, the process then ends by SIGABRT.
-    """
-    child = os.fork()
-    if not child:
-        with suppress(BaseException):
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # then the kernel kills this process
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's traces in C++
-            call()
-            os._exit(0)
-        os._exit(1)
-    try:
-        return os.waitpid(child, 0)[1] == 0
-    except BaseException:  # an interrupt
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise

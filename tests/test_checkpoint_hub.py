@@ -1,7 +1,6 @@
 """Weights of real models: the hub's folders, in and out, and over to another layout."""
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -25,9 +24,9 @@ from shardlab.checkpoint import (
     load_hub,
     names,
     predicted_hand_over,
-    safe,
     save_hub,
 )
+from shardlab.checkpoint import hub as hub_files
 from shardlab.checkpoint.moving import pieces
 from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
@@ -50,7 +49,6 @@ SHAPES = {
         groups_per_token=1,
     ),
     "gpt2": replace(PRESETS["gpt-2"], **SMALL),
-    "gpt_neox": replace(PRESETS["gpt-2"], **SMALL, tied=False),
 }  # fmt: skip
 MESH = Layout(dp=2, tp=2, pp=2, microbatches=2, zero=1)
 TOKENS = torch.arange(24).view(2, 12) % 64  # BS
@@ -77,33 +75,16 @@ def hub(tmp_path_factory):
                 torch.nn.init.normal_(tensor, std=0.1)  # biases are no zeros, norms no ones
         model.save_pretrained(folder / kind, max_shard_size="30KB")
     with_head(folder / "qwen3")
-    (folder / "qwen3").rename(folder / "alone")
-    (folder / "qwen3").symlink_to(cached(folder / "alone", folder / "cache"))
     return folder
 
 
 def with_head(folder, change=0):
     """Add the output layer of a tied model, in a file of its own, as Qwen3-1.7B's folder has it."""
-    index = json.loads((folder / safe.INDEX).read_text())
+    index = json.loads((folder / hub_files.INDEX).read_text())
     head = tensors(folder)["model.embed_tokens.weight"] + change
     save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
     index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
-    (folder / safe.INDEX).write_text(json.dumps(index))
-
-
-def cached(folder, cache):
-    """Put a folder into a cache of the hub's; return what its own library says is the snapshot."""
-    from huggingface_hub import snapshot_download
-
-    model, sha = cache / "models--course--tiny", "0123456789" * 4
-    for place in ("blobs", "refs", f"snapshots/{sha}"):
-        (model / place).mkdir(parents=True)
-    (model / "refs/main").write_text(sha)
-    for path in folder.iterdir():
-        blob = hashlib.sha256(path.read_bytes()).hexdigest()
-        shutil.copy(path, model / "blobs" / blob)
-        (model / "snapshots" / sha / path.name).symlink_to(f"../../blobs/{blob}")
-    return snapshot_download("course/tiny", cache_dir=cache, local_files_only=True)
+    (folder / hub_files.INDEX).write_text(json.dumps(index))
 
 
 def tensors(folder):
@@ -156,7 +137,9 @@ def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub
         assert equal(once(hub / kind), tensors(tmp_path / kind))
         assert torch.equal(logits(hub / kind), logits(tmp_path / kind))
         written = sorted(path.name for path in (tmp_path / kind).iterdir())
-        assert len(written) > 4 and safe.INDEX in written and "generation_config.json" in written
+        assert (
+            len(written) > 4 and hub_files.INDEX in written and "generation_config.json" in written
+        )
         beside = ("transformer.wpe.weight",) if kind == "gpt2" else ()
         assert all(left[kind] == beside for left in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(SHAPES)  # nothing half saved
@@ -173,50 +156,25 @@ def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(h
     assert apart > 1e-3 if kind == "gpt2" else apart < 1e-5
 
 
-@pytest.mark.parametrize("preset", [n for n, config in PRESETS.items() if not config.experts])
-def test_dense_presets_have_the_names_and_shapes_of_transformers(preset):
-    config = PRESETS[preset]
-    kind = names.family_of(config)
-    model = of_transformers(config, kind, "meta")
-    theirs = {
-        name.replace("lm_head", names.FAMILIES[kind].names["head"]): tuple(tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if not config.tied or "head" not in name
-    }
-    assert names.shapes(names.links(config, kind)) == theirs
-
-
 def in_shards(hub, out):
     """GPTs, sharded by FSDP2 over ranks that nothing divides by."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    for kind in SHAPES:
+    for kind in ("llama", "gpt2"):
         model = GPT(config_of(hub / kind))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
         load_hub(model, hub / kind)  # None is the world
-        save_hub(model, out / kind, dtype=torch.bfloat16 if kind == "llama" else None)
+        save_hub(model, out / kind, like=hub / kind)
 
 
 def test_models_in_shards_of_fsdp2_go_out_under_the_hub_s_names(hub, tmp_path):
     ranks.run(in_shards, 3, hub, tmp_path, device="cpu", timeout=120)
-    for kind in SHAPES:
-        if kind == "gpt2":  # without its positions, it is what computes the same
-            continue
-        before = once(hub / kind)
-        if kind == "llama":
-            before = {name: tensor.bfloat16() for name, tensor in before.items()}
-        assert equal(before, tensors(tmp_path / kind))
-        about = json.loads((tmp_path / kind / "config.json").read_text())
-        assert about["dtype"] == ("bfloat16" if kind == "llama" else "float32")
-        assert about["architectures"] == [names.FAMILIES[kind].classname]
-    # What was bfloat16 is it again, after a model of float32 has had it.
-    load_hub(model := GPT(SHAPES["llama"]), tmp_path / "llama")
-    save_hub(model, tmp_path / "again", like=tmp_path / "llama")
-    assert equal(tensors(tmp_path / "llama"), tensors(tmp_path / "again"))
+    for kind in ("llama", "gpt2"):
+        assert equal(once(hub / kind), tensors(tmp_path / kind))
 
 
 def test_two_layers_that_differ_are_not_tied(hub, tmp_path):
-    shutil.copytree(hub / "alone", folder := tmp_path / "qwen3")
+    shutil.copytree(hub / "qwen3", folder := tmp_path / "qwen3")
     with_head(folder, change=1)
     with pytest.raises(CheckpointError, match="lm_head.weight is not equal to .*embed_tokens"):
         load_hub(GPT(SHAPES["qwen3"]), folder)
@@ -254,13 +212,13 @@ def streams(folder, config):
 def test_no_rank_ever_has_the_whole_in_its_memory(tmp_path):
     config = Config(vocab=1024, layers=12, hidden=384, heads=4, seq=8, mlp="swiglu", norm="rms",
                     bias=False, tied=False)  # fmt: skip
-    save_hub(model := GPT(config), tmp_path / "big", shard_bytes=4_000_000)
+    model = of_transformers(config, "llama")
+    model.save_pretrained(tmp_path / "big", max_shard_size="4MB")
     size, most = (of(p.nbytes for p in model.parameters()) for of in (sum, max))
     for rank in ranks.run(streams, 4, tmp_path, config, device="cpu", timeout=120):
         (load, load_all), (save, save_all) = rank
-        # A tensor, of which a slice is read; a tensor, and what of it has come and is no row of it.
-        # And all names.
-        assert load <= most + 10**5 and save <= 2 * most + 10**5, (most, load, save)
+        # The slices of a file that are read; a file, and what comes of its next tensor.
+        assert load <= 4_000_000 + 10**5 and save <= 4_000_000 + most + 10**5, (load, save)
         assert load_all < size / 4 and save_all < size / 4, (size, load_all, save_all)
     assert equal(tensors(tmp_path / "big"), tensors(tmp_path / "out"))
 
@@ -275,13 +233,8 @@ def cut_off(folder):
 
 
 def without_index(folder):
-    (folder / safe.INDEX).unlink()
-    return safe.INDEX
-
-
-def without_config(folder):
-    (folder / "config.json").unlink()
-    return "config.json"
+    (folder / hub_files.INDEX).unlink()
+    return hub_files.INDEX
 
 
 def changed(change):
@@ -292,7 +245,7 @@ def changed(change):
         said = change(found)
         for path in folder.glob("model*"):
             path.unlink()
-        save_file(found, folder / safe.ONE)
+        save_file(found, folder / hub_files.ONE)
         return said
 
     return damage
@@ -305,24 +258,14 @@ def other_name(found):
     return name
 
 
-def one_more(found):
-    found[name := "model.layers.2.input_layernorm.weight"] = torch.zeros(32)
-    return name
-
-
 def other_shape(found):
     found[name := "model.norm.weight"] = torch.zeros(31)
     return name
 
 
-DAMAGES = {
-    of.__name__: of
-    for of in (
-        cut_off,
-        without_index,
-        without_config,
-    )
-} | {of.__name__: changed(of) for of in (other_name, one_more, other_shape)}
+DAMAGES = {of.__name__: of for of in (cut_off, without_index)} | {
+    of.__name__: changed(of) for of in (other_name, other_shape)
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -340,16 +283,12 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line_and_the_model_stays(
 
 
 def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path):
-    model = GPT(SHAPES["llama"])
+    model, llama = GPT(SHAPES["llama"]), hub / "llama"
     for call, match in (
-        (lambda: load_hub(torch.nn.Linear(2, 2), hub / "llama"), "model=Linear: allowed are a GPT"),
+        (lambda: load_hub(torch.nn.Linear(2, 2), llama), "model=Linear: allowed are a GPT"),
         (lambda: load_hub(model, hub / "gpt2"), "no place for blocks.0.ffn.gate.weight"),
-        (lambda: save_hub(model, hub / "llama"), "it is there; allowed is a new one"),
-        (lambda: save_hub(model, tmp_path / "a/b"), "there is no folder"),
-        (lambda: save_hub(model, tmp_path / "c", dtype=torch.int8), "dtype=torch.int8"),
-        (lambda: save_hub(model, tmp_path / "c", shard_bytes=0), "shard_bytes=0"),
+        (lambda: save_hub(model, llama, like=llama), "it is there; allowed is a new one"),
         (lambda: config_of(tmp_path), "config.json"),
-        (lambda: names.family_of(replace(SHAPES["gpt2"], norm="rms")), "allowed are shapes of"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
@@ -358,11 +297,6 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(about | {key: value}))
         with pytest.raises(ValueError, match="dynamic|mamba"):
             config_of(tmp_path)
-    moved = GPT(SHAPES["mixtral"])
-    moved.blocks[0].ffn.router.bias_E += 1  # Mixtral's router has none
-    with pytest.raises(ValueError, match="'mixtral' has no place for .*bias_E"):
-        save_hub(moved, tmp_path / "c")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
 def full_disk(hub, out):
@@ -373,7 +307,7 @@ def full_disk(hub, out):
     damaged = out / "damaged"
     for act in (
         lambda: load_hub(model, damaged, group),
-        lambda: save_hub(model, out / "new", group, shard_bytes=20_000),
+        lambda: save_hub(model, out / "new", group, like=hub / "llama", shard_bytes=20_000),
     ):
         try:
             act()
@@ -381,10 +315,10 @@ def full_disk(hub, out):
             told.append(str(error))
         if dist.get_rank() == 1:
 
-            def no_room(_):
+            def no_room(*_):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            safe.numbers = no_room
+            hub_files.save_file = no_room
     return told
 
 
@@ -393,7 +327,7 @@ def test_what_fails_on_one_rank_fails_on_all_alike_and_nothing_is_left(hub, tmp_
     said = cut_off(tmp_path / "damaged")
     first, second = ranks.run(full_disk, 2, hub, tmp_path, device="cpu")
     assert first == second and said in first[0]
-    assert "not saved" in first[1] and "the disk is full" in first[1]
+    assert "not saved: rank 1" in first[1] and "No space left" in first[1]
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
@@ -471,6 +405,3 @@ def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
     new = [predicted_pieces(config, Layout(tp=2), rank) for rank in range(2)]
     sent = predicted_hand_over([*old, [], []], [[], [], [], [], *new], itemsize=2)
     assert [counted for counted, *_ in found] == sent and sum(sent) > 0
-
-
-# Boxes.

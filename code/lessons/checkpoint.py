@@ -904,7 +904,7 @@ print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 # %%
 for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
     links = names.links(PRESETS[preset], kind)
-    (link,) = links["blocks.0.attention.key.weight"]
+    link = links["blocks.0.attention.key.weight"]
     turned = ", transposed" if link.turned else ""
     print(f"{preset}: {link.hub} at {link.place}{turned}")
 
@@ -914,7 +914,7 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 #
 # In the next cell `transformers` saves a tiny Llama, in files of 30 kB. Eight ranks load it, with data, pipeline and tensor parallelism over two ranks each, and ZeRO-1 ([Mesh](mesh.md) combines these).
 # The model is built on the device `meta`, where tensors have no storage. `Parallel` makes room for this rank's part of it alone, so no rank ever holds the whole model.
-# Then they write it: for each tensor all ranks send their parts to one, which writes the file. The folder gets its final name when it is complete.
+# Then they write it: for each tensor all ranks send their parts to the rank that writes its file. The folder gets its final name when it is complete.
 
 # %%
 def through_a_mesh(source, target):

@@ -7,8 +7,8 @@ number of ranks can read what another number wrote. This package adds what DCP l
 - `folder`: what lies in it, its manifest, what tells damage before anything is loaded, and how what
   one rank finds is raised by all;
 - `one_file`: `export`, one file for a plain process;
-- `hub`: `load_hub` and `save_hub`, weights as Hugging Face's hub keeps them, streamed; `names`,
-  what they are called there, and `safe`, the files;
+- `hub`: `load_hub` and `save_hub`, weights as Hugging Face's hub keeps them; `names`, what they are
+  called there;
 - `moving`: `hand_over`, the same weights under another layout while a job runs, from what each rank
   has of a model, whatever has cut it;
 - `cost`: how often to save.

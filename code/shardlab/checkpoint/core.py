@@ -47,7 +47,7 @@ from shardlab.common import folder_lock
 from shardlab.ranks.agree import check_whole
 
 from . import folder as files
-from .folder import MANIFEST, OLD, SAVING, CheckpointError, Members, cause, is_full
+from .folder import MANIFEST, OLD, SAVING, CheckpointError, Members, cause
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Checkpoints:
             saving = self.members.first(lambda: self._begin(about))
             save = dcp.save if wait else dcp.async_save  # the latter copies, and then returns
             try:
-                storage = files.telling(self.writer(saving))
+                storage = self.writer(saving)
                 written = save(tensors, storage_writer=storage, process_group=self.members.group)
             except (Exception, CheckpointException) as error:
                 written = error
@@ -270,13 +270,7 @@ class Checkpoints:
                 self._held = folder_lock.hold(self.root, "a job that saves checkpoints")
             return begin(self.root, about["step"])
         except OSError as error:
-            raise self._failed(self.root, cause(error), is_full(error), about) from None
-
-    def _failed(self, path: Path, problem: str, full: bool, about: dict[str, Any]) -> Exception:
-        """What to raise when a save fails; on a full disk with the room that it takes."""
-        if full:
-            problem += files.no_room(self.root, files.size(about["tensors"]))
-        return CheckpointError(f"{path}: not saved: {problem}")
+            raise CheckpointError(f"{self.root}: not saved: {cause(error)}") from None
 
     def _release(self) -> None:
         if self._held is not None:
@@ -286,7 +280,7 @@ class Checkpoints:
         self, saving: Path, written: Any, small: dict[str, bytes], about: dict[str, Any]
     ) -> Path:
         """When all ranks have written all: rank 0 makes the folder the current checkpoint."""
-        problem, full, mine = None, False, {}
+        problem, mine = None, {}
         try:
             if isinstance(written, Future):
                 written = written.result()
@@ -299,34 +293,29 @@ class Checkpoints:
             paths += [saving / ".metadata"] if self.members.rank == 0 else []
             mine = {path.name: files.describe(path) for path in sorted(paths)}
         except (Exception, CheckpointException) as error:
-            problem, full = cause(error), is_full(error)
-        reports = self.members.exchange((problem, full, mine))
+            problem = cause(error)
+        reports = self.members.exchange((problem, mine))
         return self.members.first(lambda: self._rename(saving, reports, about))
 
     def _rename(self, saving: Path, reports: list[Any], about: dict[str, Any]) -> Path:
         """On rank 0: the rename, if every rank's files are there; then what is older goes."""
-        problem, full = None, any(full for _, full, _ in reports)
         manifest = {"format": files.FORMAT, "version": files.VERSION} | about
         manifest |= {"ranks": self.members.size, "torch": torch.__version__}
-        manifest["files"] = {name: of for *_, part in reports for name, of in part.items()}
+        manifest["files"] = {name: of for _, part in reports for name, of in part.items()}
+        unseen = sorted(name for name in manifest["files"] if not (saving / name).exists())
+        problem = next((problem for problem, _ in reports if problem), None)
+        if not problem and unseen:
+            problem = f"rank 0 does not see {', '.join(unseen)}"
+            problem += ": allowed is a folder that all ranks share"
         try:
-            if unseen := [name for name in manifest["files"] if not (saving / name).exists()]:
-                problem = f"rank 0 does not see {', '.join(sorted(unseen))}"
-                problem += ": allowed is a folder that all ranks share"
-            if failed := [of for of in reports if of[0]]:
-                problem = next((of[0] for of in failed if of[1]), failed[0][0])
-            if not problem:
-                final = commit(saving, manifest)
+            final = None if problem else commit(saving, manifest)
         except OSError as error:
-            problem, full = cause(error), is_full(error)
+            problem = cause(error)
         if problem:
+            problem += files.no_room(self.root, files.size(about["tensors"]))
             shutil.rmtree(saving, ignore_errors=True)  # on a full disk, room counts
-            raise self._failed(saving, problem, full, about)
-        try:
-            prune(self.root, self.keep)
-        except OSError as error:
-            text = f"{final}: saved, but what is older does not go: {cause(error)}"
-            raise CheckpointError(text) from None
+            raise CheckpointError(f"{saving}: not saved: {problem}")
+        prune(self.root, self.keep)
         return final
 
     def load(self, training: Training, step: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ current checkpoint with the new step 600 in it.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -116,25 +115,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
+        kind = manifest["format"], manifest["version"]
     except FileNotFoundError:
         text = f"{path}: there is no manifest, so this is no checkpoint of ours"
         raise CheckpointError(text) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError as well
-        raise CheckpointError(f"{path}: damaged, not JSON any more ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else manifest
-        raise CheckpointError(f"{path}: format is {found!r}, allowed is {FORMAT!r}")
-    if manifest.get("version") != VERSION:
-        text = f"{path}: version is {manifest.get('version')!r}, this code reads {VERSION}"
-        raise CheckpointError(text)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: damaged: {cause(error)}") from None
+    if kind != (FORMAT, VERSION):
+        raise CheckpointError(f"{path}: is {kind}; allowed is {(FORMAT, VERSION)}")
     contents = {k: v for k, v in manifest.items() if k != "crc32"}
     if manifest.get("crc32") != checksum_of(contents):
         raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
-    if manifest["step"] != step_of(folder):
-        text = f"is of step {manifest['step']}, and not of the step that its folder's name says"
-        raise CheckpointError(f"{path}: {text}")
     return manifest
 
 
@@ -152,15 +143,12 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
             here = describe(path)
         except FileNotFoundError:
             problems.append(f"{path}: is missing")
-        except OSError as error:
-            problems.append(f"{path}: cannot be read: {error.strerror}")
-        else:
-            if here["bytes"] != want["bytes"]:
-                size = f"{here['bytes']:,} bytes instead of {want['bytes']:,}"
-                problems.append(f"{path}: has {size}")
-            elif here != want:
-                sums = f"{here['crc32']:08x} instead of {want['crc32']:08x}"
-                problems.append(f"{path}: damaged, its CRC-32 is {sums}")
+            continue
+        if here["bytes"] != want["bytes"]:
+            problems.append(f"{path}: has {here['bytes']:,} bytes instead of {want['bytes']:,}")
+        elif here != want:
+            sums = f"{here['crc32']:08x} instead of {want['crc32']:08x}"
+            problems.append(f"{path}: damaged, its CRC-32 is {sums}")
     return problems
 
 
@@ -255,45 +243,24 @@ def leave_out(state: dict[str, Any], saved: Shapes) -> None:
 
 def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """What keeps a checkpoint, whose manifest is `saved`, from being loaded into a run."""
-    problems = [
-        f"{name} is {saved.get(name)} in the checkpoint, {here[name]} in this training"
-        for name in ("optimizer", "schedule")
-        if saved.get(name) != here[name]
-    ]
-    many, few = len(saved["parameter groups"]), len(here["parameter groups"])
-    if many != few:
-        text = f"parameter groups is {many} in the checkpoint, {few} in this training"
-        problems.append(text)
-    problems = problems or _other_tensors(saved["tensors"], here["tensors"])
-    for number in range(0 if problems else few):
-        # By place, as torch and schedules keep what is known of a group: so it has to be the same.
-        groups, mine = saved["parameter groups"], here["parameter groups"][number]
-        if mine != groups[number]:
-            theirs = f"group {groups.index(mine)} of the checkpoint" if mine in groups else ""
-            what = theirs or f"no group of the checkpoint, with {_some(mine)} in it"
-            problems.append(f"parameter group {number} of this training is {what}")
+    for name in ("optimizer", "schedule"):
+        if saved[name] != here[name]:
+            return [f"{name} is {saved[name]} in the checkpoint, {here[name]} in this training"]
+    problems = []
+    there, mine = saved["tensors"], here["tensors"]
+    if missing := sorted(mine.keys() - there.keys()):
+        problems.append(f"missing in the checkpoint: {', '.join(missing[:3])}")
+    if alone := sorted(there.keys() - mine.keys()):
+        problems.append(f"in the checkpoint alone: {', '.join(alone[:3])}")
+    for name in sorted(mine.keys() & there.keys()):
+        if there[name] != mine[name]:
+            a, b = (f"{of['dtype']} {of['shape']}" for of in (there[name], mine[name]))
+            problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
+    # By place, as torch and schedules keep what is known of a group: so it has to be the same.
+    if not problems and saved["parameter groups"] != here["parameter groups"]:
+        problems.append("parameter groups are others, or in another order, in the checkpoint")
     more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
     return problems[:2] + more
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3] or ["nothing"]) + more
-
-
-def _other_tensors(saved: Shapes, here: Shapes) -> list[str]:
-    """How names, shapes and types differ."""
-    problems = []
-    if missing := here.keys() - saved.keys():
-        problems.append(f"missing in the checkpoint: {_some(missing)}")
-    if alone := saved.keys() - here.keys():
-        problems.append(f"in the checkpoint alone: {_some(alone)}")
-    for name in sorted(here.keys() & saved.keys()):
-        if saved[name] != here[name]:
-            a, b = (f"{tensor['dtype']} {tensor['shape']}" for tensor in (saved[name], here[name]))
-            problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
-    return problems
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -324,56 +291,18 @@ def seed_anew(step: int, rank: int) -> None:
     np.random.seed(seed)
 
 
-# Why a file could not be written: what the operating system has said, from under torch's words.
-
-
-def said(error: BaseException) -> BaseException:
-    """The operating system's own error, where there is one behind `error`; otherwise `error`.
-
-    torch writes through C++, which turns a full disk into an "unexpected pos 704 vs 598".
-    """
-    found: BaseException | None = error
-    while found and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found or error
-
-
-def telling(storage: Any) -> Any:
-    """DCP's writer `storage`, which now raises what was said: what is behind does not travel."""
-    write = storage.write_data
-
-    def write_data(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return write(*args, **kwargs)
-        except Exception as error:
-            raise said(error) from None
-
-    storage.write_data = write_data
-    return storage
-
-
-def _failures(error: BaseException) -> list[tuple[int, BaseException]]:
-    """What failed on which ranks, for an error of DCP's; the operating system's word first."""
-    found = [(rank, inner) for rank, (inner, _) in getattr(error, "failures", {}).items()]
-    return sorted(found, key=lambda of: (not isinstance(of[1], OSError), of[0]))
-
-
 def cause(error: BaseException) -> str:
-    """The reason that DCP found, without the traceback that it puts around it."""
-    for rank, inner in _failures(error):
+    """Return the reason of an error: for one of DCP's, that of the first rank that failed."""
+    for rank, (inner, _) in getattr(error, "failures", {}).items():
         return f"rank {rank}: {type(inner).__name__}: {inner}"
     return f"{type(error).__name__}: {error}"
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether the reason, on one of the ranks, is a disk without room, or a quota."""
-    codes = [getattr(inner, "errno", None) for _, inner in [(0, error), *_failures(error)]]
-    return errno.ENOSPC in codes or errno.EDQUOT in codes
-
-
 def no_room(folder: Path, needed: int) -> str:
-    """What to add then: the bytes that are needed, and those that are free in `folder` now."""
+    """Return what to add to a failed save if `needed` bytes are more than `folder` has free."""
     free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return ""
     return f": the disk is full: {needed:,} bytes and more are to be written, {free:,} are free"
 
 

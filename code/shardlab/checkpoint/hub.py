@@ -1,8 +1,14 @@
-"""Weights as Hugging Face's hub keeps them, into a model on any ranks, and out of it: streamed.
+"""Weights as Hugging Face's hub keeps them, into a model on any ranks, and out of it.
 
-To load, each rank reads the slices of its own pieces, and nothing is sent. To save, the tensors of
-a file come to the rank that writes it, one after the other, each from those who have parts of it;
-files are dealt out over the ranks. Nobody ever holds more than his part and one tensor.
+    config.json                             the model's shape
+    model.safetensors                       all of it; or
+    model-00001-of-00002.safetensors, …     some tensors each, and
+    model.safetensors.index.json            which tensor is in which file
+
+A file's header says names, dtypes, shapes and places. To load, each rank reads the slices of its
+own pieces, and nothing is sent. To save, the tensors of a file come to the rank that writes it,
+each from those who have parts of it; files are dealt out over the ranks. Nobody ever holds more
+than his part and one file.
 """
 
 from __future__ import annotations
@@ -12,39 +18,81 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_one_of, check_whole
+from shardlab.common.arguments import check_whole
 from shardlab.common.shapes import Config
-from shardlab.layout.boxes import Box, Piece, common, moved, shape, within
+from shardlab.layout.boxes import Box, Piece, elements, shape, whole
 from shardlab.zero.wrapper import Sharded
 
-from . import names, safe
-from .folder import (
-    SAVING,
-    CheckpointError,
-    Members,
-    cause,
-    is_full,
-    no_room,
-    said,
-    sync,
-    unwrapped,
-    write_durably,
-)
+from . import names
+from .folder import SAVING, CheckpointError, Members, cause, no_room, sync, unwrapped, write_durably
 from .moving import by_name, carry, changed, holders, parts_of, pieces, transfers
 from .names import FAMILIES, Link
 
 GB = 10**9
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: str
+    name: str  # there
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored(folder: Path) -> dict[str, Stored]:
+    """Return every tensor in `folder`, by name, from headers and index; no number is read.
+
+    Raises CheckpointError, which names the file, for one that is missing, cut off, or no
+    safetensors file, and for an index that names another file than the one that has a tensor.
+    """
+    if not (folder / INDEX).exists():
+        if not (folder / ONE).exists():
+            raise CheckpointError(f"{folder}: there is neither {ONE} nor {INDEX} in it")
+        return _header(folder / ONE)
+    try:
+        index = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        there = {name: _header(folder / name) for name in sorted(set(index.values()))}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX}: no index of safetensors: {error!r}") from None
+    for name, file in index.items():
+        if name not in there[file]:
+            raise CheckpointError(f"{folder / file}: {name} is not in it, as {INDEX} says")
+    return {name: there[file][name] for name, file in index.items()}
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a file, whose header the library checks against its length."""
+    try:
+        with safe_open(path, "pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: Stored(path.name, name, part.get_dtype(), tuple(part.get_shape()))
+                for name, part in parts.items()
+            }
+    except (OSError, SafetensorError) as error:
+        text = "cannot be read, cut off, or no safetensors file"
+        raise CheckpointError(f"{path}: {text}: {error}") from None
 
 
 @torch.no_grad()
@@ -64,18 +112,10 @@ def load_hub(
     folder, members = Path(folder), Members(group)
     try:
         members.check_same(folder=os.path.abspath(folder))
-        members.first(lambda: names.check_folder(folder=folder))
         config, own = _config(model), pieces(model)
-        there, kind = members.first(lambda: (safe.stored(folder), _kind(folder)))
-        links = names.links(config, kind)
-        wanted, tied = names.shapes(links), _tied(config, kind)
-        found, left = members.first(lambda: _matched(folder, there, wanted, kind, tied))
-        problem = []
-        try:
-            _read(folder, own, links, found)
-        except (OSError, SafetensorError) as error:
-            problem = [f"{folder}: half loaded, build the model anew: {cause(said(error))}"]
-        members.agree(problem)
+        links, found, left = members.first(lambda: _matched(folder, config))
+        _read(folder, own, links, found)
+        members.exchange(None)  # all have read
         changed(model)
         return left
     finally:
@@ -83,73 +123,82 @@ def load_hub(
 
 
 def _read(
-    folder: Path, own: Sequence[Piece], links: Mapping[str, list[Link]], found: Mapping[str, Any]
+    folder: Path,
+    own: Sequence[Piece],
+    links: Mapping[str, Link],
+    found: Mapping[str, Stored],
 ) -> None:
     """Fill this rank's pieces, file after file: of each tensor the slice that is wanted."""
-    wanted = []
+    by_file: dict[str, list[Piece]] = {}
     for piece in own:
-        for link in links.get(piece.name, ()):
-            if (box := common(link.box, piece.box)) is not None:
-                stored, as_stored = found[link.hub]
-                wanted.append((stored.file, as_stored, in_hub(link, box), link, box, piece))
-    file, reader = "", ExitStack()
-    with reader:
-        for name, tensor, place, link, box, piece in sorted(wanted, key=lambda of: of[:3]):
-            if name != file:
-                reader.close()  # what was read of a file stays in memory as long as it is open
-                file, opened = name, reader.enter_context(safe_open(folder / name, "pt"))
-            values = opened.get_slice(tensor)[tuple(slice(*ends) for ends in place)]
-            piece.tensor[within(box, piece.box)].copy_(values.T if link.turned else values)
-            del values  # before there is another one
+        if piece.name in links and elements(piece.box):
+            by_file.setdefault(found[links[piece.name].hub].file, []).append(piece)
+    for file, wanted in by_file.items():
+        with safe_open(folder / file, "pt") as opened:  # what was read stays in memory until closed
+            for piece in wanted:
+                link = links[piece.name]
+                place = tuple(slice(*ends) for ends in in_hub(link, piece.box))
+                values = opened.get_slice(found[link.hub].name)[place]
+                piece.tensor.copy_(values.T if link.turned else values)
 
 
 def in_hub(link: Link, box: Box) -> Box:
-    """Where `box`, a part of link.box, stands in the hub's tensor."""
-    inside = slice(len(box) - len(link.place), None)  # of one expert among all in a tensor
+    """Where `box`, a part of our tensor, stands in the hub's tensor."""
     place = link.place[::-1] if link.turned else link.place
-    found = moved(box[inside], link.box[inside], place)
+    found = tuple(
+        (begin + first, begin + end) for (first, end), (begin, _) in zip(box, place, strict=True)
+    )
     return found[::-1] if link.turned else found
 
 
 def _matched(
-    folder: Path,
-    there: Mapping[str, safe.Stored],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: str,
-    tied: Mapping[str, list[str]],
-) -> tuple[dict[str, tuple[safe.Stored, str]], tuple[str, ...]]:
-    """Find each tensor that the model wants, and the name it has there; and what has no place.
+    folder: Path, config: Config
+) -> tuple[dict[str, Link], dict[str, Stored], tuple[str, ...]]:
+    """Find each tensor that the model wants.
 
-    tied: further names of a tensor. Some folders have it under several, where all must be equal.
-
-    Raises CheckpointError for what is missing, other or unknown.
+    Returns where our tensors stand on the hub, where the folder has each of the hub's, and the
+    names of tensors that have no place in the model. Raises ValueError for no such folder,
+    CheckpointError for what is missing, other or unknown.
     """
-    family, found, known = FAMILIES[kind], {}, set()
-    for name, wanted in shapes.items():
-        short = name.removeprefix(family.base)
-        called = [n for n in dict.fromkeys((name, short, *tied.get(name, ()))) if n in there]
+    names.check_folder(folder=folder)
+    kind, there = _kind(folder), stored(folder)
+    links, family = names.links(config, kind), FAMILIES[kind]
+    embedding, head = (f"{family.names[end]}.weight" for end in ("embedding", "head"))
+    found, known = {}, set()
+    for name, wanted in names.shapes(links).items():
+        # Some files leave a prefix out; some have tied layers twice, where both must be equal.
+        tied = [head] if config.tied and name == embedding else []
+        called = [n for n in (name, name.removeprefix(family.base), *tied) if n in there]
         if not called:
             raise CheckpointError(f"{folder}: {name} is not in it: of another model, or renamed")
-        for as_stored in called:
-            path, stored = folder / there[as_stored].file, there[as_stored]
-            if stored.shape != wanted:
-                text = f"{as_stored} is {list(stored.shape)}, and {list(wanted)} in this model"
-                raise CheckpointError(f"{path}: {text}")
-            if stored.dtype not in safe.DTYPES:
-                allowed = f"allowed are {', '.join(safe.DTYPES)}"
-                raise CheckpointError(f"{path}: {as_stored} is {stored.dtype}; {allowed}")
-            if not safe.are_equal(folder, there, called[0], as_stored):
-                text = f"{as_stored} is not equal to {called[0]}, to which this model ties it"
+        for each in dict.fromkeys(called):
+            of = there[each]
+            if of.shape != wanted:
+                text = f"{each} is {list(of.shape)}, and {list(wanted)} in this model"
+                raise CheckpointError(f"{folder / of.file}: {text}")
+            if of.dtype not in DTYPES:
+                text = f"{each} is {of.dtype}; allowed are {', '.join(DTYPES)}"
+                raise CheckpointError(f"{folder / of.file}: {text}")
+            if each != called[0] and not _are_equal(folder, there[called[0]], of):
+                text = f"{each} is not equal to {called[0]}, to which this model ties it"
                 allowed = "allowed is a model with both (tied=False, tie_word_embeddings=False)"
-                raise CheckpointError(f"{path}: {text}; {allowed}")
-        found[name] = there[called[0]], called[0]
+                raise CheckpointError(f"{folder / of.file}: {text}; {allowed}")
+        found[name] = there[called[0]]
         known |= set(called)
     left = sorted(there.keys() - known)
     for name in left:
         if not any(re.fullmatch(family.beside, of) for of in (name, f"{family.base}{name}")):
             text = f"{name} is unknown: of another model, or renamed"
             raise CheckpointError(f"{folder / there[name].file}: {text}")
-    return found, tuple(left)
+    return links, found | {name: there[name] for name in left}, tuple(left)
+
+
+def _are_equal(folder: Path, a: Stored, b: Stored) -> bool:
+    """Return True if two tensors of one shape have equal numbers; a few rows at a time are read."""
+    with safe_open(folder / a.file, "pt") as file_a, safe_open(folder / b.file, "pt") as file_b:
+        pair = file_a.get_slice(a.name), file_b.get_slice(b.name)
+        rows = (slice(first, first + 1024) for first in range(0, a.shape[0], 1024))
+        return all((pair[0][of] == pair[1][of]).all() for of in rows)
 
 
 @torch.no_grad()
@@ -157,189 +206,132 @@ def save_hub(
     model: nn.Module,
     folder: str | Path,
     group: dist.ProcessGroup | None = None,
-    like: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    *,
+    like: str | Path,
     shard_bytes: int = 5 * GB,
 ) -> None:
     """Write a model's weights into a new folder, as the hub has them: `transformers` reads it.
 
     model: as in `load_hub`. All ranks of `group`, which share the folder, call it. like: a folder
-    of such a model, the one that was loaded for instance, from which come its dtypes, config.json,
-    tokenizer, and what the model has no place for; without it, a GPT becomes the kind that computes
-    the same (`names.family_of`). dtype: of all; None: like's, or the model's. shard_bytes: of a
+    of such a model, the one that was loaded for instance, from which come names, dtypes,
+    config.json, tokenizer, and the tensors that the model has no place for. shard_bytes: of a
     file, at most, unless one tensor is larger. The folder appears when all of it is on the disk.
 
-    Raises ValueError for a folder that is there, and for a model with what its kind has no place
-    for; CheckpointError, the same on all ranks, for what cannot be read or written.
+    Raises ValueError for a folder that is there; CheckpointError, the same on all ranks, for what
+    cannot be read or written.
     """
-    check_one_of([None, *safe.DTYPES.values()], dtype=dtype)
     check_whole(shard_bytes=shard_bytes)
-    members = Members(group)
+    folder, like, members = Path(folder), Path(like), Members(group)
     try:
-        same = {"folder": os.path.abspath(folder), "like": like, "dtype": dtype}
-        members.check_same(**same, shard_bytes=shard_bytes)
-        job = _Saving(model, Path(folder), None if like is None else Path(like), dtype, members)
-        job.write(shard_bytes)
+        members.check_same(
+            folder=os.path.abspath(folder), like=os.path.abspath(like), shard_bytes=shard_bytes
+        )
+        sources = _Sources(model, like, members)
+        saving = members.first(lambda: _begin(folder))
+        full = {
+            hub: torch.empty(of.shape, dtype=DTYPES[of.dtype], device="meta")
+            for hub, of in sources.found.items()
+        }
+        plan = split_torch_state_dict_into_shards(full, max_shard_size=shard_bytes)
+        problem = None
+        for number, (file, tensors) in enumerate(plan.filename_to_tensors.items()):
+            writer = number % members.size
+            content = {hub: sources.gather(hub, full[hub].dtype, writer) for hub in tensors}
+            if members.rank == writer:
+                try:
+                    save_file(content, saving / file, {"format": "pt"})
+                    sync(saving / file)
+                except (OSError, SafetensorError) as error:  # others wait for this rank's tensors
+                    problem = f"rank {members.rank}: {cause(error)}"
+            del content
+        problems = [of for of in members.exchange(problem) if of]
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        needed = sum(tensor.nbytes for tensor in full.values())
+        members.first(lambda: _complete(saving, folder, like, index, problems, needed))
     finally:
         members.close()
 
 
-class _Saving:
-    """A model on its way into a folder: what goes where, known on all ranks before the first byte.
+class _Sources:
+    """Where the tensors of a folder that is saved come from: parts on ranks, or `like`'s files.
 
-    shapes, dtypes: of the hub's tensors. sources: of those, which come out of `like` as they are.
+    found: the hub's tensors, by name, as `like` has them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        folder: Path,
-        like: Path | None,
-        dtype: torch.dtype | None,
-        members: Members,
-    ):
-        self.folder, self.like, self.members = folder, like, members
+    def __init__(self, model: nn.Module, like: Path, members: Members):
+        self.like, self.members = like, members
         config, own = _config(model), pieces(model)
-        told = members.exchange((parts_of(own), {p.name: p.tensor.dtype for p in own}))
-        parts, kinds = [of for of, _ in told], {n: t for _, of in told for n, t in of.items()}
-        if like is None:
-            there, kind = {}, names.family_of(config)
-        else:
-            members.first(lambda: names.check_folder(like=like))
-            there, kind = members.first(lambda: (safe.stored(like), _kind(like)))
-        self.kind, self.config = kind, config
-        self.pieces, self.holders = by_name(own), holders(parts)
-        links = names.links(config, kind)
-        lost = [p.name for p in own if p.name not in links and p.tensor.count_nonzero()]
-        if lost := [name for names in members.exchange(lost) for name in names]:
-            text = f"model_type={kind!r} has no place for {lost[0]}"
-            raise ValueError(f"model: {text}; allowed are models without, or where it is 0")
-        self.shapes, self.into = names.shapes(links), {}
-        for link in (link for of in links.values() for link in of):
-            self.into.setdefault(link.hub, []).append(link)
-        self.dtypes = {hub: dtype or kinds[of[0].name] for hub, of in self.into.items()}
-        self.sources: dict[str, safe.Stored] = {}
-        if like is not None:
-            tied = _tied(config, kind)
-            found, left = members.first(lambda: _matched(like, there, self.shapes, kind, tied))
-            self.sources = {name: there[name] for name in left}
-            self.shapes |= {name: there[name].shape for name in left}
-            stored = {hub: of for hub, (of, _) in found.items()} | self.sources
-            self.dtypes = {hub: dtype or safe.DTYPES[of.dtype] for hub, of in stored.items()}
+        self.pieces, self.holders = by_name(own), holders(members.exchange(parts_of(own)))
+        links, self.found, _ = members.first(lambda: _matched(like, config))
+        self.into: dict[str, list[tuple[str, Link]]] = {}
+        for name, link in links.items():
+            self.into.setdefault(link.hub, []).append((name, link))
 
-    def write(self, shard_bytes: int) -> None:
-        """All files, beside their place; then the rename."""
-        files = safe.dealt(self.shapes, self.dtypes, shard_bytes)
-        saving = self.members.first(self._begin)
-        rank, size = self.members.rank, self.members.size
-        # Files of different writers in turn: while one writes to the disk, another one is filled.
-        order = sorted(
-            (number // size, place, number, hub)
-            for number, file in enumerate(files)
-            for place, hub in enumerate(file.shapes)
-        )
-        problem, opened = None, {}
-        try:
-            for number, file in enumerate(files[rank::size]):
-                opened[rank + number * size] = content = open(saving / file.name, "wb")
-                content.write(safe.header(file, self.dtypes))
-        except OSError as error:
-            problem = error
-        for _, _, number, hub in order:
-            tensor = self._tensor(hub, number % size)
-            if tensor is None or problem:  # others wait for this rank, whatever its disk says
-                continue
-            try:
-                opened[number].write(safe.numbers(tensor))
-            except OSError as error:
-                problem = error
-            del tensor
-        for content in opened.values():
-            try:
-                with content:
-                    content.flush()
-                    os.fsync(content.fileno())
-            except OSError as error:
-                problem = problem or error
-        reports = self.members.exchange((cause(problem), is_full(problem)) if problem else None)
-        self.members.first(lambda: self._complete(saving, files, [r for r in reports if r]))
-
-    def _tensor(self, hub: str, writer: int) -> Tensor | None:
+    def gather(self, hub: str, dtype: torch.dtype, writer: int) -> Tensor | None:
         """A tensor of the hub's, whole, on its writer; all ranks that have parts of it call it."""
-        dtype, mine = self.dtypes[hub], self.members.rank == writer
-        if hub in self.sources:
+        of, mine = self.found[hub], self.members.rank == writer
+        if hub not in self.into:
             if not mine:
                 return None
-            with safe_open(self.like / self.sources[hub].file, "pt") as file:
-                return file.get_tensor(hub).to(dtype)
-        full = torch.empty(self.shapes[hub], dtype=dtype) if mine else None
-        for link in self.into[hub]:
-            plan = transfers(self.holders.get(link.name, {}), [(writer, link.box)])
+            with safe_open(self.like / of.file, "pt") as file:
+                return file.get_tensor(of.name)
+        full = torch.empty(of.shape, dtype=dtype) if mine else None
+        for name, link in self.into[hub]:
+            box = whole(shape(link.place[::-1] if link.turned else link.place))
+            plan = transfers(self.holders.get(name, {}), [(writer, box)])
             assert plan is not None, link  # the shapes are those of what ranks have
             place = []
             if full is not None:
                 there = full[tuple(slice(*ends) for ends in link.place)]
-                there = there.T if link.turned else there
-                place = [Piece(link.name, link.box, there.view(shape(link.box)))]
+                place = [Piece(name, box, there.T if link.turned else there)]
             if any(self.members.rank in (move.source, move.target) for move in plan):
-                own = self.pieces.get(link.name, ())
+                own = self.pieces.get(name, ())
                 carry(plan, own, place, dtype, self.members.group, torch.device("cpu"))
         return full
 
-    def _begin(self) -> Path:
-        """On rank 0: the folder that is written, beside the one that it becomes."""
-        if self.folder.exists():
-            raise ValueError(f"folder={str(self.folder)!r}: it is there; allowed is a new one")
-        if not self.folder.parent.is_dir():
-            parent = self.folder.parent
-            raise ValueError(f"folder={str(self.folder)!r}: there is no folder {parent}")
-        saving = self.folder.with_name(f"{SAVING}{self.folder.name}")
-        try:
-            if saving.exists():  # left by a save that was killed
-                shutil.rmtree(saving)
-            saving.mkdir()
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: not saved: {cause(error)}") from None
-        return saving
 
-    def _complete(
-        self, saving: Path, files: Sequence[safe.File], reports: Sequence[tuple[str, bool]]
-    ) -> None:
-        """On rank 0: what stands beside the weights, and the rename; or nothing is left."""
-        try:
-            if unseen := [file.name for file in files if not (saving / file.name).exists()]:
-                text = f"rank 0 does not see {unseen[0]}: allowed is a folder that all ranks share"
-                reports = [*reports, (text, False)]
-            if not reports:
-                if files[1:]:
-                    write_durably(saving / safe.INDEX, safe.index(files, self.dtypes))
-                self._beside(saving)
-                sync(saving)
-                os.rename(saving, self.folder)
-                sync(self.folder.parent)
-        except OSError as error:
-            reports = [(cause(error), is_full(error))]
-        if reports:
-            shutil.rmtree(saving, ignore_errors=True)
-            problem, full = reports[0]
-            needed = sum(prod(of) * self.dtypes[hub].itemsize for hub, of in self.shapes.items())
-            room = no_room(self.folder.parent, needed) if full else ""
-            raise CheckpointError(f"{self.folder}: not saved: {problem}{room}")
+def _begin(folder: Path) -> Path:
+    """On rank 0: the folder that is written, beside the one that it becomes."""
+    if folder.exists():
+        raise ValueError(f"folder={str(folder)!r}: it is there; allowed is a new one")
+    if not folder.parent.is_dir():
+        raise ValueError(f"folder={str(folder)!r}: there is no folder {folder.parent}")
+    saving = folder.with_name(f"{SAVING}{folder.name}")
+    shutil.rmtree(saving, ignore_errors=True)  # left by a save that was killed
+    saving.mkdir()
+    return saving
 
-    def _beside(self, saving: Path) -> None:
-        """config.json, and where there is a folder to be like, tokenizer and the like."""
-        for path in sorted(self.like.iterdir()) if self.like else ():
-            weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
-            if path.is_file() and not weights:
-                shutil.copyfile(path, saving / path.name)
-        content = names.config_json(self.config, self.kind)
-        if self.like is not None:
-            content = json.loads((self.like / "config.json").read_text("utf-8"))
-        words = {str(dtype).removeprefix("torch.") for dtype in self.dtypes.values()}
-        for key in {"dtype", "torch_dtype"} & content.keys() or {"dtype"}:
-            if len(words) == 1:
-                content[key] = next(iter(words))
-        write_durably(saving / "config.json", json.dumps(content, indent=2).encode() + b"\n")
+
+def _complete(
+    saving: Path,
+    folder: Path,
+    like: Path,
+    index: dict[str, Any],
+    problems: list[str],
+    needed: int,
+) -> None:
+    """On rank 0: what stands beside the weights, and the rename; or nothing is left."""
+    files = sorted(set(index["weight_map"].values()))
+    try:
+        if not problems and (unseen := [file for file in files if not (saving / file).exists()]):
+            text = f"rank 0 does not see {unseen[0]}: allowed is a folder that all ranks share"
+            problems = [text]
+        if not problems:
+            if files[1:]:
+                write_durably(saving / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+            for path in sorted(like.iterdir()):
+                weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+                if path.is_file() and not weights:
+                    write_durably(saving / path.name, path.read_bytes())
+            sync(saving)
+            os.rename(saving, folder)
+            sync(folder.parent)
+    except OSError as error:
+        problems = [cause(error)]
+    if problems:
+        room = no_room(folder.parent, needed)
+        shutil.rmtree(saving, ignore_errors=True)
+        raise CheckpointError(f"{folder}: not saved: {problems[0]}{room}")
 
 
 def _config(model: nn.Module) -> Config:
@@ -351,17 +343,10 @@ def _config(model: nn.Module) -> Config:
     return config
 
 
-def _tied(config: Config, kind: str) -> dict[str, list[str]]:
-    """Return a tied tensor's further name on the hub, by the name under which the model has it."""
-    first, other = (f"{FAMILIES[kind].names[end]}.weight" for end in ("embedding", "head"))
-    return {first: [other]} if config.tied else {}
-
-
 def _kind(folder: Path) -> str:
     """Return the model_type that config.json says."""
     path = folder / "config.json"
-    safe.check_file(path)
     try:
         return str(json.loads(path.read_text("utf-8"))["model_type"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: has no model_type: {error!r}") from None

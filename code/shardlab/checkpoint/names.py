@@ -2,12 +2,9 @@
 
 One row of `FAMILIES` for each kind of model, by its `model_type`. Most of the hub's tensors are
 ours under another name. GPT-2's matrices are transposed, inputs first, and its queries, keys and
-values stand side by side in one; GPT-NeoX has those of a head beside each other, head after head.
-So a tensor of ours is one part of a hub's tensor or several: its `Link`s.
+values stand side by side in one. So a tensor of ours is a part of a hub's tensor: its `Link`.
 
-The course's GPT has rotary positions. GPT-2 learned its own, which stay in the file (`beside`);
-what computes the same as the course's GPT of GPT-2's shape is GPT-NeoX (Black et al. 2022, arXiv
-2204.06745), with its two halves of a block one after the other.
+The course's GPT has rotary positions. GPT-2 learned its own, which stay in the file (`beside`).
 
 The standard library alone.
 """
@@ -15,9 +12,8 @@ The standard library alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,16 +22,14 @@ from shardlab.common.arguments import SIZES, check_number, check_one_of, check_w
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config, Yarn
 from shardlab.layout.boxes import Box, whole
-from shardlab.layout.entries import Entry, ledger
+from shardlab.layout.entries import ledger
 
 
 class Link(NamedTuple):
-    """A part of one of our tensors, and where it stands in one of the hub's."""
+    """Where one of our tensors stands in the hub's files."""
 
-    hub: str
-    place: Box  # in the hub's
-    name: str
-    box: Box  # in ours
+    hub: str  # the tensor's name there
+    place: Box  # the part of it
     turned: bool = False  # the hub's is transposed
 
 
@@ -50,11 +44,12 @@ class Family:
     fixed: Mapping[str, Any]  # fields of Config that all of them have
     keys: Mapping[str, Any]  # keys of config.json with the one value that our GPT computes
     turned: tuple[str, ...] = ()  # whose weights are stored transposed
-    fused: str = ""  # queries, keys and values in one tensor: "side by side", or "by heads"
+    fused: bool = False  # queries, keys and values side by side in one tensor
     beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
     base: str = ""  # some files leave this out, which names begin with
 
 
+_NAME = re.compile(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?")
 _QKV = "attention.query", "attention.key", "attention.value"
 _LLAMA_NAMES = {
     "embedding": "model.embed_tokens",
@@ -217,40 +212,13 @@ FAMILIES: dict[str, Family] = {
         _LAYER,
         {},
         turned=(*_QKV, "attention.out", "ffn.up", "ffn.down"),
-        fused="side by side",
+        fused=True,
         beside=r"transformer\.wpe\.weight|.*\.attn\.(masked_)?bias",
         base="transformer.",
     ),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM",
-        "gpt_neox.layers.{}.",
-        {
-            "embedding": "gpt_neox.embed_in",
-            "attention_norm": "input_layernorm",
-            **dict.fromkeys(_QKV, "attention.query_key_value"),
-            "attention.out": "attention.dense",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn.up": "mlp.dense_h_to_4h",
-            "ffn.down": "mlp.dense_4h_to_h",
-            "norm": "gpt_neox.final_layer_norm",
-            "head": "embed_out",
-        },
-        _SIZES | {"norm_eps": "layer_norm_eps"},
-        _LAYER,
-        {
-            "hidden_act": "gelu",
-            "use_parallel_residual": False,
-            "rotary_pct": 1.0,
-            "attention_bias": True,
-        },
-        fused="by heads",
-    ),
 }
-COMPUTED = [kind for kind in FAMILIES if kind != "gpt2"]  # by the course's GPT, to rounding
 # What a key that is not there stands for, where that is not the value that our GPT computes.
 _ABSENT = {
-    "use_parallel_residual": True,
-    "rotary_pct": 0.25,
     "norm_topk_prob": False,
     "rms_norm_eps": 1e-6,
 }
@@ -264,43 +232,7 @@ _VALUES = {
 }
 
 
-class Named(NamedTuple):
-    """An entry's name, taken apart: blocks.3.ffn.experts.5.up.weight."""
-
-    stem: str  # ffn.experts.up
-    suffix: str  # weight
-    layer: int | None
-    expert: int | None
-
-
-def named(name: str) -> Named:
-    """What a name of the plain model's says."""
-    rest, _, suffix = name.rpartition(".")
-    found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?", rest)
-    layer, stem, expert, last = found.groups()
-    stem = stem if expert is None else f"{stem}.experts{last}"
-    return Named(stem, suffix, *(None if n is None else int(n) for n in (layer, expert)))
-
-
-def family_of(config: Config) -> str:
-    """The kind of model on the hub that computes what GPT(config) does, by its model_type.
-
-    Raises ValueError where none does.
-    """
-    for kind in COMPUTED:
-        with suppress(ValueError):
-            if _values(_shape(config_json(config, kind))) == _values(config):
-                return kind
-    raise ValueError(f"config={config}: allowed are shapes of {', '.join(COMPUTED)}")
-
-
-def _values(config: Config) -> dict[str, Any]:
-    """What decides what a model computes when it generates."""
-    names = [field.name for field in fields(config) if field.name != "dropout"]
-    return {name: getattr(config, _VALUES.get(name, name)) for name in names}
-
-
-def links(config: Config, model_type: str) -> dict[str, list[Link]]:
+def links(config: Config, model_type: str) -> dict[str, Link]:
     """Where each tensor of GPT(config) stands on the hub, by our names; a tied head nowhere.
 
     Raises ValueError for a kind that is not in the table, or has no place for one of the tensors.
@@ -310,7 +242,10 @@ def links(config: Config, model_type: str) -> dict[str, list[Link]]:
     for entry in ledger(config):
         if entry.tied is not None:
             continue
-        stem, suffix, layer, expert = named(entry.name)
+        # blocks.3.ffn.experts.5.up.weight is ffn.experts.up, with layer 3 and expert 5.
+        rest, _, suffix = entry.name.rpartition(".")
+        layer, stem, expert, last = _NAME.fullmatch(rest).groups()
+        stem = stem if expert is None else f"{stem}.experts{last}"
         if stem not in family.names:
             text = f"has no place for {entry.name}; allowed are models without"
             raise ValueError(f"model_type={model_type!r}: {text}")
@@ -318,34 +253,25 @@ def links(config: Config, model_type: str) -> dict[str, list[Link]]:
         theirs = family.names[stem].format(expert)
         if config.latent and not config.query_latent:
             theirs = theirs.replace("q_b_proj", "q_proj")
+        place = whole(entry.shape)
+        if family.fused and stem in _QKV:
+            rows = entry.shape[0]
+            first = _QKV.index(stem) * rows
+            place = ((first, first + rows), *place[1:])
         turned = stem in family.turned and suffix == "weight"
-        hub = f"{before}{theirs}.{suffix}"
-        found[entry.name] = list(_places(config, family, entry, stem, hub, turned))
+        place = place[::-1] if turned else place
+        found[entry.name] = Link(f"{before}{theirs}.{suffix}", place, turned)
         if stem == "ffn.router.score" and "ffn.router" in family.names:  # no gradient trains it
-            name, box = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
+            name, place = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
             hub = f"{before}{family.names['ffn.router']}.e_score_correction_bias"
-            found[name] = [Link(hub, box, name, box)]
+            found[name] = Link(hub, place)
     return found
 
 
-def _places(
-    config: Config, family: Family, entry: Entry, stem: str, hub: str, turned: bool
-) -> Iterator[Link]:
-    """The parts of an entry, and where they stand in the hub's tensor."""
-    rows, *rest = whole(entry.shape)
-    number = _QKV.index(stem) if stem in _QKV and family.fused else 0
-    each = config.head_size if family.fused == "by heads" and stem in _QKV else rows[1]
-    times = len(_QKV) if each < rows[1] else 1
-    for head in range(rows[1] // each):
-        first = (head * times + number) * each
-        place, box = ((first, first + each), *rest), ((head * each, (head + 1) * each), *rest)
-        yield Link(hub, place[::-1] if turned else place, entry.name, box, turned)
-
-
-def shapes(found: Mapping[str, list[Link]]) -> dict[str, tuple[int, ...]]:
+def shapes(found: Mapping[str, Link]) -> dict[str, tuple[int, ...]]:
     """The hub's tensors, by name, and their shapes: what all links into them cover."""
     ends: dict[str, tuple[int, ...]] = {}
-    for link in (link for each in found.values() for link in each):
+    for link in found.values():
         here = tuple(end for _, end in link.place)
         before = ends.get(link.hub, here)
         ends[link.hub] = tuple(max(pair) for pair in zip(before, here, strict=True))
@@ -407,7 +333,6 @@ def _shape(given: Mapping[str, Any]) -> Config:
     given = {**_ABSENT, **given, **turned}
     given.setdefault("num_experts", given.get("num_local_experts"))  # as newer versions write it
     given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
-    given["rotary_pct"] = turned.get("partial_rotary_factor", given["rotary_pct"])
     for key, only in family.keys.items():
         if given.get(key, only) != only:
             raise ValueError(f"{key}={given[key]!r}; allowed is {only!r}")

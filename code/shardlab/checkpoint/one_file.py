@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardlab.ranks import check_group
 
-from .folder import CheckpointError, cause, is_full, no_room, said, unwrapped
+from .folder import CheckpointError, cause, no_room, unwrapped
 
 
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -29,8 +29,6 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     if group is not None:
         check_group(group)
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"path={str(path)!r}: this is no plain file; allowed is the name of one")
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r}: there is no folder {path.parent}")
     if hasattr(model, "full_state_dict"):
@@ -60,10 +58,8 @@ def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except Exception as error:
-        reason = said(error)
+        room = no_room(path.parent, sum(tensor.nbytes for tensor in full.values()))
         with suppress(OSError):
             beside.unlink()
-        needed = sum(tensor.nbytes for tensor in full.values())
-        room = no_room(path.parent, needed) if is_full(reason) else ""
-        return f"{path}: not written: {cause(reason)}{room}"
+        return f"{path}: not written: {cause(error)}{room}"
     return None

@@ -53,14 +53,6 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
     )
 
 
-def moved(box: Box, source: Box, target: Box) -> Box:
-    """`box`, which stands in `source`, at the same place of `target`."""
-    return tuple(
-        (first - a + b, end - a + b)
-        for (first, end), (a, _), (b, _) in zip(box, source, target, strict=True)
-    )
-
-
 def share(box: Box, dimension: int | None, number: int, of: int) -> Box:
     """The part of that number of `of` equal ones along a dimension; None: all of it."""
     if dimension is None:

@@ -220,33 +220,6 @@ def test_seconds_by_hand() -> None:
         assert (alone.compute, alone.communicate) == (flops, 0)
 
 
-@given(
-    way=st.sampled_from(gemm.WAYS),
-    number=st.integers(2, 64),
-    flops=st.floats(1e9, 1e15),
-    latency=st.floats(1e-6, 1e-2),
-    bandwidth=st.floats(1e7, 1e12),
-    full=st.booleans(),
-)
-def test_it_pays_from_where_both_take_as_long(
-    way: str, number: int, flops: float, latency: float, bandwidth: float, full: bool
-) -> None:
-    machine, full = Machine(flops, latency, bandwidth), full and way != "summa"
-    n = gemm.pays_from(way, number, machine, full=full)
-
-    def gain(n: int) -> float:
-        one, split = (gemm.seconds(way, n, n, n, t, machine, full=full) for t in (1, number))
-        return one.total - split.total
-
-    if n is None:
-        assert gain(2**20 // number * number) <= 0
-        return
-    assert n % number == 0
-    assert gain(n) > 0
-    assert gain(2 * n) > 0
-    assert n == number or gain(n - number) <= 0
-
-
 @pytest.mark.alone
 def test_seconds_on_the_slow_link() -> None:
     latency, bandwidth, n = 0.02, 20e6, 256
@@ -280,18 +253,3 @@ def test_seconds_on_the_slow_link() -> None:
         assert 0.99 * predicted.communicate <= seconds, (way, full)
         with on_time():
             assert seconds < 1.4 * predicted.total + 0.02, (way, full, seconds, predicted)
-
-
-def test_shards_are_the_largest_shares() -> None:
-    for cut, sizes in (
-        ("rows", [(20, 12, 9), (10, 12, 9), (7, 12, 9)]),
-        ("columns", [(20, 12, 9), (20, 6, 9), (20, 4, 9)]),
-        ("inner", [(20, 12, 9), (20, 12, 5), (20, 12, 3)]),
-    ):
-        cpu = torch.device("cpu")
-        found = gemm.shard_throughput(20, 12, 9, (1, 2, 3), cut, torch.float64, cpu, repeats=1)
-        assert [(shard.M, shard.N, shard.K) for shard in found] == sizes
-        assert [shard.degree for shard in found] == [1, 2, 3]
-        for shard in found:
-            assert shard.seconds > 0
-            assert shard.flops * shard.seconds == pytest.approx(2 * shard.M * shard.N * shard.K)

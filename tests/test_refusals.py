@@ -139,7 +139,6 @@ def test_a_wrong_value_is_named(table: Table) -> None:
 
 def on_two(group: Any) -> Table:
     """What each technique refuses before anything is sent."""
-    a, b = torch.zeros(8, 4), torch.zeros(4, 6)
     cut, along = (tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.ALONG_SEQUENCE))
     logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
@@ -149,7 +148,6 @@ def on_two(group: Any) -> Table:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute(GPT(PLAIN), PAIR, group)
     return {
-        "the inner dimensions are 4 and 6": lambda: gemm.by_rows(a, b.T),
         "rows=3, columns=2: 6 ranks": lambda: gemm.grid(group, 3, 2),
         "heads=3: allowed on 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group

@@ -93,7 +93,7 @@ llama = parameter_count(PRESETS["llama-3-405b"])
 SHAPES = {
     "Llama 3 405B": experts.Parameters(llama, llama),
     "Mixtral 8x7B": experts.parameters(PRESETS["mixtral-8x7b"]),
-    "DeepSeek-V3": experts.latent_parameters(experts.DEEPSEEK_V3),
+    "DeepSeek-V3": experts.parameters(PRESETS["deepseek-v3"]),
 }
 rows = []
 for name, (total, active) in SHAPES.items():

@@ -23,10 +23,8 @@ from .core import (
     watch,
 )
 from .predict import (
-    DEEPSEEK_V3,
     Parameters,
     held,
-    latent_parameters,
     padded,
     parameters,
     predicted_calls,
@@ -36,7 +34,6 @@ from .predict import (
 from .states import clip_grad_norm_, full_state_dict, load_full_state_dict
 
 __all__ = [
-    "DEEPSEEK_V3",
     "ExpertParallel",
     "Parameters",
     "Route",
@@ -47,7 +44,6 @@ __all__ = [
     "exchange",
     "full_state_dict",
     "held",
-    "latent_parameters",
     "load_full_state_dict",
     "loads",
     "own_parameters",

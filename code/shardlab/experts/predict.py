@@ -11,7 +11,7 @@ E experts, k of them for each token, N ranks, T tokens of a rank, h hidden, e by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardlab import memory
@@ -94,49 +94,3 @@ def wait(load_E: Sequence[float], ranks: int) -> float:
     local_experts = len(load_E) // ranks
     each = [sum(load_E[rank * local_experts :][:local_experts]) for rank in range(ranks)]
     return max(each) * ranks / sum(each)
-
-
-# DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2, and the released config.json.
-DEEPSEEK_V3: dict[str, int] = {
-    "hidden": 7168,
-    "layers": 61,
-    "dense_layers": 3,
-    "ffn": 18_432,
-    "experts": 256,
-    "shared_experts": 1,
-    "experts_per_token": 8,
-    "expert_ffn": 2048,
-    "vocab": 129_280,
-    "heads": 128,
-    "query_rank": 1536,
-    "key_value_rank": 512,
-    "head_plain": 128,  # of queries and keys: without positions
-    "head_rotary": 64,  # and with them, shared by all heads of keys
-    "head_value": 128,
-}
-
-
-def latent_parameters(shape: Mapping[str, int]) -> Parameters:
-    """Parameters of a model with experts and multi-head latent attention, such as DeepSeek-V3.
-
-    Queries, and keys with values, go through a narrow middle with a norm (DeepSeek-V2, arXiv
-    2405.04434, section 2.1). Without the module that predicts a second token.
-    """
-    if missing := DEEPSEEK_V3.keys() - shape.keys():
-        raise ValueError(f"shape: {min(missing)} is missing; allowed are the names in DEEPSEEK_V3")
-    h, heads, q, kv = (shape[n] for n in ("hidden", "heads", "query_rank", "key_value_rank"))
-    plain, rotary, value = (shape[f"head_{n}"] for n in ("plain", "rotary", "value"))
-    attention = h * q + q + q * heads * (plain + rotary)
-    attention += h * (kv + rotary) + kv + kv * heads * (plain + value)
-    attention += heads * value * h
-    dense = shape["dense_layers"]
-    around = shape["layers"] * (attention + 2 * h) + 2 * shape["vocab"] * h + h
-    around += dense * 3 * h * shape["ffn"]
-
-    def counted(experts: int) -> int:
-        one = 3 * h * shape["expert_ffn"]
-        router = shape["experts"] * h
-        layer = router + (experts + shape["shared_experts"]) * one
-        return around + (shape["layers"] - dense) * layer
-
-    return Parameters(counted(shape["experts"]), counted(shape["experts_per_token"]))

@@ -1,7 +1,7 @@
 """One matrix product on many ranks: where to cut it, what that costs, and when it pays.
 
 - `by_rows`, `by_columns`, `by_inner`, `summa` (core): the product, cut along one dimension or on a
-  grid of ranks, and what it sends; what it refuses stands in `checks`;
+  grid of ranks, and what it sends;
 - `predict`, `seconds`, `pays_from` (cost): bytes held and sent, and time, before anything runs;
 - `measure`, `shard_throughput` (measure): the rates that the predictions start from.
 """

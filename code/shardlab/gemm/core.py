@@ -26,13 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
-from shardlab.common.arguments import check_flag, check_whole
+from shardlab.common.arguments import check_one_of
 from shardlab.ranks import check_group
 from shardlab.ranks.agree import time_limit
 from shardlab.ranks.gather import reduce_scatter
 from shardlab.ranks.renamed import all_gather_single
-
-from .checks import check_blocks, check_grid, check_product, check_shard, check_way
 
 CUTS = "rows", "columns", "inner"
 
@@ -54,8 +52,7 @@ def shard_sizes(size: int, ranks: int) -> list[int]:
 
 def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
     """What `rank` of `ranks` holds of A and of B; views. way: "rows", "columns" or "inner"."""
-    check_way(way, CUTS)
-    check_product(a_MK, b_KN)
+    check_one_of(CUTS, way=way)
     if way == "rows":
         return a_MK[shard_slice(len(a_MK), ranks, rank)], b_KN
     if way == "columns":
@@ -66,22 +63,19 @@ def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Te
 
 def by_rows(a_mK: Tensor, b_KN: Tensor) -> Tensor:
     """This rank's rows of C, c_mN, from its rows of A and all of B. Nothing is sent."""
-    check_product(a_mK, b_KN)
     return a_mK @ b_KN  # [m, K] @ [K, N]
 
 
 def by_columns(a_MK: Tensor, b_Kn: Tensor) -> Tensor:
     """This rank's columns of C, c_Mn, from all of A and its columns of B. Nothing is sent."""
-    check_product(a_MK, b_Kn)
     return a_MK @ b_Kn  # [M, K] @ [K, n]
 
 
 @torch.no_grad()
 def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
     """All of C, c_MN, on every rank, from each rank's rows. rows: M."""
-    rank, size = check_group(group)
+    _, size = check_group(group)
     counts = shard_sizes(rows, size)
-    check_shard("c_mN", c_mN, 0, counts, rank)
     if size == 1:
         return c_mN
     piece = _padded(c_mN, 0, counts[0])  # [m, N], m as on the rank with the most
@@ -98,9 +92,8 @@ def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
     The rows of a matrix lie one behind the other, so rows that arrive are in their place; columns
     have to be copied there: all of C a second time, for a moment.
     """
-    rank, size = check_group(group)
+    _, size = check_group(group)
     counts = shard_sizes(columns, size)
-    check_shard("c_Mn", c_Mn, 1, counts, rank)
     if size == 1:
         return c_Mn
     piece = _padded(c_Mn, 1, counts[0])  # [M, n], n as on the rank with the most
@@ -134,7 +127,6 @@ def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, full: bool = True) -> Ten
     by a reduce-scatter, which moves half as much. All ranks bring the same M and N; their k may
     differ. Sums are made in the tensors' own type.
     """
-    check_product(a_Mk, b_kN)
     _, size = check_group(group)
     summand_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
     if size == 1:
@@ -153,7 +145,6 @@ def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, full: bool = Tr
     full: c_MN on every rank; otherwise this rank's part: of "columns" its columns, of the other
     two its rows.
     """
-    check_flag(full=full)
     rank, size = check_group(group)
     a, b = cut(way, a_MK, b_KN, size, rank)
     if way == "inner":
@@ -178,7 +169,6 @@ class Grid:
 
     def cut(self, a_MK: Tensor, b_KN: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's blocks of A and of B, a_mk and b_kn; views."""
-        check_product(a_MK, b_KN)
         return self.block(a_MK), self.block(b_KN)
 
     def block(self, x: Tensor) -> Tensor:
@@ -196,7 +186,9 @@ def grid(
     wrap: makes another group of each row's and column's, for instance one with a slow link.
     """
     rank, size = check_group(group)
-    check_grid(rows, columns, size)
+    if rows * columns != size:
+        text = f"{rows * columns} ranks; allowed are grids of the group's {size}"
+        raise ValueError(f"rows={rows}, columns={columns}: {text}")
     row, column = divmod(rank, columns)
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]
@@ -225,8 +217,6 @@ def panels(inner: int, rows: int, columns: int, width: int | None = None) -> lis
     A's blocks are cut by the grid's columns and B's by its rows, so panels end wherever one of
     these does. width: the most that a panel may have; None: as wide as they come.
     """
-    if width is not None:
-        check_whole(1, width=width)  # with 0 the loop would not end
     found = []
     for column in range(columns):
         for row in range(rows):
@@ -244,11 +234,8 @@ def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None 
     The next panel travels while this one is multiplied: two panels of each are held beside the
     blocks. A narrow `width` holds less, sends more often and multiplies thinner.
     """
-    row, column = (
-        shard_slice(inner, grid.rows, grid.row),
-        shard_slice(inner, grid.columns, grid.column),
-    )
-    check_blocks(a_mk, b_kn, column, row, inner)
+    row = shard_slice(inner, grid.rows, grid.row)
+    column = shard_slice(inner, grid.columns, grid.column)
     steps = panels(inner, grid.rows, grid.columns, width)
     m, n = a_mk.shape[0], b_kn.shape[1]
     widest = max((step.end - step.begin for step in steps), default=0)

@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from shardlab.common.arguments import check_number, told
+from shardlab.common.arguments import check_one_of
 from shardlab.measure.link import ring_seconds
 
-from .checks import check_way
-from .core import CUTS, panels, shard_sizes, shard_slice
+from .core import CUTS, panels, shard_sizes
 
 WAYS = (*CUTS, "summa")
 
@@ -63,9 +62,10 @@ def predict(
     C on every rank ("summa" leaves it cut: pass False). shape: rows and columns of SUMMA's grid,
     by default `near_square`; width: of its panels. `held` is for ranks on CPUs, over gloo.
     """
-    _check(way, M, N, K, ranks, itemsize, full, shape)
-    shard_slice(M, ranks, rank)  # refuses a rank that is not there
+    check_one_of(WAYS, way=way)
     if way == "summa":
+        if full:
+            raise ValueError("full=True: allowed with way='summa' is False: it leaves C in blocks")
         return _summa(M, N, K, shape or near_square(ranks), itemsize, rank, width)
     cut = {"rows": M, "columns": N, "inner": K}[way]
     own, longest = shard_sizes(cut, ranks)[rank], shard_sizes(cut, ranks)[0]
@@ -129,11 +129,6 @@ class Machine:
     latency: float  # alpha: seconds per message
     bandwidth: float  # 1 / beta: bytes per second and direction
 
-    def __post_init__(self) -> None:
-        check_number(0, latency=self.latency)
-        check_number(flops=self.flops)
-        check_number(most=math.inf, bandwidth=self.bandwidth)
-
 
 @dataclass(frozen=True)
 class Seconds:
@@ -165,7 +160,6 @@ def seconds(
     Compute at the machine's rate, whatever the shape of a share; collectives as
     `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
     """
-    _check(way, M, N, K, ranks, itemsize, full, shape)
     cost = predict(way, M, N, K, ranks, itemsize, full, 0, shape, width)
     compute = cost.flops / machine.flops
     link = machine.latency, machine.bandwidth
@@ -227,9 +221,6 @@ def pays_from(
         one, split = (seconds(way, n, n, n, r, machine, itemsize, full) for r in (1, ranks))
         return split.total < one.total
 
-    _check(way, 1, 1, 1, ranks, itemsize, full, None)
-    if ranks == 1:
-        raise ValueError("ranks=1: allowed are 2 or more, for there is nothing to split on one")
     high = 1
     while not faster(high):
         if high * ranks > limit:
@@ -240,23 +231,3 @@ def pays_from(
         middle = (low + high) // 2
         low, high = (low, middle) if faster(middle) else (middle, high)
     return high * ranks
-
-
-def _check(
-    way: str,
-    M: int,
-    N: int,
-    K: int,
-    ranks: int,
-    itemsize: int,
-    full: bool,
-    shape: tuple[int, int] | None,
-) -> None:
-    check_way(way, WAYS)
-    if way == "summa" and full:
-        raise ValueError("full=True: allowed with way='summa' is False, for it leaves C in blocks")
-    pair = isinstance(shape, tuple) and len(shape) == 2 and all(type(n) is int for n in shape)
-    if shape is not None and (way != "summa" or not pair or shape[0] * shape[1] != ranks):
-        raise ValueError(
-            f"shape={told(shape)}: allowed is a grid of {ranks} ranks, for way='summa'"
-        )

@@ -65,33 +65,15 @@ def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     assert not found[name], found[name]
 
 
-ANOTHER = "cluster", "data_parallel", "tensor_parallel", "train", "zero"  # topics
+INTELS = "contract.DDP", "link.collectives", "memory.held_saved_and_sent", "ranks.messages"
+INTELS += "ranks.a_device_for_each", "tensor_parallel.dropout", "zero.bf16"
 
 
-def test_a_device_of_another_maker_goes_the_same_ways(request: pytest.FixtureRequest):
-    """AMD's: torch calls it "cuda", and has no version of CUDA."""
-    if not request.config.getoption("--whole"):
-        pytest.skip("the same drives once more: --whole")
-    found = _lines("rehearsal.drives", 2, False, *ANOTHER, REHEARSE_MAKER="amd")
-    said = {name: error for name, error in found.items() if name}
-    assert {name.partition(".")[0] for name in said} == {*ANOTHER}, found[""]
-    assert not any(said.values()), said
-
-
-# Intel's GPUs: drives of each day, and what runs once a week.
-DAILY = "contract.DDP", "link.collectives", "memory.held_saved_and_sent", "ranks.a_device_for_each"
-DAILY += "ranks.messages", "tensor_parallel.dropout", "zero.bf16"
-WEEKLY = tuple(f"contract.{name}" for name in ("data", "zero", "pipeline", "tensor", "context"))
-WEEKLY += "checkpoint", "tensor_parallel", "zero"
-
-
-def test_a_device_of_another_name_goes_the_same_ways(request: pytest.FixtureRequest):
+def test_a_device_of_another_name_goes_the_same_ways():
     """Intel's: torch calls it "xpu", and what moves its messages "xccl"."""
-    whole = request.config.getoption("--whole")
-    named = {*DAILY, *WEEKLY} if whole else DAILY
-    found = _lines("rehearsal.drives", 2, False, *named, REHEARSE_DEVICE="xpu")
+    found = _lines("rehearsal.drives", 2, False, *INTELS, REHEARSE_DEVICE="xpu")
     said = {name: error for name, error in found.items() if name}
-    assert {*DAILY} <= said.keys(), found[""]
+    assert {*INTELS} == said.keys(), found[""]
     assert not any(said.values()), said
 
 

@@ -17,8 +17,8 @@ raises. See CONTRIBUTING.md, "The rehearsal"; an idea a file:
 
 Settings, from the environment, because every child has to find them: REHEARSE=<GPUs>;
 REHEARSE_FORK=1 lets ranks be forked although the caller "used CUDA" (quick); REHEARSE_LOG=<file>
-gets a line for every finding; REHEARSE_MAKER=amd: a GPU of another name, in a torch that has HIP
-and no CUDA; REHEARSE_DEVICE=xpu: Intel's, whose messages xccl moves, and gloo none.
+gets a line for every finding; REHEARSE_DEVICE=xpu: Intel's GPUs, whose messages xccl moves, and
+gloo none.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from .factories import GENERATORS
 from .machine import HERE, KIND, find
 from .paint import MEMORY, normal
 
-AMD = os.environ.get("REHEARSE_MAKER") == "amd"  # whose torch says "cuda", too
-NAME = "Pretended AMD GPU" if AMD else "Pretended GPU"
+NAME = "Pretended GPU"
 _ids = count()
 
 
@@ -268,8 +267,6 @@ def install() -> None:
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     if KIND == "xpu":
         torch.version.xpu = "20260000 (pretended)"
-    elif AMD:
-        torch.version.hip = "7.2 (pretended)"
     else:
         torch.version.cuda = "12.8 (pretended)"
     accelerator.current_accelerator = torch._C._get_accelerator = lambda *_, **__: torch.device(

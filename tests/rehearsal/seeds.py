@@ -40,28 +40,12 @@ def finding(kind: str) -> str:
 
 SEEDS = [
     Seed(
-        "positions on the CPU",
-        "shardlab/gpt/attention.py",
-        "positions_S = torch.arange(sequence, device=x_BASD.device)",
-        "positions_S = torch.arange(sequence)",
-        "model_parallelism.plain_model",
-        finding("devices"),
-    ),
-    Seed(
         "a mask on the CPU",
         "shardlab/context_parallel/kernel.py",
         "dtype=torch.bool, device=q_BAQD.device).triu(1)",
         "dtype=torch.bool).triu(1)",
         "context_parallel.block",
         finding("devices"),
-    ),
-    Seed(
-        "a count on the CPU for a group of nccl",
-        "shardlab/data_parallel/core.py",
-        "total = torch.full((), count, device=loss_sum.device)",
-        "total = torch.full((), count)",
-        "data_parallel.joined_batch",
-        finding("group"),
     ),
     Seed(
         "one bucket is not waited for",
@@ -80,14 +64,6 @@ SEEDS = [
         finding("generator"),
     ),
     Seed(
-        "numpy of a tensor on the GPU",
-        "shardlab/data_parallel/core.py",
-        "    return worst.item()",
-        "    return float(worst.numpy())",
-        "data_parallel.drift",
-        finding("numpy"),
-    ),
-    Seed(
         "a device for each rank, whether there is one or not",
         "shardlab/ranks/worker.py",
         "gpu.module().set_device(local_rank % gpu.module().device_count())",
@@ -95,14 +71,6 @@ SEEDS = [
         "ranks.a_device_for_each",
         finding("ordinal"),
         gpus=1,
-    ),
-    Seed(
-        "a clock that nobody synchronises",
-        "shardlab/measure/count/speed.py",
-        "        gpu.module().synchronize(device)\n",
-        "        pass\n",
-        "memory.machine_and_seconds",
-        finding("clock"),
     ),
     Seed(
         "a copy to the host that is read too early",
@@ -130,14 +98,6 @@ SEEDS = [
         "the host waits at",
     ),
     Seed(
-        "what is under way is overwritten after an error",
-        "shardlab/data_parallel/core.py",
-        "            bucket.work.wait()\n            for parameter in bucket.parameters:",
-        "            for parameter in bucket.parameters:",
-        "data_parallel.after_an_interrupted_backward",
-        finding("race"),
-    ),
-    Seed(
         "under torchrun, outside of a run, cuda:0 for all",
         "shardlab/ranks/__init__.py",
         "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)",
@@ -152,7 +112,6 @@ SEEDS = [
         "        calls.reverse()",
         "contract.pipeline",
         finding("connection"),
-        gpus=4,
     ),
     Seed(
         "a ring in which all send first",

@@ -64,7 +64,6 @@ def _saved(kind: str, wait: bool = True) -> None:
 
 @on(1, 2, 4, daily=(2,))
 def every_kind():
-    _saved("plain")
     _saved("replicated")
     _saved("sharded", wait=False)
 
@@ -82,11 +81,10 @@ def _parallel(layout: Layout, seed: int) -> Parallel:
     return Parallel(GPT(GPT2).to(ranks.device()), join(layout, world()[0]), layout)
 
 
-@on(1, 2, 4, daily=(1, 4))
+@on(2, 4, daily=(2,))
 def handed_to_another_layout():
     group, rank, size = world()
-    copies = Layout(dp=size // 2, tp=2) if size > 2 else Layout(dp=size, zero=1)
-    layouts = Layout(tp=size), copies, Layout(pp=2, tp=size // 2, microbatches=2)
+    layouts = Layout(tp=size), Layout(dp=size, zero=1), Layout(pp=2, tp=size // 2, microbatches=2)
     for old, new in zip(layouts, layouts[1:], strict=False):
         source, target = _parallel(old, 0), _parallel(new, 1)
         with count.sent() as sent:

@@ -27,7 +27,7 @@ def _attention(way: str, layout: str, dtype: torch.dtype, tolerance: float) -> N
     near(y, cp.split(wanted, size, rank, layout, dim=2), tolerance)
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def attention():
     for way, layout in (("ring", "zigzag"), ("ulysses", "contiguous")):
         _attention(way, layout, torch.float32, 1e-5)

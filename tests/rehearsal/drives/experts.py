@@ -16,7 +16,7 @@ def _rows() -> tuple[torch.Tensor, list[int], list[int]]:
     return torch.full((sum(sent), 3), float(rank), device=ranks.device()), sent, received
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def exchange():
     group = world()[0]
     x, sent, received = _rows()

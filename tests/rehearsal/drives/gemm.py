@@ -14,7 +14,7 @@ def _factors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(9, 8, device=ranks.device()), torch.randn(8, 10, device=ranks.device())
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def products():
     a, b = _factors()
     group, _, size = world()
@@ -22,8 +22,3 @@ def products():
         near(gemm.multiply(way, a, b, group), a @ b)
     grid = gemm.grid(group, *gemm.near_square(size))
     near(gemm.summa(*grid.cut(a, b), 8, grid, 3), grid.block(a @ b))
-
-
-def measure():
-    gemm.measure(world()[0], side=64, size=2**12, repeats=1)
-    gemm.shard_throughput(64, 64, 64, degrees=(1, 2), repeats=1)

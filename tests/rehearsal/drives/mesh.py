@@ -11,7 +11,7 @@ from shardlab.measure import count
 from .common import LLAMA, batch, model, on, world
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(4,))
 def counted_and_held():
     group, _, size = world()
     tp = 2 if size == 4 else 1

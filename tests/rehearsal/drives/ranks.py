@@ -30,28 +30,6 @@ def messages():
     near(got, torch.full_like(got, before), 0.0)
 
 
-@on(1, 2, 4, daily=(1, 4))
-def exchange():
-    _, rank, size = world()
-    after, before = (rank + 1) % size, (rank - 1) % size
-    got = torch.zeros(4, 2, device=ranks.device()).t()  # not contiguous
-    ranks.exchange(torch.full((2, 4), float(rank), device=got.device), after, got, before).wait()
-    near(got, torch.full_like(got, before), 0.0)
-
-
-def read_on_the_host():
-    x = torch.ones(3, device=ranks.device())
-    dist.all_reduce(x)
-    assert x.sum().item() == 3 * world()[2]
-
-
-@on_caller
-@on(1, 2, 4, daily=(1, 2))
-def results_come_back_on_the_cpu():
-    found = ranks.run(lambda: torch.ones(2, device=ranks.device()), 2)
-    assert [str(t.device) for t in found] == ["cpu", "cpu"]
-
-
 @on_caller
 @on(1, 2, 4, daily=(1, 2))
 def a_device_for_each():

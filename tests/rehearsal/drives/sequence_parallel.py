@@ -10,7 +10,7 @@ from shardlab import sequence_parallel as sp
 from .common import near, on, world
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def edges():
     group, rank, size = world()
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from shardlab.tensor_types.adjoint import disproof
 from .common import GPT2, batch, model, on, world
 
 
-@on(1, 2, 4)
+@on(1, 2, 4, daily=(2,))
 def words():
     group, _, size = world()
     if size == 1:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardlab import memory, ranks
 from shardlab.common.shapes import PRESETS
@@ -17,7 +15,6 @@ from shardlab.context_parallel import average_gradients, distribute, shard
 from shardlab.context_parallel.fit import (
     WAYS,
     context_moments,
-    grain,
     tokens_that_fit,
 )
 from shardlab.gpt.model import GPT, Config, loss
@@ -109,38 +106,6 @@ def test_what_fits_does_fit_and_nothing_longer() -> None:
 
 # ------------------------------------------------------------------------------- by arithmetic
 
-layouts = st.builds(
-    Layout,
-    **{
-        "tp": st.sampled_from([1, 2, 4, 8]),
-        "cp": st.sampled_from([1, 2, 3, 8, 64]),
-        "sequence_parallel": st.booleans(),
-        "recompute": st.sampled_from(["none", "selective", "full"]),
-        "micro_batch": st.sampled_from([1, 3]),
-        "zero": st.sampled_from([0, 1, 3]),
-        "dp": st.sampled_from([1, 8]),
-    },
-)
-
-
-@settings(max_examples=25)
-@given(layouts, st.sampled_from(["cpu", "gpu"]), st.sampled_from([24, 80, 192]))
-def test_the_longest_context_is_the_longest(layout: Layout, device: str, gigabytes: int) -> None:
-    budget = gigabytes * 10**9
-
-    def peak(seq: int) -> int:
-        return max(context_moments(LLAMA, layout, seq, device=device).values())
-
-    seq = tokens_that_fit(LLAMA, budget, layout, device=device)
-    unit = grain(layout)
-    assert seq % unit == 0
-    assert peak(seq + unit) > budget
-    if seq:
-        assert peak(seq) <= budget
-    else:  # not even the shortest: the states alone are too large, or nearly so
-        alone = Layout(layout.dp * layout.cp if layout.zero else 1, layout.tp, zero=layout.zero)
-        assert memory.estimate(LLAMA, alone).total > 0.5 * budget
-
 
 def test_what_divides_activations_makes_room() -> None:
     def fit(way: str = "ring", **more: Any) -> int:
@@ -152,10 +117,3 @@ def test_what_divides_activations_makes_room() -> None:
     assert 2 * along < fit(sequence_parallel=True, cp=4)
     # Fewer key and value heads than ranks: all-to-all attention keeps them several times.
     assert fit(cp=4, way="ulysses") < fit(cp=4)
-
-
-def test_zero_shards_over_all_ranks_that_have_the_same_weights() -> None:
-    moments = context_moments(LLAMA, Layout(dp=2, cp=4, zero=3), 8192)
-    same = memory.estimate(LLAMA, Layout(dp=8, zero=3), 2048, device="gpu")
-    assert moments["step"] == same.moments["step"]
-    assert "average" not in moments  # its own messages do that

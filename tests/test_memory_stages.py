@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab import memory, pipeline
-from shardlab.common.shapes import PRESETS, Config
+from shardlab import pipeline
+from shardlab.common.shapes import Config
 from shardlab.layout import SCHEDULES, Layout, stages
 from shardlab.memory import in_flight
 
@@ -63,25 +63,3 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m:
         assert lived == found or m < 2 * p
     else:
         assert lived == found
-
-
-def test_given_stages_add_up_to_the_model() -> None:
-    """Each of them is counted as it is, whatever the rule: no layer twice, and none forgotten."""
-    config, cut = PRESETS["llama-3-8b"], (9, 9, 8, 6)
-    found = [
-        memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut), stage=k) for k in range(4)
-    ]
-    assert sum(one.parameters for one in found) == 2 * memory.parameter_count(config)
-    equal = [
-        memory.estimate(config, Layout(pp=4, microbatches=4, stages=(8,) * 4), stage=k)
-        for k in range(4)
-    ]
-    assert equal == [
-        memory.estimate(config, Layout(pp=4, microbatches=4), stage=k) for k in range(4)
-    ]
-    fullest = memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut)).peak
-    assert fullest == max(
-        memory.estimate(config, Layout(pp=4, microbatches=4, stages=cut), stage=k).peak
-        for k in range(4)
-    )
-    assert fullest > memory.estimate(config, Layout(pp=4, microbatches=4)).peak

@@ -1,6 +1,5 @@
 """What the pipeline sends, splits and says, one test per promise; it equals: `rows.pipelines`."""
 
-import copy
 import itertools
 from dataclasses import replace
 
@@ -11,14 +10,12 @@ from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
 from timed import on_time
-from torch import nn
 
 from shardlab import ranks
 from shardlab.gpt.model import GPT, Config
 from shardlab.measure import count, link
 from shardlab.pipeline import (
     NAMES,
-    Pipeline,
     asleep,
     balance,
     cut,
@@ -69,52 +66,6 @@ def test_messages_are_what_the_schedule_says_and_go_over_any_link():
     # Two steps of three micro-batches of one sequence, 4 tokens, 32 numbers of 4 bytes; and the one
     # number that builds the connection.
     assert launch(over_a_slow_link, 2) == [2 * 3 * 4 * 32 * 4 + 4] * 2
-
-
-class Odd(nn.Module):
-    """A part that is no GPT: anything may be in a pipeline, frozen weights and buffers too."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, x):
-        return self.frozen(torch.tanh(self.linear(x))) * self.scale
-
-
-def any_module():
-    size = dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(5, 3, generator=generator) for _ in range(2))
-
-    def between(x):
-        return x.shape, x.dtype
-
-    found = []
-    for name, frozen in itertools.product(("gpipe", "zb-h1", "zb-v"), (False, True)):
-        plan = schedule(name, size, 3)
-        everything = [Odd(number) for number in range(plan.parts)]
-        everything[0].requires_grad_(not frozen)  # then no gradient has to reach the first part
-        everything[0].frozen.requires_grad_(False)
-        plain = nn.Sequential(*copy.deepcopy(everything))
-        mine = [everything[number] for number in plan.placement[dist.get_rank()]]
-        pipe = Pipeline(mine, plan, dist.group.WORLD, nn.functional.mse_loss, between=between)
-        pipe.step(x, y)
-        for xs, ys in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
-            nn.functional.mse_loss(plain(xs), ys).backward(torch.tensor(len(xs) / 5))
-        wanted = dict(plain.named_parameters())
-        for n, p in pipe.named_parameters():
-            same = p.grad is wanted[n].grad is None or torch.equal(p.grad, wanted[n].grad)
-            found.append((name, frozen, n, same))
-        assert list(pipe.full_state_dict()) == list(plain.state_dict())
-    return found
-
-
-def test_any_modules_in_a_row_make_a_pipeline():
-    for results in launch(any_module, 2):
-        assert all(same for *_, same in results), results
 
 
 # What a backward leaves for later

@@ -1,16 +1,13 @@
 """`python -m shardlab schedule`: a picture for people, numbers for programs, one clear error."""
 
-import io
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from commands import ran
 
 from shardlab import pipeline
-from shardtools.__main__ import main
 
 # The first row of the zero bubble paper's Table 9 (arXiv 2401.10241).
 PAPER = [
@@ -47,16 +44,6 @@ def test_json_is_what_simulate_says(capsys, name: str) -> None:
     assert found["timeline"] == [[span._asdict() for span in row] for row in timeline.spans]
     heads = [found[key] for key in ("schedule", "stages", "microbatches", "chunks")]
     assert heads == [name, 4, 6, made.chunks]
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
-def test_an_old_terminal_gets_plain_characters(monkeypatch, encoding: str) -> None:
-    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert main(["schedule", "1f1b", *SMALL]) == 0
-    screen.flush()
-    shown = screen.buffer.getvalue().decode(encoding)
-    assert "stage 3 ......F0B0##F1B1##" in shown and "F- forward   B# backward" in shown
 
 
 def test_svg_is_written(capsys, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Schedules as data: valid for every p, m, v; what papers print; torch's own orders; deadlocks."""
 
-import graphlib
 from collections import deque
 from dataclasses import replace
 from fractions import Fraction
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from shardlab import ranks
 from shardlab.pipeline import (
     NAMES,
-    Action,
     Schedule,
     Timeline,
     from_text,
@@ -111,51 +109,6 @@ def arrives(made: Schedule) -> None:
 
 
 # --- judged by others ---------------------------------------------------------------------------
-
-
-def graph(made: Schedule) -> dict[tuple[int, Action], set[tuple[int, Action]]]:
-    """Who has to wait for whom, written without a line of `validate`."""
-    where = {part: (s, c) for s, row in enumerate(made.placement) for c, part in enumerate(row)}
-    waits: dict[tuple[int, Action], set[tuple[int, Action]]] = {}
-    for stage, order in enumerate(made.orders):
-        for i, action in enumerate(order):
-            kind, microbatch, chunk = action
-            part = made.placement[stage][chunk]
-            needs = {(stage, order[i - 1])} if i else set()
-            if kind == "F" and part:
-                s, c = where[part - 1]
-                needs.add((s, Action("F", microbatch, c)))
-            if kind in "BI":
-                needs.add((stage, Action("F", microbatch, chunk)))
-                if part + 1 < made.parts:
-                    s, c = where[part + 1]
-                    needs.add((s, Action(kind, microbatch, c)))
-            if kind == "W":
-                needs.add((stage, Action("I", microbatch, chunk)))
-            waits[stage, action] = needs
-    return waits
-
-
-@QUICK
-@given(schedules(5, 8), st.data())
-def test_the_simulation_is_the_longest_path(made: Schedule, data) -> None:
-    times = st.lists(st.integers(0, 7), min_size=made.stages, max_size=made.stages)
-    f, i, w, hop = (data.draw(times) for _ in range(4))
-    fractions = [[Fraction(value) for value in row] for row in (f, i, w, hop)]
-    timeline = simulate(made, *fractions)
-    long = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
-    waits = graph(made)
-    ends: dict[tuple[int, Action], Fraction] = {}
-    for node in graphlib.TopologicalSorter(waits).static_order():
-        stage, action = node
-        begin = max((ends[s, a] + (hop[s] if s != stage else 0) for s, a in waits[node]), default=0)
-        ends[node] = begin + Fraction(long[action.kind][stage], made.chunks)
-    for stage, spans in enumerate(timeline.spans):
-        assert [Action(*span[:3]) for span in spans] == list(made.orders[stage])
-        assert [span.end for span in spans] == [ends[stage, a] for a in made.orders[stage]]
-        assert timeline.busy[stage] == made.microbatches * (f[stage] + i[stage] + w[stage])
-    assert 0 <= timeline.bubble <= 1
-    assert timeline.cost == max(row[-1].end - row[0].begin for row in timeline.spans)
 
 
 def torch_orders() -> tuple[list[tuple], int]:

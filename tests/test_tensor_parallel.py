@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
-from shardlab.gpt.model import GPT, PRESETS, Config, loss
+from shardlab.gpt.model import GPT, Config, loss
 from shardlab.measure import count
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
@@ -97,24 +97,6 @@ def test_the_loss_never_gathers_logits(size):
         assert worst["bf16"] < 2e-3
         tokens = 10
         assert sent == ({"all_reduce": (2, 3 * tokens * 4)} if size > 1 else {})
-
-
-def lean_loss():
-    """Bytes that the loss takes beside the logits, and whether it can go wrong unseen."""
-    logits = torch.randn(4, 64, 256) + torch.ones(1, requires_grad=True)  # 256 kB
-    targets = torch.randint(512, (4, 64))
-    with count.held(logits.detach()) as held:
-        value = tp.loss(logits, targets, world())
-        value.backward(retain_graph=True)
-        peak = held.peak - logits.nbytes
-    with pytest.raises(RuntimeError, match="modified by an inplace"):
-        value.backward()
-    return peak / logits.nbytes
-
-
-def test_the_loss_takes_one_tensor_of_the_logits_shape():
-    # F.cross_entropy takes three. The rest are numbers for each token, of 4 to 16 bytes.
-    assert max(run(lean_loss, 2, device="cpu")) < 1.1  # counted storage by storage
 
 
 def counted(config):
@@ -290,12 +272,3 @@ def dropped():
 def test_heads_drop_by_seeds_of_their_own():
     (part, state), (other, theirs) = run(dropped, 2)
     assert not torch.equal(part, other) and torch.equal(state, theirs)
-
-
-def test_degrees():
-    assert tp.degrees(GPT2) == [1, 2, 4]
-    # It has eight key-value heads: two ranks or four may have the same one.
-    assert tp.degrees(PRESETS["llama-3-8b"]) == [1, 2, 4, 8, 16, 32]
-    # 50257 entries are 29 x 1733: this is why vocabularies are padded.
-    assert tp.degrees(PRESETS["gpt-2"]) == [1]
-    assert tp.degrees(replace(PRESETS["gpt-2"], vocab=50_304)) == [1, 2, 3, 4, 6, 12]

@@ -150,14 +150,6 @@ def test_what_goes_with_what(words, how, wanted):
         assert tt.combined(list(words), fixed, how) == wanted
 
 
-def test_without_a_gradient_what_is_the_same_on_all_ranks_is_one():
-    assert tt.combined(["I", "R"], [False, True], "other") == "I"
-    assert tt.combined(["R", "I"], [False, True], "other") == "R"
-    assert tt.combined(["I", "V"], [True, False], "other") == "V"
-    with pytest.raises(tt.Mismatch):  # this rank's own constant makes I's gradient its own
-        tt.combined(["I", "V"], [False, True], "other")
-
-
 # The checker: forward.
 
 
@@ -213,19 +205,6 @@ def test_the_right_network_passes_also_with_a_plain_sum_behind():
     verdict = passes(forward(tp_.copy_to, tp_.reduce_from))
     assert (verdict.backwards, verdict.sent) == (1, 2) and verdict.judged > 5
     passes(forward(tp_.copy_to, raw))  # backward has nothing to do there
-
-
-def test_a_message_names_line_operation_words_and_parameter():
-    def step(tp):
-        layer = nn.Linear(8, 4)
-        tt.declare_parameters(layer, tp="V")
-        x = grown(2, 8, tp="I")
-        layer(x).sum().backward()
-
-    line, operation, right = refused(step).splitlines()
-    assert "layer(x).sum()" in line and line.startswith("test_tensor_types.py:")
-    assert operation.startswith("linear(tp:I, weight tp:V, bias tp:V): on tp I meets V")
-    assert right.startswith("right: copy_to (I -> R)")
 
 
 class Silent(torch.autograd.Function):
@@ -361,15 +340,3 @@ def test_real_ranks_say_the_same():
 
     one, two = ranks.run(step, 2)
     assert one == two and "I meets V" in one
-
-
-def test_what_is_known_is_held_against_what_is_said():
-    x = tt.declare(torch.ones(2), tp="R")
-    tt.declare(x, tp="I")  # all ranks have these numbers, and no gradient is behind them
-    x = tt.declare(torch.ones(2).requires_grad_(), tp="R")
-    with pytest.raises(tt.Mismatch, match="it is R, and is said to be V"):
-        tt.declare(x, tp="V")
-    assert tt.type_of(tt.declare(tt.declare(torch.ones(2), tp="V"), tp="P")) == {"tp": "P"}
-    assert tt.type_of(tt.believe(x, tp="P")) == {"tp": "P"}
-    with pytest.raises(tt.Mismatch, match="it is P, and is said to be R"):
-        tt.declare(x, tp="R")

@@ -1047,7 +1047,7 @@ show.table(rows, ["model", "type", "logits", "gradients", "weights after 5 steps
 # %% [markdown]
 # Float64 has nine digits more than float32, and the differences shrink by as many: it is rounding.
 # Why not zero, as in [ZeRO](zero.md) and [Pipeline parallelism](pipeline.md)? There each product had the same operands. Here a sum of products is made in parts, on several ranks, and the parts are added afterwards, so other intermediate results are rounded.
-# The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation, clipping, and bad input.
+# The [tests](../tests/test_tensor_parallel.py) do the same for one rank, 16-bit weights, recomputation and clipping.
 #
 # ## What it costs
 #

@@ -14,10 +14,8 @@ JPDC 69 (2009): the ring, none sends less; Hockney, Parallel Computing 20 (1994)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,7 @@ from torch.distributed import ProcessGroup as Group
 
 from . import ranks
 from .common import gpu
-from .common.arguments import (
-    check_number,
-    check_one_of,
-    check_whole,
-)
+from .common.arguments import check_one_of, check_whole
 
 
 @torch.no_grad()
@@ -39,7 +33,7 @@ def broadcast(tensor: Tensor, root: int, group: Group) -> None:
 
     In round k the 2^k ranks that have it send it on: log2 N rounds (Thakur et al., section 4.3).
     """
-    rank, size = _enter(group, root, tensor=[tensor])
+    rank, size = _enter(group, root)
     place = (rank - root) % size  # as seen from the root, which is place 0
     for reach in _powers(size):
         if place < reach and place + reach < size:
@@ -54,7 +48,7 @@ def reduce(tensor: Tensor, root: int, group: Group) -> None:
 
     The other ranks' `tensor` ends with partial sums, which torch.distributed leaves undefined too.
     """
-    rank, size = _enter(group, root, tensor=[tensor])
+    rank, size = _enter(group, root)
     place = (rank - root) % size
     incoming = torch.empty_like(tensor)
     for reach in reversed(_powers(size)):
@@ -77,7 +71,7 @@ def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> No
     The sum of piece j sets out from rank j + 1 and goes around the ring; each rank adds its share
     and sends it on, until it comes home to rank j: N - 1 steps (Patarasuk and Yuan, section 4).
     """
-    rank, size = _enter(group, output=[output], inputs=inputs)
+    rank, size = _enter(group)
     _fit_together(inputs, output, rank, size)
     mine = [piece.view(-1) for piece in inputs]
     buffers = output.new_empty(2, max(map(Tensor.numel, mine)))  # one fills, the other leaves
@@ -96,7 +90,7 @@ def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
 
     Each rank passes on what it got last: N - 1 steps around the ring (Thakur et al., section 4.1).
     """
-    rank, size = _enter(group, input=[input], outputs=outputs)
+    rank, size = _enter(group)
     _fit_together(outputs, input, rank, size)
     outputs[rank].view(-1).copy_(input.view(-1))
     for step in range(size - 1):
@@ -111,7 +105,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
     In step k each rank sends k places ahead and receives from k behind, so that no rank is sent two
     messages at a time: N - 1 steps (Thakur et al., section 4, pairwise exchange).
     """
-    rank, size = _enter(group, outputs=outputs, inputs=inputs)
+    rank, size = _enter(group)
     _fit_together(inputs, outputs[rank], rank, size)
     _fit_together(outputs, inputs[rank], rank, size)
     outputs[rank].view(-1).copy_(inputs[rank].view(-1))
@@ -123,7 +117,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 @torch.no_grad()
 def all_reduce_naive(tensor: Tensor, group: Group) -> None:
     """Sum on rank 0, one rank after the other, and hand the sum back one by one."""
-    rank, size = _enter(group, tensor=[tensor])
+    rank, size = _enter(group)
     incoming = torch.empty_like(tensor)
     if rank > 0:
         ranks.isend(tensor, 0, group).wait()
@@ -146,7 +140,7 @@ def all_reduce_ring(tensor: Tensor, group: Group) -> None:
 
     Each piece is summed once and then copied, so all ranks end with the same bits.
     """
-    rank, size = _enter(group, tensor=[tensor])
+    rank, size = _enter(group)
     pieces = split(tensor, size)
     reduce_scatter(pieces[rank], pieces, group)
     all_gather(pieces, pieces[rank], group)
@@ -196,7 +190,7 @@ def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root
     }
     sent["all_reduce tree"] = sent["reduce"] + sent["broadcast"]
     sent["all_reduce ring"] = sent["reduce_scatter"] + sent["all_gather"]
-    return _pick(sent, name)
+    return sent[name]
 
 
 def critical_path(name: str, size: int) -> tuple[int, float]:
@@ -212,7 +206,7 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
     paths["all_reduce naive"] = (2 * min(steps, 1), 2.0 * steps)
     paths["all_reduce tree"] = (2 * rounds, 2.0 * rounds)
     paths["all_reduce ring"] = (2 * steps, 2 * fraction)
-    return _pick(paths, name)
+    return paths[name]
 
 
 @dataclass(frozen=True)
@@ -225,17 +219,9 @@ class CostModel:
     latency: float  # alpha, seconds
     bandwidth: float  # 1 / beta, bytes per second
 
-    def __post_init__(self) -> None:
-        check_number(0, latency=self.latency)
-        check_number(most=math.inf, bandwidth=self.bandwidth)
-
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostModel:
         """Least squares of the relative errors of `seconds`, measured for messages of `sizes` B."""
-        if len(sizes) != len(seconds) or len(set(sizes)) < 2:
-            raise ValueError(
-                f"{sizes=}, {seconds=}: allowed are two sizes or more, and a time for each"
-            )
         t, n = (torch.tensor(values, dtype=torch.float64) for values in (seconds, sizes))
         a = torch.stack([1 / t, n / t], dim=1)  # (measurements, 2): a @ (alpha, beta) should be 1
         alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution.view(-1).tolist()
@@ -260,26 +246,10 @@ def _powers(size: int) -> list[int]:
     return [2**k for k in range((size - 1).bit_length())]
 
 
-def _pick(table: dict[str, Any], name: str) -> Any:
-    if name not in table:
-        raise ValueError(f"name={name!r}: allowed are {', '.join(sorted(table))}")
-    return table[name]
-
-
-def _enter(group: Group, root: int = 0, **given: Sequence[Tensor]) -> tuple[int, int]:
-    """This rank's number in `group` and the group's size; ValueError for what cannot be right.
-
-    What only another rank can know (its shape, its type) is not looked for: asking costs a message.
-    """
+def _enter(group: Group, root: int = 0) -> tuple[int, int]:
+    """Return this rank's number in `group` and the group's size."""
     rank, size = ranks.check_group(group)
     check_whole(0, size - 1, root=root)
-    tensors = [tensor for each in given.values() for tensor in each]
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError(f"a tensor of strides {tensor.stride()}: contiguous ones are needed")
-        if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
-            kinds = [f"{t.dtype} on {t.device}" for t in (tensors[0], tensor)]
-            raise ValueError(f"{' and '.join(kinds)}: the tensors of one call are of one kind")
     return rank, size
 
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import check_kind, check_one_of, check_whole
+from shardlab.common.arguments import check_one_of
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Attention
 from shardlab.measure.count import clock
@@ -192,8 +192,6 @@ def blocks(
       see, and one that is later than both of theirs. From a later rank come two pieces that both
       stand between this rank's early queries, which see neither, and its late ones, which see both.
     """
-    check_layout(layout)
-    check_whole(local_seq=local_seq)
     full, half = slice(0, local_seq), local_seq // 2
     if not causal or source == rank:
         return [Block(full, full, causal)]
@@ -262,7 +260,6 @@ def distribute(
     one exchange, and on every rank, when models or arguments differ.
     """
     check_one_of(ATTENTIONS, attention=attention)
-    check_kind(nn.Module, model=model)
     check_layout(layout)
     _, ranks = check_group(group)
     config = getattr(model, "config", None)
@@ -302,7 +299,7 @@ def _attention(
 def shard(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
     """This rank's tokens [B, s] of a batch that every rank has.
 
-    Raises ValueError, naming the nearest that would do, for a sequence that cannot be shared out.
+    Raises ValueError for a sequence that cannot be shared out.
     """
     rank, ranks = check_group(group)
     return split(tokens_BS, ranks, rank, layout)
@@ -321,7 +318,6 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:
     """The mean of a number over the ranks, without gradient; a GPU's work has to be waited for."""
-    check_kind(Tensor, value=value)
     _, ranks = check_group(group)
     total = value.detach().clone()
     dist.all_reduce(total, group=group)

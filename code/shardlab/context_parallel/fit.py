@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardlab.common.arguments import check_one_of
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout
 from shardlab.memory import PRECISIONS, estimate, in_flight
@@ -41,15 +40,10 @@ def context_moments(
     or "ulysses". ZeRO is over all ranks that have the same weights, d * c of them. choices: of
     `memory.estimate` (attention, optimizer, …). The largest value is the peak.
 
-    Raises ValueError as `memory.estimate` does, and for what cannot be cut: a `seq` that the ranks
-    cannot share, dropout or plain scores (attention="plain") with cp above 1.
+    seq: a multiple of `grain`. With cp above 1 `distribute` takes no dropout, window or latents,
+    and attention is fused. Raises ValueError as `memory.estimate` does.
     """
-    unit = grain(layout)
-    _check(config, layout, way, choices)
-    if seq % unit:
-        near = [n for n in (seq // unit * unit, seq // unit * unit + unit) if n > 0]
-        nearest = " and ".join(map(str, near))
-        raise ValueError(f"seq={seq!r}: allowed are multiples of {unit}; the nearest: {nearest}")
+    assert seq % grain(layout) == 0, (seq, layout)
     cp, tp, batch = layout.cp, layout.tp, layout.micro_batch
     # Each rank by itself, with its part of the context; what it does with others comes on top.
     copies = layout.dp * cp if layout.zero else layout.dp
@@ -139,18 +133,3 @@ def _input_bytes(
     """Bytes of attention's queries, keys and values; and of the queries, or results, alone."""
     one_head = tokens * head_size * itemsize
     return (heads + 2 * kv_heads) * one_head, heads * one_head
-
-
-def _check(config: Config, layout: Layout, way: str, choices: Mapping[str, Any]) -> None:
-    check_one_of(WAYS, way=way)
-    cp, tp = layout.cp, layout.tp
-    for name in ("heads", "key_value_heads"):
-        if (value := getattr(config, name)) % tp:
-            raise ValueError(f"tp={tp}: allowed are divisors of {name}={value}")
-    for name in ("latent", "window") if cp > 1 else ():
-        if (value := getattr(config, name)) is not None:
-            raise ValueError(f"{name}={value}: allowed is None with cp={cp}")
-    if cp > 1 and config.dropout:
-        raise ValueError(f"dropout={config.dropout}: allowed is 0 with cp={cp}")
-    if cp > 1 and choices.get("attention", "fused") != "fused":
-        raise ValueError(f"attention={choices['attention']!r}: allowed is 'fused' with cp={cp}")

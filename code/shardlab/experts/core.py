@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import check_all, check_kind
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Experts
 from shardlab.gpt.router import Router
-from shardlab.ranks import check_group, check_number, check_same
+from shardlab.ranks import check_group, check_same
 from shardlab.tensor_types.operator import Operator
 
 Group = dist.ProcessGroup
@@ -107,7 +106,6 @@ class ExpertParallel(nn.Module):
     def __init__(self, plain: Experts, group: Group):
         super().__init__()
         rank, ranks = check_group(group)
-        check_kind(Experts, plain=plain)
         self.group, self.total = group, len(plain.experts)
         check_experts(self.total, ranks)
         local_experts = self.total // ranks
@@ -185,7 +183,6 @@ def check_experts(experts: int, ranks: int) -> None:
 
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those of this rank's experts, which the group's other ranks do not have."""
-    check_kind(nn.Module, model=model)
     layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     return [parameter for layer in layers for parameter in layer.experts.parameters()]
 
@@ -247,7 +244,6 @@ def watch(model: nn.Module) -> Iterator[list[Routed]]:
     Where a step has several micro-batches, all of them belong inside: what is done with the list
     takes a router's as one batch.
     """
-    check_kind(nn.Module, model=model)
     routed: list[Routed] = []
 
     def note(router: Router, _: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -273,7 +269,6 @@ def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
 @torch.no_grad()
 def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
     """The share of all choices that each expert gets, [L, E]; of all tokens of `group`."""
-    check_all(Routed, routed=routed)
     count_LE = torch.stack(
         [sum(one.count_E for one in each) for each in by_router(routed).values()]
     )
@@ -309,7 +304,6 @@ def update_bias(routed: Sequence[Routed], rate: float, group: Group | None = Non
     all micro-batches in `routed`. It moves the choice alone, so no gradient pulls the scores away
     from what the loss wants.
     """
-    check_number(0, rate=rate)
     load_LE = loads(routed, group)
     for router, load_E in zip(by_router(routed), load_LE, strict=True):
         router.bias_E += rate * (1 / len(load_E) - load_E).sign()

@@ -17,7 +17,6 @@ from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
 from .counting import (
     fsdp2_shard,
     in_experts,
-    largest_parameter,
     parameter_count,
     parameters,
     shapes,
@@ -25,16 +24,11 @@ from .counting import (
 from .in_flight import in_flight
 from .of_structure import estimate_structure
 from .published import (
-    attention_term,
     bytes_per_parameter,
     deepspeed_zero2,
-    deepspeed_zero3,
-    in_flight_layers,
     korthikanti_layer,
     largest,
     megatron_bytes,
-    selective_saving,
-    stage_output_saved,
 )
 from .step import Estimate, estimate
 from .units import UNITS, format_bytes
@@ -48,25 +42,19 @@ __all__ = [
     "Recipe",
     "States",
     "activations",
-    "attention_term",
     "bytes_per_parameter",
     "deepspeed_zero2",
-    "deepspeed_zero3",
     "estimate",
     "estimate_structure",
     "format_bytes",
     "fsdp2_shard",
     "in_experts",
     "in_flight",
-    "in_flight_layers",
     "korthikanti_layer",
     "largest",
-    "largest_parameter",
     "megatron_bytes",
     "parameter_count",
     "parameters",
-    "selective_saving",
     "shapes",
-    "stage_output_saved",
     "states",
 ]

@@ -171,13 +171,6 @@ def _held(
     return Held(sum(counts.values()), own, counts, *matrices)
 
 
-def largest_parameter(
-    config: Config, layout: Layout = ALONE, stage: int | Stage | None = None
-) -> int:
-    """Elements of the largest single parameter on a rank."""
-    return max(prod(shape) for shape in shapes(config, layout, stage).values())
-
-
 def fsdp2_shard(config: Config, layout: Layout, stage: int | Stage | None = None) -> int:
     """Elements that the first rank holds when FSDP2 shards each parameter by its first dimension.
 

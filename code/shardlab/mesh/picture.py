@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.arguments import check_whole
 from shardlab.common.show.drawing import canvas, on, title, words
 from shardlab.layout import Layout
 
@@ -23,7 +22,6 @@ def draw(layout: Layout, node: int) -> Figure:
     Ranks of a group are joined by a line, which is dashed where it leaves a node of `node` ranks.
     Raises ValueError for nodes that the ranks do not fill, and for more ranks than can be drawn.
     """
-    check_whole(node=node)
     if layout.ranks % node:
         raise ValueError(f"node={node}: allowed are divisors of {layout.ranks} ranks")
     if layout.ranks > MOST:

@@ -355,14 +355,9 @@ class Pipeline(Held):
 
     def _begin(self, tokens_BS: Tensor, targets_BS: Tensor) -> None:
         m, size = self.schedule.microbatches, len(tokens_BS)
-        if len(targets_BS) != size:
-            what = f"tokens has {size} sequences, targets {len(targets_BS)}"
-            raise ValueError(f"{what}: allowed are as many of one as of the other")
         if size < m:
             what = f"allowed are {m} or more for {m} micro-batches"
             raise ValueError(f"tokens has {size} sequences: {what}")
-        if not torch.is_grad_enabled():
-            raise ValueError("step was called under torch.no_grad(): it computes gradients")
         self.passes.begin(tokens_BS, targets_BS, m)
         self.mail.begin([self.between(tokens) for tokens in self.passes.tokens])
         if self.twin is not None:  # of what was there before, nothing is to be added a second time
@@ -384,9 +379,7 @@ class Pipeline(Held):
         self.mail.end()
 
     def timeline(self) -> Timeline:
-        """The last step as it was; every rank has to call it. ValueError if it is not recorded."""
-        if self.clock is None:
-            raise ValueError("record=False: a timeline needs a pipeline made with record=True")
+        """The last step as it was, if the pipeline has record=True; every rank has to call it."""
         return Timeline(self.schedule, tuple(map(tuple, gathered(self.clock.spans(), self.group))))
 
     @torch.no_grad()

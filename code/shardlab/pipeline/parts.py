@@ -100,7 +100,7 @@ class Held(Single):
     given: what else has to be the same on all ranks.
 
     Raises ValueError on all ranks of the group alike, when one of them has not a part for each
-    chunk, parts on several devices or without `between`, or another schedule than the rest.
+    chunk, or another schedule than the rest.
     """
 
     def __init__(
@@ -116,10 +116,11 @@ class Held(Single):
         self.stage = stage_of(schedule, group)
         if check:
             validate(schedule)
-        self.between = between or getattr(self.parts[0] if self.parts else None, "between", None)
+        self.between = between or self.parts[0].between
         self._agree(given)
         self.numbers = schedule.placement[self.stage]  # of its parts
-        self.device = self._devices()[0]
+        tensors = (t for part in self.parts for t in (*part.parameters(), *part.buffers()))
+        self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters; those of a GPT under the names that they have in the model."""
@@ -159,12 +160,6 @@ class Held(Single):
         """What is wrong on this rank."""
         if len(self.parts) != (chunks := self.schedule.chunks):
             return f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
-        if len(devices := self._devices()) > 1:
-            names = ", ".join(map(str, devices))
-            return f"parts are on several devices ({names}): allowed is one for a stage"
-        if self.between is None:
-            kind = type(self.parts[0]).__name__
-            return f"between=None: {kind} does not say what it gives; allowed is a function"
         return None
 
     def _agree(self, given: dict[str, Any]) -> None:
@@ -175,10 +170,6 @@ class Held(Single):
             if problem is not None:
                 raise ValueError(f"rank {rank} of the group: {problem}")
         agree.compare([parts for _, *parts in told])
-
-    def _devices(self) -> list[torch.device]:
-        tensors = [t for part in self.parts for t in (*part.parameters(), *part.buffers())]
-        return sorted({t.device for t in tensors}, key=str) or [torch.device("cpu")]
 
 
 def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:

@@ -57,13 +57,8 @@ def draw(
     a text for each stage, at the right, under its word in `heads`; `width` in inches; `label` names
     the unit of the times; `end`: where the axis ends, the last end unless given; `legend`: boxes
     and their words at the foot.
-
-    Raises ValueError when titles, notes or heads are not one for each.
     """
     shown = timelines if isinstance(timelines, Sequence) else [timelines]
-    for name, given in (("titles", titles), ("notes", notes), ("heads", heads)):
-        if given is not None and len(given) != len(shown):
-            raise ValueError(f"{name}={given!r}: allowed is one for each of {len(shown)} timelines")
     titles = [summary(timeline) for timeline in shown] if titles is None else titles
     long = end or max(_ends(timeline)[1] - _ends(timeline)[0] for timeline in shown) or 1.0
     left = 0.66

@@ -22,7 +22,7 @@ from .core import Loss, Pipeline
 from .deferred import Later
 from .parts import Form, compute_again, cut, stage_of
 from .schedules import Schedule
-from .simulate import Times
+from .simulate import Times, each_stage
 
 
 def distribute(
@@ -162,13 +162,8 @@ def asleep(
     """
     stage = stage_of(schedule, group)
     names = "forward", "backward_input", "backward_weight"
-    mine = []
-    for name, times in zip(names, (forward, backward_input, backward_weight), strict=True):
-        each = times if isinstance(times, Sequence) else [times] * schedule.stages
-        if len(each) != schedule.stages:
-            what = f"seconds, one number or one for each of {schedule.stages} stages"
-            raise ValueError(f"{name}={times}: allowed are {what}")
-        mine.append(each[stage] / schedule.chunks)
+    given = zip(names, (forward, backward_input, backward_weight), strict=True)
+    mine = [each_stage(*one, schedule)[stage] / schedule.chunks for one in given]
     parts = [Sleeping(*mine, size) for _ in range(schedule.chunks)]
     return Pipeline(parts, schedule, group, _mean, **options)
 

@@ -95,12 +95,12 @@ def simulate(
     stage, for a schedule that does not pass `validate`.
     """
     times = {
-        "F": _each("forward", forward, schedule),
-        "I": _each("backward_input", backward_input, schedule),
-        "W": _each("backward_weight", backward_weight, schedule),
+        "F": each_stage("forward", forward, schedule),
+        "I": each_stage("backward_input", backward_input, schedule),
+        "W": each_stage("backward_weight", backward_weight, schedule),
     }
     times["B"] = [i + w for i, w in zip(times["I"], times["W"], strict=True)]
-    hops = _each("hop", hop, schedule)
+    hops = each_stage("hop", hop, schedule)
     validate(schedule)
     ends: dict[tuple[int, Action], float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
@@ -127,8 +127,8 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, spans)))
 
 
-def _each(name: str, given: Times, schedule: Schedule) -> list[float]:
-    """`given` for every stage. Raises ValueError."""
+def each_stage(name: str, given: Times, schedule: Schedule) -> list[float]:
+    """Return `given` for every stage. Raises ValueError for lists that are not one for each."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         values = list(given)
         if len(values) != schedule.stages:

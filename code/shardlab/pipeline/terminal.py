@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 
 from .simulate import Span, Timeline
@@ -12,19 +11,13 @@ from .simulate import Span, Timeline
 FILL = {"F": "░", "B": "▓", "I": "▓", "W": "▒"}
 WORDS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
 IDLE = "·"
-# Backgrounds by kind, and a lighter one for chunks after the first (xterm's 256 colours).
-COLORS = {"F": (74, 117), "B": (166, 216), "I": (166, 216), "W": (221, 229)}
-SEQUENCE = re.compile("\033\\[[0-9;]*m")  # takes no room on a line
 
 
-def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
+def text(timeline: Timeline, width: int = 80) -> str:
     """`timeline`, drawn in characters, no line longer than `width`.
 
     A column is a stretch of time, and shows what the stage does in the middle of it; a pass is
-    named where its columns suffice, and is one letter where they do not. With `color`, escape
-    sequences of a terminal tell kinds apart as well.
-
-    Raises ValueError for a width below 40.
+    named where its columns suffice, and is one letter where they do not.
     """
     of = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
@@ -36,12 +29,17 @@ def text(timeline: Timeline, width: int = 80, color: bool = False) -> str:
     lines = []
     for stage, spans in enumerate(timeline.spans):
         stub = f"stage {stage}"
-        lines.append(f"{stub:<{name}} {_row(spans, first, each, columns, of.chunks, color)}")
+        lines.append(f"{stub:<{name}} {_row(spans, first, each, columns, of.chunks)}")
     end = f"{long:.5g}"
     lines.append(f"{'time':<{name}} 0{'─' * (columns - len(end) - 1)}{end}")
     kinds = [kind for kind in WORDS if any(s.kind == kind for row in timeline.spans for s in row)]
-    key = [_paint(kind + FILL[kind], kind, 0, color) + f" {WORDS[kind]}" for kind in kinds]
-    lines += _wrapped([*key, f"{IDLE} idle", f"a column is {each:.3g} of time"], width)
+    key = [f"{kind}{FILL[kind]} {WORDS[kind]}" for kind in kinds]
+    entries = [*key, f"{IDLE} idle", f"a column is {each:.3g} of time"]
+    for entry in entries:  # as many to a line as it holds
+        if entry is entries[0] or len(lines[-1]) + 3 + len(entry) > width:
+            lines.append(entry)
+        else:
+            lines[-1] += f"   {entry}"
     return "\n".join(lines)
 
 
@@ -56,9 +54,7 @@ def _column(timeline: Timeline, long: float, room: int) -> float:
     return shortest / whole if whole and even else long / room
 
 
-def _row(
-    spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int, color: bool
-) -> str:
+def _row(spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int) -> str:
     """What the stage does in the middle of every column."""
     begins = [span.begin for span in spans]
     shown: list[Span | None] = []
@@ -79,24 +75,6 @@ def _row(
             label = f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if chunks > 1 else "")
             short = label.partition(".")[0]
             words = next((word for word in (label, short) if len(word) <= long), span.kind)
-            row += _paint(words.ljust(long, FILL[span.kind]), span.kind, span.chunk, color)
+            row += words.ljust(long, FILL[span.kind])
         column += long
     return row
-
-
-def _paint(words: str, kind: str, chunk: int, color: bool) -> str:
-    if not color:
-        return words
-    shade = COLORS[kind][min(chunk, 1)]
-    # Fills are for those who see no colours; here the number alone is easier to read.
-    return f"\033[48;5;{shade};38;5;16m{words.replace(FILL[kind], ' ')}\033[0m"
-
-
-def _wrapped(entries: list[str], width: int) -> list[str]:
-    """Entries side by side, as many to a line as it holds."""
-    lines: list[list[str]] = [[]]
-    for entry in entries:
-        if lines[-1] and len(SEQUENCE.sub("", "   ".join([*lines[-1], entry]))) > width:
-            lines.append([])
-        lines[-1].append(entry)
-    return ["   ".join(line) for line in lines]

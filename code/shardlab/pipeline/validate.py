@@ -28,7 +28,7 @@ def validate(schedule: Schedule, blocking: bool = False) -> None:
     pipeline posts them and goes on. (Receives posted early are then waited for early: what a loop
     of blocking calls would do is `with_messages(schedule, early=False)`.)
     """
-    finders = _shape, _passes, _ends, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
+    finders = _passes, _ends, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
     for problems in finders:
         if (problem := next(problems(schedule), None)) is not None:
             raise ValueError(f"schedule {schedule.name!r}: {problem}")
@@ -76,17 +76,6 @@ def _at(schedule: Schedule, part: int, kind: str, action: Action) -> Where:
 # What is wrong, in sentences; only the first one of them is asked for.
 
 
-def _shape(schedule: Schedule) -> Iterator[str]:
-    p, v = schedule.stages, schedule.chunks
-    parts = [part for row in schedule.placement for part in row]
-    if [len(row) for row in schedule.placement] != [v] * p or sorted(parts) != list(range(p * v)):
-        allowed = f"each of parts 0 to {p * v - 1} once, {v} on each of {p} stages"
-        yield f"placement {schedule.placement}: allowed is {allowed}"
-    for what, rows in (("orders", schedule.orders), ("given", schedule.given)):
-        if rows is not None and len(rows) != p:
-            yield f"{what} of {len(rows)} stages: allowed is one for each of {p}"
-
-
 def _passes(schedule: Schedule) -> Iterator[str]:
     """Each micro-batch once through each chunk of a stage, forward and then backward."""
     name, m, v = schedule.name_of, schedule.microbatches, schedule.chunks
@@ -125,30 +114,21 @@ def _ends(schedule: Schedule) -> Iterator[str]:
         wanted = set()
         for action in order:
             receive, found = needed(schedule, stage, action), sent(schedule, stage, action)
-            if receive is not None:
-                wanted.add(receive)
-                if counts[receive] != 1:
-                    times = _times(counts[receive])
-                    yield f"stage {stage}: {name(receive)}, needed by {name(action)}, {times}"
-                if place[receive] > place[action]:
-                    what = f"stands after {name(action)}, which needs it"
-                    yield f"stage {stage}: {name(receive)} {what}"
-            if found is not None:
-                send, *_ = found
-                wanted.add(send)
-                if counts[send] != 1:
-                    times = _times(counts[send])
-                    yield f"stage {stage}: {name(send)}, made by {name(action)}, {times}"
-                if place[send] < place[action]:
-                    what = f"stands before {name(action)}, which makes it"
-                    yield f"stage {stage}: {name(send)} {what}"
+            for message, role in ((receive, "needs"), (found and found[0], "makes")):
+                if message is None:
+                    continue
+                wanted.add(message)
+                if (count := counts[message]) != 1:
+                    times = f"stands {count} times" if count else "is missing"
+                    by = "needed" if role == "needs" else "made"
+                    yield f"stage {stage}: {name(message)}, {by} by {name(action)}, {times}"
+                late = place[message] > place[action]
+                if late == (role == "needs"):
+                    side = f"stands {'after' if late else 'before'} {name(action)}"
+                    yield f"stage {stage}: {name(message)} {side}, which {role} it"
         for action in actions:
             if action.kind not in COMPUTE and action not in wanted:
                 yield f"stage {stage}: {name(action)} is a message that nobody needs"
-
-
-def _times(count: int) -> str:
-    return f"stands {count} times" if count else "is missing"
 
 
 def _pairs(schedule: Schedule) -> Iterator[str]:
@@ -271,9 +251,7 @@ def from_text(
         raise ValueError("rows=(): allowed is a row of actions for each stage, as 'F0 F1 B0 B1'")
     chunks = 1 + max(action.chunk for action in everything)
     if placement is not None:
-        chunks = len(placement[0]) if placement else 0
-        if len(placement) != len(rows) or {len(parts) for parts in placement} != {chunks}:
-            raise ValueError(f"placement={placement}: allowed is a row of parts for each stage")
+        chunks = len(placement[0])
     messages = any(action.kind in MESSAGES for action in everything)
     return Schedule(
         name,

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import check_flag, check_kind
 from shardlab.data_parallel.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import reduce_scatter
@@ -101,12 +100,10 @@ class AlongSequence:
     uncut = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
 
     def __init__(self, keep: bool = False):
-        check_flag(keep=keep)
         self.keep = keep
 
     def enter(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All ranks' tokens, [B, S, H], from this rank's."""
-        check_group(group)
         return _Enter.apply(x_BsH, group)
 
     def leave(self, y_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,7 +117,6 @@ class AlongSequence:
 
     def begin(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
         """Start what `enter` does forward; see `tensor_parallel.Edges`."""
-        check_group(group)
         return _gather(x_BsH, group)
 
     def back(self, dx_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
@@ -135,11 +131,9 @@ ALONG_SEQUENCE = AlongSequence()
 
 
 def check_seq(seq: int, ranks: int) -> None:
-    """Raise ValueError for a sequence that the ranks cannot share; it says what they can."""
+    """Raise ValueError for a sequence that the ranks cannot share."""
     if seq < 1 or seq % ranks:
-        near = [n for n in (seq // ranks * ranks, (seq // ranks + 1) * ranks) if n > 0]
-        nearest = " and ".join(map(str, near))
-        raise ValueError(f"seq={seq}: allowed are multiples of {ranks} ranks; nearest: {nearest}")
+        raise ValueError(f"seq={seq}: allowed are multiples of the {ranks} ranks")
 
 
 PLAIN = nn.LayerNorm, nn.RMSNorm, nn.Linear  # what tensor parallelism leaves as it is
@@ -152,7 +146,6 @@ def seen_partly(model: nn.Module) -> list[nn.Parameter]:
     parallelism has cut say in `cut` which of their parameters are; raises ValueError for a model
     that has none of them.
     """
-    check_kind(nn.Module, model=model)
     modules = list(model.modules())
     if not any(hasattr(module, "cut") for module in modules):
         raise ValueError(

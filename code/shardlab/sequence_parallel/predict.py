@@ -35,14 +35,8 @@ def edges_sent(
     "calls": of all collectives; "all_gather", "reduce_scatter", "all_reduce": bytes handed to them
     (of an all-gather: the shard). Without what the loss sends, which is the same either way.
 
-    Raises ValueError for attention that sends anything else there.
+    For attention without latents and norms of heads, whose key-value heads the ranks divide.
     """
-    for name, only in (("latent", None), ("qk_norm", False)):
-        if (value := getattr(config, name)) is not only:
-            raise ValueError(f"{name}={value!r}: allowed is {only}")
-    if config.key_value_heads % ranks:
-        allowed = f"divisors of key_value_heads={config.key_value_heads}"
-        raise ValueError(f"ranks={ranks}: allowed are {allowed}")
     if along_sequence:
         check_seq(seq, ranks)
     edges, full = 2 * config.layers + 1, batch * seq * config.hidden * itemsize

@@ -36,7 +36,7 @@ from shardlab.tensor_types.operator import Operator
 from .copied import used
 from .cross_entropy import check_entries, own_rows
 from .dropout import draw_apart
-from .overlap import Edge, Edges, Entrance, added_up, check_edges, handed_on
+from .overlap import Edge, Edges, Entrance, added_up, handed_on
 from .predict import check_degree, multiples, parts_of
 
 Group = dist.ProcessGroup
@@ -346,7 +346,6 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
     """
     _, ranks = check_group(group)
     check_kind(GPT, model=model)
-    check_edges(edges)
     if hasattr(model, "tensor_group"):
         raise ValueError("model: it is parallelized already; allowed is a plain GPT")
     check_degree(model.config, ranks)

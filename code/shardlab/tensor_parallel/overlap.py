@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardlab.common.arguments import told
 from shardlab.tensor_types.operator import Operator
 
 from .copied import used
@@ -51,12 +50,6 @@ class Edges:
     back: Callable[[Tensor, Group], Finish] | None = None
     keep: bool = True
     uncut: str = "I"
-
-
-def check_edges(edges: Edges) -> None:
-    """Raise ValueError for what has no `enter` and no `leave`, as Edges and AlongSequence have."""
-    if not all(callable(getattr(edges, name, None)) for name in ("enter", "leave")):
-        raise ValueError(f"edges={told(edges)}: allowed are Edges, and what has their operators")
 
 
 def handed_on(x: Tensor, _: Group) -> Finish:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import is_whole
 from shardlab.data_parallel.buckets import clip_by_joint_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
@@ -82,12 +81,9 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     to: the rank of the group that gets it, the others get {}; None: all of them do. A parameter
     after the other, so that beside the result no more than one is in memory whole.
 
-    Raises ValueError for a model that is not parallelized, and for a rank that is none.
+    Raises ValueError for a model that is not parallelized.
     """
     group = _group(model)
-    _, size = check_group(group)
-    if to is not None and not is_whole(to, 0, size - 1):
-        raise ValueError(f"to={to!r}: allowed are None and the group's ranks, 0 to {size - 1}")
     found: dict[str, Tensor] = {}
     for name, parameter, dimension, several in pieces(model):
         full = joined(parameter.detach(), dimension, group, to, several)

@@ -57,8 +57,6 @@ def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> V
     Raises ValueError, before anything starts, for degrees that are no whole numbers of at least 2,
     and for a step that does not take these axes. What else `step` raises comes as RankError.
     """
-    if not degrees:
-        raise ValueError("degrees: there is none; allowed is one for each axis, as in tp=2")
     check_whole(2, RANKS, **degrees)
     try:
         inspect.signature(step).bind(**dict.fromkeys(degrees))

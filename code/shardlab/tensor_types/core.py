@@ -302,14 +302,7 @@ def checking(**groups: dist.ProcessGroup) -> Iterator[Follow]:
 
     groups: the process group of each axis, by name. An axis of one rank is left out: there all
     words are one. What autograd does in backward is not followed; what comes before and after is.
-
-    Raises ValueError for no axis, and for what is no group of this rank's.
     """
-    for axis, group in groups.items():
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            raise ValueError(f"{axis}={group!r}: allowed is a process group that holds this rank")
-    if not groups:
-        raise ValueError("groups: there is none; allowed is one for each axis, as in tp=group")
     mode = Follow(groups)
     meshes.append(tuple(groups))
     try:

@@ -74,7 +74,7 @@ def _main(chosen: argparse.Namespace) -> int:
     screen = sys.stdout
     tty = screen.isatty()
     width = max(40, shutil.get_terminal_size().columns if tty else 80)
-    shown = f"{_head(timeline)}\n\n{text(timeline, width, color=tty)}"
+    shown = f"{_head(timeline)}\n\n{text(timeline, width)}"
     if chosen.svg is not None:
         shown += f"\n\npicture: {chosen.svg}"
     try:

@@ -656,12 +656,12 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
             assert untouched, name
 
 
-def other(*sizes, make=torch.optim.AdamW, split=False, **options):
+def other(*sizes, make=torch.optim.AdamW, split=False):
     """A training run like the saved one, but for what is given."""
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes or (64, 64, 8))]
     model = nn.Sequential(*layers)
     whole = [{"params": layer.parameters()} for layer in model] if split else model.parameters()
-    return Training(model, make(whole, **options))
+    return Training(model, make(whole))
 
 
 def scheduled():

@@ -68,9 +68,6 @@ def test_messages_are_what_the_schedule_says_and_go_over_any_link():
     assert launch(over_a_slow_link, 2) == [2 * 3 * 4 * 32 * 4 + 4] * 2
 
 
-# What a backward leaves for later
-
-
 # Parts
 
 
@@ -159,6 +156,3 @@ def test_a_measured_timeline_is_the_simulated_one():
             return
     with on_time():
         raise AssertionError(errors)
-
-
-# What goes wrong

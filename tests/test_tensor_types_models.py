@@ -103,20 +103,6 @@ def test_tensor_parallel_models_pass_with_backward_clipping_and_step(name):
     assert verdict.backwards == 1 and verdict.sent > 10
 
 
-def test_dropout_passes_where_each_rank_draws_for_its_heads():
-    def dropped(tp):
-        model = GPT(replace(GPT2, dropout=0.1))
-        model = tp_.parallelize(model, tp, sp.ALONG_SEQUENCE)
-        tt.declare_parameters(model, tp=tp_.words(model))
-        x, y = batch(tp="R")
-        tp_.loss(model(x), y, tp).backward()
-        sp.sum_gradients(model, tp)
-        stepped(model)
-
-    verdict = tt.check(dropped, tp=2)
-    assert verdict, verdict
-
-
 @pytest.mark.parametrize(("attention", "layout"), [("ring", "zigzag"), ("ulysses", "contiguous")])
 def test_context_parallel_models_pass(attention, layout):
     def distributed(cp):
@@ -158,9 +144,6 @@ def wrapped(kind):
 def test_wrappers_of_data_parallelism_pass():
     kinds = "DataParallel", "Zero1", "Zero2", "Zero3"
     assert ranks.run(lambda: list(map(wrapped, kinds)), 2) == [[1] * 4] * 2
-
-
-# Not over ranks: a product of which backward computes a half, seconds asleep.
 
 
 # The mistakes of the course's lessons, and what the checker says of them.
@@ -281,6 +264,3 @@ def test_a_group_that_is_no_axis_is_named():
     assert not verdict and "its group of 4 ranks is none of the axes" in verdict.message
     verdict = check(after=lambda model, dp, tp: update(model, dp, tp, group=tp))
     assert not verdict and "is given I" in verdict.message
-
-
-# What no type sees.

@@ -7,8 +7,8 @@ its end, and in backward one at its beginning, make it what one process computes
 - `core`: the operators at the edges of a region, the layers inside, the plain GPT cut in place:
   what the lesson teaches;
 - `cross_entropy`: the loss, of logits that no rank has whole;
-- `overlap`: the first layers of a region at once, so that backward sends while it computes;
-- `copied`: heads of keys and values that several ranks have;
+- `overlap`: the first layers of a region at once, so that backward sends while it computes; heads
+  of keys and values that several ranks have;
 - `dropout`: a seed for each rank, where activations are cut;
 - `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
 - `gather`: two more operators, for other orders of cuts;

@@ -33,10 +33,9 @@ from shardlab.layout.entries import COPIED
 from shardlab.ranks import check_group, check_same
 from shardlab.tensor_types.operator import Operator
 
-from .copied import used
 from .cross_entropy import check_entries, own_rows
 from .dropout import draw_apart
-from .overlap import Edge, Edges, Entrance, added_up, handed_on
+from .overlap import Edge, Edges, Entrance, added_up, handed_on, used
 from .predict import check_degree, multiples, parts_of
 
 Group = dist.ProcessGroup
@@ -129,7 +128,7 @@ class Cut(nn.Module):
 
     cut: parameter -> the dimension along which it is cut; all others are whole on every rank.
     along: what nn.Linear or nn.Embedding call the size that is cut. parts: into how many, where
-    ranks have copies of them (see `copied`); None: one for each rank.
+    ranks have copies of them (see `overlap`); None: one for each rank.
     """
 
     cut: ClassVar[dict[str, int]]

@@ -216,11 +216,11 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_stopped(two):
 
 
 def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
-    for name, result in two[0].items():
-        state = de.plain_state_dict(folder / name)
+    for name in TWO:
+        result, state = two[0][name], de.plain_state_dict(folder / name)
         GPT(SHAPE).load_state_dict(state)  # names and shapes; strict
         # 16 bits without ZeRO's optimizer files: weights in use, of 8 binary digits
-        rounded = name in ("bf16, stage 0", "pipeline, bf16")
+        rounded = name == "bf16, stage 0"
         relative = max(
             ((state[key] - kept).abs() / kept.abs().clamp(min=1e-3)).max().item()
             for key, kept in result["saved"].items()
@@ -244,43 +244,6 @@ def test_four_ranks_in_two_dimensions_train_like_one_process(cases):
     results = run(train, 4, cases)
     for name, (losses, weights) in compare(cases, results, 4).items():
         assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
-
-
-LLAMA = replace(SHAPE, kv_heads=2, heads=4, mlp="swiglu", norm="rms", bias=False, tied=False)
-
-
-def llama(folder, settings):
-    """A shape like Llama's, untied, with a frozen embedding: three steps, of DeepSpeed or plain."""
-    torch.manual_seed(2)
-    module = GPT(LLAMA)
-    module.embedding.weight.requires_grad = False
-    if settings is None:
-        wanted = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(wanted, lr=1e-3, foreach=False)
-        for step in range(3):
-            tokens, targets = batch(step, 0, 0)
-            loss(module(tokens), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: value.detach() for name, value in module.state_dict().items()}
-    stages = settings.get("pp", 1)
-    engine = de.initialize(
-        de.pipeline(module, stages) if stages > 1 else module, configured(2, **settings)
-    )
-    for step in range(3):
-        de.step(engine, [batch(step, 0, 0)])
-    de.save(engine, folder)
-    return de.weights(engine)
-
-
-def test_grouped_untied_and_frozen_weights(tmp_path):
-    (plain,) = run(llama, 1, tmp_path, None)
-    piped = run(llama, 2, tmp_path, {"pp": 2})[0]
-    assert gap(plain, piped) == 0.0
-    assert gap(plain, de.plain_state_dict(tmp_path)) == 0.0
-    sharded = run(llama, 2, tmp_path / "sharded", {"zero": 3})[0]
-    assert gap(plain, sharded) < ROUNDING
-    assert gap(sharded, de.plain_state_dict(tmp_path / "sharded")) == 0.0
 
 
 def pipelines_saved():
@@ -354,14 +317,12 @@ def test_a_configuration_multiplies_and_merges_further_sections():
 
 WRONG = [
     ({"layout": Layout(pp=2, zero=2)}, "zero=2: with pp=2 allowed"),
-    ({"layout": Layout(cp=2)}, "cp=2: allowed"),
     ({"layout": Layout(pp=2, schedule="gpipe")}, "schedule='gpipe': allowed"),
     ({"layout": Layout(offload="optimizer")}, "zero=0: with offload='optimizer' allowed"),
     ({"precision": "fp8"}, "precision='fp8': allowed"),
     ({"clipping": -1.0}, "clipping=-1.0: allowed"),
     ({"layout": Layout(tp=2), "tp_plan": "gpt9"}, "preset_model='gpt9'"),
     ({"gradient_cliping": 0.0}, "perhaps meant: 'gradient_clipping'"),
-    ({"scheduler": {"typ": "WarmupLR"}}, "perhaps meant: 'scheduler.type'"),
     ({"zero_optimization": {"overlapcomm": True}}, "overlapcomm=True: Extra inputs"),
     ({"gradient_clipping": "auto"}, "'auto' at gradient_clipping"),
 ]
@@ -374,18 +335,10 @@ def test_what_cannot_go_together_is_one_clear_error():
         assert words in str(caught.value) and "\n" not in str(caught.value), arguments
 
 
-def test_a_dictionary_in_deepspeeds_own_words_is_checked_too():
-    own = {MICRO_OF: 2, "activation_checkpointing": {"partition_activations": True}}
-    de.check(own | {"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})
-    with pytest.raises(ValueError, match="knows no 'activation_checkpointing.partition'"):
-        de.check(own | {"activation_checkpointing": {"partition": True}})
-
-
 MICRO_OF = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 NO_SIZE = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-COSINE = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
 # What tutorials print, in float32: a CPU has no fp16.
 PRINTED = {
     "train_batch_size": 256,
@@ -413,18 +366,9 @@ STARTS = {
     "stage 1 alone": (stage(1), True, NO_SIZE),
     "stage 0, a size": (only(**stage(0)), False, None),
     "stage 1, a size": (only(**stage(1)), False, "zero stage 1 requires an optimizer"),
-    "stage 3, a size": (only(**stage(3)), False, None),  # to read, not to train
     "batch alone": ({"train_batch_size": 4}, True, None),
     "all three": ({"train_batch_size": 12, MICRO_OF: 2, ACCUMULATION: 3}, True, None),
     "three for no ranks": ({"train_batch_size": 7, MICRO_OF: 2, ACCUMULATION: 1}, True, ""),
-    "auto": ({"train_batch_size": "auto", MICRO_OF: 1}, True, "'"),
-    "optimizer": (
-        only(optimizer={"type": "AdamWW"}),
-        False,
-        "AdamWW is not a supported DeepSpeed Optimizer",
-    ),
-    "torch's schedule": (only(scheduler=COSINE), True, None),
-    "torch's schedule, stage 2": (only(**stage(2, scheduler=COSINE)), True, "is not an Optimizer"),
 }
 
 
@@ -470,7 +414,6 @@ def refusals(folder):
     for words, fn, *args in (
         ("train_batch_size=8", de.initialize, model(), de.config(Layout(4, micro_batch=MICRO))),
         ("stages=3: allowed", de.pipeline, model(), 3),
-        ("zero=0: for the checkpoint of a 16-bit pipeline", de.save, engine, folder),
         ("micro_batches: 0 of them", de.step, engine, []),
     ):
         with pytest.raises(ValueError, match=words):
@@ -482,25 +425,6 @@ def refusals(folder):
 def test_refusals_come_before_anything_is_started_or_written(tmp_path):
     run(refusals, 2, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_be_converted_is_a_clear_error(tmp_path):
-    for convert in (de.plain_state_dict, de.to_universal):
-        with pytest.raises(FileNotFoundError, match="no checkpoint of DeepSpeed was finished here"):
-            convert(tmp_path)
-    (tmp_path / "step").mkdir()
-    with pytest.raises(ValueError, match="step: written at stage 0"):
-        de.to_universal(tmp_path, "step")
-    for rank in range(2):
-        (tmp_path / "step" / f"mp_rank_0{rank}_model_states.pt").touch()
-    with pytest.raises(ValueError, match="written by tensor-parallel ranks"):
-        de.plain_state_dict(tmp_path, "step")
-
-
-def test_without_deepspeed_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="needs DeepSpeed, which is not installed here"):
-        de.config()
 
 
 def on_a_gpu():

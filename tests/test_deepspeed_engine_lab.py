@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -58,45 +55,24 @@ def test_bytes_moved() -> None:
     assert breakdown.training_moved(100, 50, gathered=True) == 4 * (100 * 5 + 50 * 7)
 
 
-def test_generation_is_that_of_transformers() -> None:
-    model = lab.llama()
-    some = torch.Generator().manual_seed(0)
-    tokens_BS = torch.randint(0, lab.TINY["vocab_size"], (2, 9), generator=some)
-    want = model.generate(
-        tokens_BS, do_sample=False, max_new_tokens=6, min_new_tokens=6, pad_token_id=0
-    )
-    assert torch.equal(lab.generate(model, tokens_BS, 6), want[:, 9:])
-
-
-def test_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+def test_bad_input() -> None:
     for given, words in (
         ({"way": "five"}, "way='five': allowed"),
-        ({"price": -1}, "price=-1: allowed"),
         ({"way": "data", "size": 3}, "batch=2: allowed"),
         ({"way": "tensor", "size": 4}, "size=4: allowed"),
         ({"precision": "fp8"}, "precision='fp8': allowed"),
-        ({"model": str(tmp_path)}, "a gpt2; allowed"),
     ):
         with pytest.raises(ValueError, match=words):
             lab.run(**{"way": "one", "task": TASK, **given})
 
 
-def test_a_model_from_a_folder(tmp_path: Path, one: list[lab.Report]) -> None:
-    lab.llama().save_pretrained(tmp_path)  # as the hub has it: the same weights
-    reports = lab.run("one", task=TASK, model=str(tmp_path), device="cpu")
-    for report, built in zip(reports, one, strict=True):
-        assert torch.equal(report.outcome, built.outcome)
-
-
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch", "2", "--prompt", "8", "--new", "3", "--seq", "16", "--steps", "1"]
-    assert lab.main(["--ways", "one", "--json", "--device", "cpu", "--price", "2.5", *sizes]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["work"] for row in rows] == ["inference", "training"]
-    assert rows[0]["tokens"] == 6 and rows[1]["cost_per_million_tokens"] > 0
-
-    assert lab.main(["--ways", "five"]) == 2
+    assert lab.main(["--ways", "one", "--device", "cpu", "--price", "2.5", *sizes]) == 0
+    said = capsys.readouterr().out
+    assert "inference" in said and "cost per million tokens" in said
+    with pytest.raises(SystemExit):
+        lab.main(["--ways", "five"])
     assert "allowed are 'one'" in capsys.readouterr().err
 
 

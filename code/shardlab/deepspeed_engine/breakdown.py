@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardlab.common import show
-from shardlab.ranks.agree import check_whole
+from shardlab.common.arguments import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,21 +93,6 @@ class Report:
             return None
         return self.price * self.ranks * self.seconds / 3600 / self.tokens * 1e6
 
-    def as_dict(self) -> dict[str, Any]:
-        """The breakdown by names that say their units."""
-        return {
-            "work": self.work,
-            "way": self.way,
-            "ranks": self.ranks,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.rate,
-            "tflop_per_second": self.tflops,
-            "flop_per_byte": self.intensity,
-            "cost_per_million_tokens": self.cost,
-            "bytes_while_built": self.built,
-        }
-
 
 def matrices(shape: Any) -> int:
     """Parameters of a Llama that are multiplied with every token: not the norms, nor the embedding.
@@ -180,7 +165,7 @@ def inference_moved(
 
 
 def table(
-    reports: Sequence[Report], caption: str = "", failed: Mapping[str, str] | None = None
+    reports: Sequence[Report], failed: Mapping[str, str] | None = None, caption: str = ""
 ) -> show.Shown:
     """The breakdown of each report, a row each; and of each way that `failed`, why."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]

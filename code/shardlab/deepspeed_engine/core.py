@@ -32,7 +32,6 @@ from .pipe import is_pipeline
 from .start import prepare, quiet
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-LossOf = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def initialize(
@@ -85,28 +84,20 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
-def _loss_of(engine: Any, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-    return plain.loss(engine(tokens_BS), targets_BS)
-
-
-def step(
-    engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]], loss_of: LossOf = _loss_of
-) -> float:
+def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
     """One optimizer step; the mean loss over all micro-batches of all ranks.
 
     micro_batches: this rank's pairs of tokens and targets, each [micro_batch, S]: as many as the
         configuration's accumulation. Ranks that share a model (tensor or pipeline parallel) are
         given the same ones.
-    loss_of: (engine, tokens, targets) to the mean loss; the pipeline has its own.
 
     Raises ValueError when their number is not the configuration's, and for targets of -100:
-    DeepSpeed makes a mean of means, so that a loss_of of your own has to weigh them.
+    DeepSpeed makes a mean of means, which would weigh them wrongly.
     """
     wanted = engine.gradient_accumulation_steps()
     if len(micro_batches) != wanted:
         raise ValueError(f"micro_batches: {len(micro_batches)} of them; allowed is {wanted}")
-    weighed = loss_of is not _loss_of and not is_pipeline(engine)
-    if not weighed and any((targets == plain.IGNORED).any() for _, targets in micro_batches):
+    if any((targets == plain.IGNORED).any() for _, targets in micro_batches):
         raise ValueError("targets: -100 is among them; allowed are targets that all count")
     device = ranks.device()
     batches = [(tokens.to(device), targets.to(device)) for tokens, targets in micro_batches]
@@ -115,7 +106,7 @@ def step(
             return engine.train_batch(iter(batches)).item()
     total = torch.zeros((), dtype=torch.float64, device=device)  # so that the mean adds no error
     for tokens_BS, targets_BS in batches:
-        loss = loss_of(engine, tokens_BS, targets_BS)
+        loss = plain.loss(engine(tokens_BS), targets_BS)
         engine.backward(loss)  # divides by the accumulation, and averages over the ranks
         engine.step()  # steps at the last micro-batch, and does nothing before
         total += loss.detach() / wanted
@@ -259,16 +250,9 @@ def recompute(
 def save(engine: Any, directory: str | Path, tag: str | None = None) -> None:
     """Save model, optimizer and step count; on every rank, under one `tag` (global_step<n>).
 
-    Raises ValueError for a 16-bit pipeline without ZeRO: DeepSpeed 0.19.8 writes its checkpoint but
-    cannot read it again (KeyError: 0).
+    DeepSpeed 0.19.8 cannot read that of a 16-bit pipeline without ZeRO again (KeyError: 0).
     """
     prepare()
-    sixteen = is_pipeline(engine) and hasattr(engine.optimizer, "fp32_groups_flat_partition")
-    if sixteen and engine.zero_optimization_stage() == 0:
-        raise ValueError(
-            "zero=0: for the checkpoint of a 16-bit pipeline allowed is 1; DeepSpeed could not load"
-            " this one again"
-        )
     with quiet():
         engine.save_checkpoint(str(directory), tag=tag)
     dist.barrier()  # whoever returns may read what the others wrote

@@ -16,9 +16,7 @@ Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import check_number, check_one_of, check_whole, given
 from shardlab.layout import Layout
 from shardlab.measure.count import clock, held
 
@@ -42,7 +40,6 @@ from .breakdown import (
     Task,
     inference_flops,
     inference_moved,
-    matrices,
     table,
     training_flops,
     training_moved,
@@ -64,8 +61,7 @@ TINY = {
 _WARM = 2  # tokens that are generated before the clock starts
 _REPEATS = 3  # of the generation, which is short: its median is reported
 _TENSOR = 2  # ranks that share a matrix in the way "mixed"
-# What says that memory is short: torch, on a GPU and on a CPU, and Python.
-_SHORT = "out of memory", "OutOfMemoryError", "can't allocate memory", "MemoryError", "bad_alloc"
+_SHORT = "out of memory", "OutOfMemoryError", "can't allocate memory"  # torch's words
 
 
 def generate(model: Any, tokens_BS: Tensor, new: int) -> Tensor:
@@ -80,28 +76,14 @@ def generate(model: Any, tokens_BS: Tensor, new: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def _shape(name: str | None) -> Any:
-    """The model's configuration. Imports what forked ranks then need not import again."""
-    with quiet():
-        from transformers import AutoConfig, LlamaConfig
-        from transformers.models.llama import modeling_llama  # noqa: F401
+def llama(**changes: Any) -> Any:
+    """A Llama of `transformers` with TINY's shape and random weights, the same at every call.
 
-    shape = LlamaConfig(**TINY) if name is None else AutoConfig.from_pretrained(name)
-    if shape.model_type != "llama":
-        raise ValueError(f"model={name!r}: a {shape.model_type}; allowed are those of type llama")
-    return shape
-
-
-def llama(name: str | None = None, **changes: Any) -> Any:
-    """A Llama of `transformers`: one from the hub by its `name`, or TINY, the same at every call.
-
-    changes: of TINY's shape, or further settings of a LlamaConfig.
+    changes: of that shape, or further settings of a LlamaConfig.
     """
-    _shape(name)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    with quiet():
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-    if name is not None:
-        return LlamaForCausalLM.from_pretrained(name, dtype=torch.float32, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
@@ -162,42 +144,40 @@ def _sharded(folder: str, settings: dict[str, Any]) -> Any:
     return module
 
 
-def _built(
-    way: str, layout: Layout, name: str | None, folder: str, precision: str
-) -> tuple[Any, Any, int]:
+def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, Any, int]:
     """What computes, its optimizer where DeepSpeed has none, and the most bytes held meanwhile."""
     place = "cpu" if ranks.device().type == "cpu" else "auto"
     with held() as counted:
         if way == "one":
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-            module = llama(name).to(ranks.device(), dtype)
+            module = llama().to(ranks.device(), dtype)
             if precision == "bf16":
                 return module, _Masters(module.parameters()), counted.peak
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
             return module, optimizer, counted.peak
         # DeepSpeed's own are of 5e8 numbers: more than all that a small Llama takes.
-        small = {"reduce_bucket_size": max(1_000_000, matrices(_shape(name)) // 16)}
+        small = {"reduce_bucket_size": 1_000_000}
         settings = config(
             layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
         )
-        module = _sharded(folder, settings) if layout.zero == 3 else llama(name)
+        module = _sharded(folder, settings) if layout.zero == 3 else llama()
     return initialize(module, settings), None, counted.peak
 
 
 def _rank(
-    way: str, task: Task, name: str | None, folder: str, precision: str, memory: float | None
+    way: str, task: Task, folder: str, precision: str, memory: float | None
 ) -> dict[str, Any]:
     """On every rank: generate, then train; times, outcomes, and what was moved."""
     with held(device=ranks.device(), limit=memory) if memory else nullcontext():
-        return _work(way, task, name, folder, precision)
+        return _work(way, task, folder, precision)
 
 
-def _work(way: str, task: Task, name: str | None, folder: str, precision: str) -> dict[str, Any]:
+def _work(way: str, task: Task, folder: str, precision: str) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = _layout(way, size, task.batch)
     parts, number = layout.dp, NUMBERS[precision]
     layout = _layout(way, size, task.batch // parts)
-    engine, optimizer, built = _built(way, layout, name, folder, precision)
+    engine, optimizer, built = _built(way, layout, folder, precision)
     module = getattr(engine, "module", engine)
     shape = module.config
     lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
@@ -256,7 +236,6 @@ def run(
     size: int = 2,
     task: Task | None = None,
     price: float | None = None,
-    model: str | None = None,
     device: str = "auto",
     timeout: float = 300.0,
     precision: str = "fp32",
@@ -265,39 +244,37 @@ def run(
     """Generate and train in one `way` (of WAYS) on `size` ranks; "one" is always one process.
 
     price: of a GPU hour, in whatever currency; the cost comes in the same. Without one, there is no
-    cost: ranks on one CPU, or on one GPU that they share, cost no more than one. model: a name on
-    Hugging Face's hub, to be downloaded by each rank's process; without one, TINY with random
-    weights, and no network. device: as in `ranks.run`. precision: "fp32"; or "bf16" for weights,
-    with float32 copies for AdamW. memory: bytes that a rank gets, as `count.held` counts them.
+    cost: ranks on one CPU, or on one GPU that they share, cost no more than one. device: as in
+    `ranks.run`. precision: "fp32"; or "bf16" for weights, with float32 copies for AdamW. memory:
+    bytes that a rank gets, as `count.held` counts them.
 
     Returns a Report for inference and one for training. Raises ValueError for what is not allowed,
     RankError when a rank fails.
     """
     task = task or Task()
     size = 1 if way == "one" else size
-    ranks.agree.check_whole(size=size)
+    check_whole(size=size)
     check_one_of(WAYS, way=way)
     check_one_of(NUMBERS, precision=precision)
-    if memory is not None:
-        ranks.check_number(memory=memory)
+    check_number(**given(memory=memory, price=price))
     if way == "mixed" and size % _TENSOR:
         raise ValueError(f"size={size}: allowed with way='mixed' are multiples of {_TENSOR}")
-    if price is not None:
-        ranks.check_number(0, price=price)
     layout = _layout(way, size, 1)
     if task.batch % layout.dp:
         raise ValueError(f"batch={task.batch}: allowed are multiples of the {layout.dp} copies")
-    shape = _shape(model)
-    heads = shape.num_key_value_heads
+    heads = TINY["num_key_value_heads"]
     if heads % layout.tp:
         raise ValueError(f"size={size}: allowed are divisors of {heads}, the heads of the keys")
     if way != "one":
         prepare()  # once here, rather than in each forked rank
+    model = llama()  # imports what forked ranks then need not import again
+    shape = model.config
     with tempfile.TemporaryDirectory() as folder:
         if way in ("zero3", "offload"):
-            folder = _saved(model, folder)
-        given = way, task, model, folder, precision, memory
-        found = ranks.run(_rank, size, *given, device=device, timeout=timeout)
+            with quiet():
+                model.save_pretrained(folder)
+        told = way, task, folder, precision, memory
+        found = ranks.run(_rank, size, *told, device=device, timeout=timeout)
     reports = []
     copies = _layout(way, size, 1).dp
     for work in WORK:
@@ -316,19 +293,6 @@ def run(
             Report(way, work, size, tokens, seconds, flops, moved, price, outcome, built)
         )
     return reports
-
-
-def _saved(name: str | None, folder: str) -> str:
-    """Where the weights of a model lie in files, one tensor after the other to be read."""
-    if name is None:
-        with quiet():
-            llama().save_pretrained(folder)
-        return folder
-    if Path(name).is_dir():
-        return name
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(name, allow_patterns=["*.safetensors", "*.json"])
 
 
 def tried(ways: Iterable[str], *given: Any, **options: Any) -> tuple[list[Report], dict[str, str]]:
@@ -354,27 +318,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--price", type=float, help="of a GPU hour: adds what tokens cost")
-    parser.add_argument("--model", help="a name on Hugging Face's hub; downloads it")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--precision", default="fp32", help="fp32 or bf16")
     parser.add_argument("--memory", type=float, help="bytes that each rank gets")
     for name, default in vars(Task()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true", help="the breakdown as JSON")
     chosen = parser.parse_args(arguments)
     try:
         task = Task(**{name: getattr(chosen, name) for name in vars(Task())})
-        given = chosen.ranks, task, chosen.price, chosen.model, chosen.device, 3600
-        reports, failed = tried(chosen.ways, *given, chosen.precision, chosen.memory)
+        told = chosen.ranks, task, chosen.price, chosen.device, 3600
+        table(*tried(chosen.ways, *told, chosen.precision, chosen.memory))
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if chosen.json:
-        rows = [report.as_dict() for report in reports]
-        rows += [{"way": way, "error": why} for way, why in failed.items()]
-        print(json.dumps(rows, indent=1))
-    else:
-        table(reports, failed=failed)
+        parser.error(str(error))
     return 0
 
 

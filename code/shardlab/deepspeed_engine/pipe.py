@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab import ranks
+from shardlab.common.arguments import check_whole
 from shardlab.gpt.model import GPT, loss
 
 from .start import prepare, quiet
@@ -68,7 +69,7 @@ def pipeline(model: GPT, stages: int) -> Any:
     from deepspeed.pipe import PipelineModule
 
     world = dist.get_world_size()
-    ranks.agree.check_whole(stages=stages)
+    check_whole(stages=stages)
     if world % stages:
         raise ValueError(f"stages={stages!r}: allowed are divisors of the {world} ranks")
     if ranks.device().type == "cuda" and dist.get_backend() == "gloo":

@@ -5,7 +5,6 @@ Neither needs DeepSpeed afterwards: a plain state dict loads into the plain mode
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -83,58 +82,26 @@ def _of_all_stages(engine: Any) -> dict[str, Tensor]:
 def plain_state_dict(directory: str | Path, tag: str | None = None) -> dict[str, Tensor]:
     """The float32 weights of a DeepSpeed checkpoint, under the plain module's names, on the CPU.
 
-    For all ZeRO stages and for `pipeline`; without ranks. Where DeepSpeed saves no master weights
-    with the model (16 bits in stage 0 or in a pipeline), they are those in use, widened.
+    For all ZeRO stages; without ranks. Where DeepSpeed saves no master weights with the model (16
+    bits in stage 0), they are those in use, widened.
 
     It reads pickles, which can run code: only load checkpoints that you trust. (DeepSpeed writes
     more than tensors into them.)
 
-    Raises FileNotFoundError when there is no such checkpoint, ValueError for one of a tensor
-    parallel model, whose shards only the running engine can put together (`weights`).
+    Raises FileNotFoundError when there is no such checkpoint, ValueError for one of a model that is
+    cut, whose parts only the running engine can put together (`weights`).
     """
     prepare()
     folder = folder_of(directory, tag)
-    shards = {file.name.split("mp_rank_")[1][:2] for file in folder.glob("*mp_rank_*.pt")}
-    if len(shards) > 1 and not _layers(folder):
+    if [*folder.glob("*mp_rank_01_model_states.pt"), *folder.glob("layer_*")]:
         raise ValueError(
-            f"{folder}: written by tensor-parallel ranks; allowed are those of data-parallel and"
-            " pipeline ones: use weights(engine) while they run"
+            f"{folder}: written by tensor-parallel or pipeline ranks; allowed are those of "
+            "data-parallel ones: use weights(engine) while they run"
         )
-    if _layers(folder):
-        return _from_layers(folder)
     if list(folder.glob("*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         with quiet():
             return dict(get_fp32_state_dict_from_zero_checkpoint(str(directory), folder.name))
-    states = sorted([*folder.glob("mp_rank_00_model_states.pt")])
-    if not states:
-        raise FileNotFoundError(f"{folder}: it holds no model states of DeepSpeed")
-    return _floats(torch.load(states[0], "cpu", weights_only=False)["module"])
-
-
-def _layers(folder: Path) -> list[Path]:
-    return sorted(folder.glob("layer_*-model_states.pt"))
-
-
-def _from_layers(folder: Path) -> dict[str, Tensor]:
-    """A pipeline writes one file per layer, numbered as in `pipe.layers`; a tied head has none."""
-    content = {}
-    for file in _layers(folder):
-        match = re.match(r"layer_(\d+)-", file.name)
-        assert match, file
-        content[int(match[1])] = _floats(torch.load(file, "cpu", weights_only=True))
-    blocks = [index for index, state in content.items() if any("." in name for name in state)]
-    names = {0: "embedding", max(blocks) + 1: "norm", max(blocks) + 2: "head"}
-    names |= {index: f"blocks.{index - 1}" for index in blocks}
-    state = {
-        f"{names[index]}.{name}": value
-        for index, layer in content.items()
-        for name, value in layer.items()
-    }
-    state.setdefault("head.weight", state["embedding.weight"])
-    return state
-
-
-def _floats(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.float() for name, value in state.items()}
+    state = torch.load(folder / "mp_rank_00_model_states.pt", "cpu", weights_only=False)
+    return {name: value.float() for name, value in state["module"].items()}

@@ -13,12 +13,11 @@ note of what is looked up: what DeepSpeed never asks for, it does not know.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 
 from shardlab import ranks
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import check_number, check_one_of
 from shardlab.layout import Layout
 
 from .start import prepare, quiet
@@ -34,17 +33,8 @@ _SIZES = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-# Read outside the class that holds the configuration: by deepspeed.initialize and the pipeline.
-_READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size", "pipeline.use_reentrant"}
-# DeepSpeed's two engines cut matrices by two sections of one name.
-_INSTEAD = {
-    "TPTrainingConfig": (
-        "; to train, write autotp_size=N, and preset_model or partition_config where the model has "
-        "no plan of its own; 'enabled' and 'tp_size' are words of deepspeed.init_inference"
-    )
-}
-# What stands in these goes to another constructor, as it is.
-_FREE = ("optimizer.params.", "scheduler.params.")
+# Read by deepspeed.initialize, outside the class that holds the configuration.
+_READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size"}
 # Places of Hugging Face's "auto"; in "pipeline.stages" and others it is a word of DeepSpeed's.
 _FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "bf16.", "zero_opt")
 
@@ -52,9 +42,7 @@ _FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "b
 def check_choices(precision: Any, clipping: Any) -> None:
     """Raise ValueError for a value that is none of those that `config` names."""
     check_one_of(PRECISIONS, precision=precision)
-    number = isinstance(clipping, (int, float)) and not isinstance(clipping, bool)
-    if not number or not 0 <= clipping < math.inf:
-        raise ValueError(f"clipping={clipping!r}: allowed is a norm, 0 (no clipping) or more")
+    check_number(0, clipping=clipping)
 
 
 def check_together(layout: Layout, precision: str, device: str) -> None:
@@ -96,40 +84,27 @@ def check_world(settings: Mapping[str, Any], world: int) -> None:
 
 
 class Asked(dict):
-    """A dict that notes each name that is looked up in it, in itself and in the dicts inside.
+    """A dict that notes in `names` each name that is looked up in it."""
 
-    names: the set that they go to, those inside with their path: "zero_optimization.stage".
-    """
-
-    def __init__(self, content: Mapping[str, Any], names: set[str], path: str = ""):
-        super().__init__()
-        self.names, self.path = names, path
-        for key, value in content.items():
-            self[key] = self._watched(value, f"{path}{key}.")
-
-    def _watched(self, value: Any, path: str) -> Any:
-        if isinstance(value, Mapping):
-            return Asked(value, self.names, path)
-        return [self._watched(v, path) for v in value] if isinstance(value, list) else value
+    def __init__(self, content: Mapping[str, Any]):
+        super().__init__(content)
+        self.names: set[object] = set()
 
     def __copy__(self) -> Asked:
         return self
 
     def __contains__(self, key: object) -> bool:
-        self.names.add(f"{self.path}{key}")
+        self.names.add(key)
         return super().__contains__(key)
 
     def __getitem__(self, key: str) -> Any:
-        self.names.add(f"{self.path}{key}")
+        self.names.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """As dict's."""
-        self.names.add(f"{self.path}{key}")
+        self.names.add(key)
         return super().get(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # overridden, so that f(**asked) goes through __getitem__
 
     def keys(self) -> Any:
         """As dict's, but `name in keys()` is noted too."""
@@ -137,52 +112,47 @@ class Asked(dict):
 
 
 def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
-    """Raise ValueError unless DeepSpeed's engine starts with `config`, and knows every name in it.
+    """Raise ValueError unless DeepSpeed takes `config`, and knows every name at its top level.
 
     optimizer: whether `initialize` is given an optimizer beside the configuration, as the course's
         `initialize` always is. Without one, stages 1 and 2 want a section "optimizer".
 
-    Not checked: the names inside an optimizer's or a scheduler's "params", the inside of those
-    sections that DeepSpeed reads only when it comes to use them, whether the device can compute in
-    16 bits, and whether ZeRO was tested with the optimizer. Of the batch sizes: whether they fit
-    *any* number of ranks; `check_world` says whether they fit a given one.
+    Not checked: the inside of sections that DeepSpeed reads only when it comes to use them, and
+    whether the device can compute in 16 bits. Of the batch sizes: whether they fit *any* number of
+    ranks; `check_world` says whether they fit a given one.
     """
     prepare()
     from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, get_pipeline_config
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    if not isinstance(config, Mapping):
-        raise ValueError(f"config={config!r}: allowed is a dict in DeepSpeed's own words")
-    content = dict(_paths(config))
-    auto = [path for path, v in content.items() if v == "auto" and path.startswith(_FILLED)]
-    if auto := [path for path in auto if ".zenflow." not in path]:
+    if auto := [path for path, v in _paths(config) if v == "auto" and path.startswith(_FILLED)]:
         raise ValueError(
             f"config: 'auto' at {', '.join(auto)}: a word of Hugging Face's, which transformers' "
             "Trainer and accelerate replace; for DeepSpeed itself write the value, or leave it out"
         )
-    names: set[str] = set()
+    asked = Asked(_of_one_copy(config))
     try:
         with quiet():
-            asked = Asked(_of_one_copy(config), names)
             read = DeepSpeedConfig(asked, mpu=_OneCopy())
             preset = read.tensor_parallel_config.preset_model
             if preset is not None and AutoTPPresets.get_preset(preset) is None:
                 raise ValueError(f"tensor_parallel.preset_model={preset!r}: no such preset")
             if plan := asked.get("tensor_parallel", {}).get("partition_config"):
                 AutoTPConfig.from_dict(plan)
-            _check_optimizer(read, optimizer)
     except (ValueError, AssertionError, DeepSpeedConfigError, TypeError) as error:
         raise ValueError(f"config: DeepSpeed refuses it: {_one_line(error)}") from None
-    names |= {f"pipeline.{key}" for key in get_pipeline_config({})} | _READ_ELSEWHERE
-    for path in content:
-        section, _, name = path.rpartition(".")
-        read_later = section and not any(name.startswith(f"{section}.") for name in names)
-        comment = name.startswith(("_", "/", "#"))  # no name of DeepSpeed's begins so
-        if path in names or read_later or path.startswith(_FREE) or comment:
-            continue
-        near = difflib.get_close_matches(path, names, n=1)
-        meant = f"; perhaps meant: {near[0]!r}" if near else ""
-        raise ValueError(f"config: DeepSpeed knows no {path!r}, and would ignore it{meant}")
+    stage = read.zero_optimization_stage
+    if stage in (1, 2) and not optimizer and read.optimizer_name is None:
+        raise ValueError(
+            f"config: zero stage {stage} requires an optimizer: a section 'optimizer', or one that "
+            "initialize is given (optimizer=True)"
+        )
+    known = asked.names | _READ_ELSEWHERE
+    for name in config:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; perhaps meant: {near[0]!r}" if near else ""
+            raise ValueError(f"config: DeepSpeed knows no {name!r}, and would ignore it{meant}")
 
 
 class _OneCopy:
@@ -199,8 +169,8 @@ def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     left out, DeepSpeed works it out, and whatever does not fit one copy fits no number of them.
     """
     total, micro, accumulation = sizes = [config.get(key) for key in _SIZES]
-    if not all(type(size) is int and size > 0 for size in sizes):
-        return dict(config)  # one is left out, or is none: DeepSpeed says so
+    if None in sizes:
+        return dict(config)
     if total % (micro * accumulation):
         raise ValueError(
             f"{_SIZES[0]}={total} fits no number of ranks: allowed are multiples of {micro} * "
@@ -209,48 +179,19 @@ def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, _SIZES[0]: micro * accumulation}
 
 
-def _check_optimizer(read: Any, given: bool) -> None:
-    """What the engine asserts of optimizer and scheduler once its configuration is read."""
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from torch.optim import lr_scheduler
-
-    name, stage, schedule = read.optimizer_name, read.zero_optimization_stage, read.scheduler_name
-    if not given and name is None and stage in (1, 2):
-        raise ValueError(
-            f"zero stage {stage} requires an optimizer: a section 'optimizer', or one that "
-            "initialize is given (optimizer=True)"
-        )
-    if not given and name is not None and not DeepSpeedEngine._is_supported_optimizer(None, name):
-        raise ValueError(f"{name} is not a supported DeepSpeed Optimizer")
-    if schedule is None or hasattr(lr_schedules, schedule) or not (given or name is not None):
-        return
-    if not hasattr(lr_scheduler, schedule):
-        raise ValueError(f"DeepSpeed does not recognize LR scheduler {schedule}")
-    if stage or read.bfloat16_config.enabled or read.float16_config.enabled:
-        raise ValueError(
-            f"scheduler.type={schedule!r}: with ZeRO or 16 bits DeepSpeed gives it its own "
-            f"optimizer, which is not an Optimizer of torch's; allowed are "
-            f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}, or lr_scheduler= of initialize"
-        )
-
-
 def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a configuration with their names: "zero_optimization.stage"."""
     for key, value in config.items():
         yield f"{path}{key}", value
-        for inside in value if isinstance(value, list) else [value]:
-            if isinstance(inside, Mapping):
-                yield from _paths(inside, f"{path}{key}.")
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{path}{key}.")
 
 
 def _one_line(error: Exception) -> str:
     """A pydantic error takes four lines, of which the second and third say what is wrong."""
     if hasattr(error, "errors"):
-        return (
-            f"{error.title}: "
-            + "; ".join(
-                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
-            )
-            + _INSTEAD.get(error.title, "")
+        wrong = (
+            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
         )
+        return f"{error.title}: {'; '.join(wrong)}"
     return str(error).partition("\n")[0] or type(error).__name__

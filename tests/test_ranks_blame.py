@@ -1,7 +1,7 @@
 """Who is at fault where nccl moves the data: from what ranks leave behind, without a GPU.
 
-nccl's wait() returns at once; a rank goes on after a collective or a message that the others never
-entered, up to where it reads a number that the GPU does not have yet, and stands anywhere.
+nccl's wait() returns at once; a rank goes on after a collective that the others never entered, up
+to where it reads a number that the GPU does not have yet, and stands anywhere.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ def explained(
     stands: list[str],
     entered: list[list[str]],
     backend: str = "cpu:gloo,cuda:nccl",
-    messages: list[str] | None = None,
 ) -> tuple[list[int], str]:
     """What the caller says of ranks that stand at these lines, after these calls, in this order.
 
-    A call is a collective's name, behind "0,1:" where it is in a group of its own. messages: each
-    rank's log of them.
+    A call is a collective's name, behind "0,1:" where it is in a group of its own.
     """
     script = folder / "script.py"
     script.write_text("\n".join(SCRIPT) + "\n")
@@ -55,8 +53,6 @@ def explained(
             where = f"[{members}]" if members else "all"
             log += Call(where, name=name, sizes="float32[1]", **place).written()
         job.file("calls", rank).write_text(log)
-        if messages:
-            job.file("messages", rank).write_text(messages[rank])
     witnesses = [blame.witness(job, rank, None, None) for rank in range(len(stands))]
     return blame.explain(witnesses, 5.0)
 
@@ -69,18 +65,6 @@ def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
     at_fault, message = explained(tmp_path, stands, [two, two, ["all_reduce"], two])
     assert at_fault == [2]
     assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for it in all_reduce" in message
-
-
-def test_a_message_that_does_not_come(tmp_path: Path):
-    """Who has begun to receive what nobody has begun to send waits, and the other way around."""
-    stands = ["while True: step()", "loss.item()"]
-    for mine, theirs in (("recv", "send"), ("send", "recv")):
-        logs = [f"{theirs} 1\n", f"{mine} 0\n" * 2]
-        at_fault, message = explained(tmp_path, stands, [[], []], messages=logs)
-        assert at_fault == [0] and "Rank 1 waits for it in a message at" in message
-    logs = ["recv 1\n", "recv 0\n"]
-    at_fault, message = explained(tmp_path, stands, [[], []], messages=logs)
-    assert at_fault == [0, 1] and "every one waits for another" in message
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):

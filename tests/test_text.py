@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -50,25 +49,8 @@ def test_the_last_window_still_has_its_target(tmp_path):
         (lambda: text.corpus("/no/such/file"), "source='/no/such/file': allowed are 'stdlib'"),
         (lambda: text.Windows(0), "seq=0: allowed are 1 to"),
         (lambda: text.batch(8, -1), "size=-1: allowed are windows 0 to"),
-        (lambda: text.corpus("hf:some/data"), "needs a network and the package `datasets`"),
     ],
 )
 def test_bad_input(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_a_data_set_that_was_fetched_once_needs_no_network_and_no_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "COPIES", tmp_path)
-    lines = [{"bytes": 24, "whole": False}, *(f"row {n}: ä" for n in range(3))]
-    copy = tmp_path / "some%2Fdata.jsonl"
-    copy.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = "row 0: ä\nrow 1: ä\nrow 2: ä\n".encode()
-    text.corpus.cache_clear()
-    assert bytes(text.corpus("hf:some/data", 20).tolist()) == rows[:20]
-    with pytest.raises(ValueError, match="needs a network"):
-        text.corpus("hf:some/data", 25)  # more than the copy has
-    lines[0]["whole"] = True
-    copy.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text.corpus.cache_clear()
-    assert bytes(text.corpus("hf:some/data", 999).tolist()) == rows

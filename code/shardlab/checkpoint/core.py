@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardlab.common import folder_lock
-from shardlab.ranks.agree import check_whole
+from shardlab.common.arguments import check_whole
 
 from . import folder as files
 from .folder import MANIFEST, OLD, SAVING, CheckpointError, Members, cause

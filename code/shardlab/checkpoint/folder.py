@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlab import ranks
 from shardlab.common import gpu
+from shardlab.common.arguments import check_whole
 from shardlab.data_parallel import DataParallel
-from shardlab.ranks.agree import check_whole
 from shardlab.ranks.gather import gathered
 
 FORMAT, VERSION = "shardlab checkpoint", 2

@@ -53,14 +53,6 @@ def check_number(least: float | None = None, most: float = MOST, **values: float
             raise ValueError(f"{name}={told(value)}: allowed are numbers {allowed}")
 
 
-def check_bytes(**sizes: int) -> None:
-    """Raise ValueError for a size, given by its argument's name, that is no number of bytes."""
-    for name, value in sizes.items():
-        if not is_whole(value, 1, MOST):
-            allowed = f"a whole number of bytes, 1 or more, up to {MOST:,}"
-            raise ValueError(f"{name}={told(value)}: allowed is {allowed}")
-
-
 def check_flag(**values: bool) -> None:
     """Raise ValueError for what is neither True nor False."""
     check_one_of((False, True), **values)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardlab.ranks import check_group, check_number, check_same_once
+from shardlab.common.arguments import check_number
+from shardlab.ranks import check_group, check_same_once
 
 MIB = 2**20
 Like = TypeVar("Like", bound=torch.Tensor)

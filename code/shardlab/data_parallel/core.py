@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import ranks
+from shardlab.common.arguments import check_whole
 from shardlab.data_parallel import buckets
 from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
 
@@ -42,7 +43,7 @@ def assign_buckets(
 
     The sizes are torch's (Li, section 3.2.2).
     """
-    ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+    check_whole(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
     trained = [p for p in parameters if p.requires_grad]
     return buckets.deal(reversed(trained), bucket_bytes, first_bytes)
 
@@ -114,7 +115,7 @@ def average_in_buckets(buckets: Sequence[Bucket]) -> None:
         bucket.wait()
 
 
-class DataParallel(ranks.Single, nn.Module):
+class DataParallel(nn.Module):
     """Step 3: wraps `module` so that gradients are averages over `group` when backward returns.
 
         model = DataParallel(GPT(config), dist.group.WORLD)
@@ -149,7 +150,7 @@ class DataParallel(ranks.Single, nn.Module):
         broadcast_buffers: bool = True,
     ):
         super().__init__()
-        ranks.check_bytes(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+        check_whole(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
         sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
         ranks.check_model(module, group, **sizes, broadcast_buffers=broadcast_buffers)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.gpt.model import GPT
-from shardlab.ranks import Single, agree, check_group
+from shardlab.ranks import agree, check_group
 from shardlab.ranks.gather import gathered, named
 
 from .schedules import Schedule
@@ -93,7 +93,7 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     ]
 
 
-class Held(Single):
+class Held:
     """The parts that a rank holds: one for each chunk. Rank and stage are the same number.
 
     between: see `Form`; by default what the first of the parts says. check: judge the schedule.

@@ -16,47 +16,34 @@ from __future__ import annotations
 
 import inspect
 import io
-import operator
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardlab.common import gpu, stale
+from shardlab.common.arguments import check_number, check_one_of, check_whole
 from shardlab.common.launcher import local_rank_of
 from shardlab.common.show.timed import slowdown
 
-from . import blame, pretended, stacks, start, torchrun, worker
-from .agree import (
-    check_bytes,
-    check_group,
-    check_model,
-    check_number,
-    check_same,
-    check_same_once,
-    check_trained,
-)
-from .named import Single
+from . import blame, stacks, start, torchrun, worker
+from .agree import check_group, check_model, check_same, check_same_once, check_trained
 from .p2p import Message, exchange, irecv, isend
 from .torchrun import at_parting
 
 __all__ = [
     "Message",
     "RankError",
-    "Single",
-    "WorldSizeError",
     "at_parting",
-    "check_bytes",
     "check_group",
     "check_model",
-    "check_number",
     "check_same",
     "check_same_once",
     "check_trained",
@@ -73,8 +60,6 @@ __all__ = [
 # (backend, device, world size) -> how many times this process ran that: recordings tell it.
 history: Counter[tuple[str, str, int]] = Counter()
 
-_LONGEST = 365 * 24 * 3600  # seconds; gloo, which is told twice as many, can count no 300 years
-
 _GRACE = 0.3  # seconds in which a second rank may fail of its own doing, and be named as well
 _VICTIM_GRACE = 1.0  # seconds that a cause may take to show after its first consequence
 
@@ -90,10 +75,6 @@ class RankError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         # In a notebook the launcher's own frames say nothing: the message already says where.
         return [f"{type(self).__name__}: {self}"]
-
-
-class WorldSizeError(RankError, ValueError):
-    """More ranks than this machine can sensibly run."""
 
 
 def max_ranks() -> int:
@@ -155,9 +136,9 @@ def run(
     Inside `fn` the default process group exists: `dist.get_rank()`, `dist.group.WORLD`. Every rank
     starts from the caller's random state. Tensors come back on the CPU.
 
-    timeout: seconds that the run may take, a year at most, from when its ranks have met: a start is
-        slow where interpreters are fresh and CUDA is used for the first time. None: 120, and more
-        on a machine that is measured to be slow or busy when they are over.
+    timeout: seconds that the run may take, from when its ranks have met: a start is slow where
+        interpreters are fresh and CUDA is used for the first time. None: 120, and more on a machine
+        that is measured to be slow or busy when they are over.
     device: "auto", "cpu", "cuda" or "xpu" (see `place`).
     method: "auto", "fork" or "fresh": how processes start (see `start`).
     show: print what the ranks printed, grouped by rank.
@@ -176,7 +157,7 @@ def run(
         torchrun.enter()
     scaled = timeout is None
     timeout = worker.TIMEOUT if timeout is None else timeout
-    world_size, timeout = _checked(fn, world_size, args, timeout, method)
+    _check(fn, world_size, args, timeout, method)
     if under_torchrun and not apart and world_size <= torchrun.world()[1]:
         reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
         if any(report is None or report.failed for report in reports):
@@ -210,34 +191,35 @@ def pretend(
     not fit (`torch._subclasses.FakeTensorMode`). Returns what `fn` returns; tensors need data then.
     Raises ValueError for a world or a rank that cannot be; RankError as `run` does.
     """
-    size = operator.index(world_size)
-    if size < 1:
-        raise ValueError(f"world_size={world_size}: allowed is a whole number of at least 1")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank={rank}: allowed are 0 to {size - 1}")
-    given = fn, size, rank, args
-    return run(pretended.alone, 1, *given, timeout=timeout, device="cpu")[0]
+    check_whole(world_size=world_size)
+    check_whole(0, world_size - 1, rank=rank)
+    return run(_alone, 1, fn, world_size, rank, args, timeout=timeout, device="cpu")[0]
+
+
+def _alone(fn: Callable[..., Any], world_size: int, rank: int, args: tuple[Any, ...]) -> Any:
+    """Call `fn(*args)` in a process group whose other ranks do not exist.
+
+    Its collectives return at once and move nothing, so what they return is not data. Shapes, sizes
+    and the order of things are right.
+    """
+    # The import tells torch of the backend "fake".
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    return fn(*args)
 
 
 def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
-    """An interrupt that is shown without the launcher's frames, in a notebook and by a script."""
+    """An interrupt that a notebook shows without the launcher's frames."""
     error = KeyboardInterrupt(
         f"{name} was running on {world_size} rank{'s' if world_size > 1 else ''}.\n"
         "The ranks were ended, and nothing that they started is left.\n"
         "What was computed before the run is still there."
     )
     error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # IPython's, as RankError has it
-    if getattr(sys.excepthook, "func", None) is not _excepthook:  # once, however many interrupts
-        sys.excepthook = partial(_excepthook, sys.excepthook)
     return error
-
-
-def _excepthook(other: Callable[..., None], kind: Any, error: Any, trace: Any) -> None:
-    """What a script shows of an uncaught error; `other` shows what is no interrupted run."""
-    if kind is KeyboardInterrupt and hasattr(error, "_render_traceback_"):
-        print(*error._render_traceback_(), file=sys.stderr)
-    else:
-        other(kind, error, trace)
 
 
 def _run(
@@ -276,24 +258,14 @@ def _run(
         return [_result(p.rank, p.report) for p in processes]
 
 
-def _checked(
-    fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method: Any
-) -> tuple[int, float]:
+def _check(fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method: Any) -> None:
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: run needs a function, fn(*args)")
-    try:
-        count = operator.index(world_size)
-    except TypeError:
-        count = None
-    if count is None or isinstance(world_size, bool):
-        raise TypeError(f"world_size={world_size!r}: allowed is a whole number of at least 1")
-    if count < 1:
-        raise ValueError(f"world_size={count}: allowed is a whole number of at least 1")
-    if count > max_ranks():
-        what = f"this machine has {os.cpu_count()} cores"
-        if torchrun.launched():
-            what += f" and torchrun started {torchrun.world()[1]} processes"
-        raise WorldSizeError(f"world_size={count}: {what}, allowed are 1 to {max_ranks()} ranks")
+    if worker._inside is not None:
+        raise ValueError("run was called inside a rank; only the caller of ranks may start them")
+    check_whole(1, max_ranks(), world_size=world_size)
+    check_number(timeout=timeout)
+    check_one_of(("auto", "fork", "fresh"), method=method)
     try:
         inspect.signature(fn).bind(*args)
     except TypeError as error:
@@ -304,15 +276,6 @@ def _checked(
         ) from None
     except ValueError:
         pass  # a built-in without a signature: the call itself will tell
-    real = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not real or not 0 < timeout <= _LONGEST:
-        allowed = f"seconds above 0, {_LONGEST} (a year) at most"
-        raise ValueError(f"timeout={timeout!r}: allowed is a number of {allowed}")
-    if method not in ("auto", "fork", "fresh"):
-        raise ValueError(f"method={method!r}: allowed are 'auto', 'fork' and 'fresh'")
-    if worker._inside is not None:
-        raise ValueError("run was called inside a rank; only the caller of ranks may start them")
-    return count, float(timeout)
 
 
 def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float | None:

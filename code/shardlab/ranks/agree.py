@@ -13,23 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardlab.common.arguments import check_bytes, check_number, check_whole
-
 from . import worker
 from .gather import gathered
-
-__all__ = [
-    "check_bytes",
-    "check_group",
-    "check_model",
-    "check_number",
-    "check_same",
-    "check_same_once",
-    "check_state",
-    "check_trained",
-    "check_whole",
-    "time_limit",
-]
 
 
 def check_group(group: dist.ProcessGroup, name: str = "group") -> tuple[int, int]:

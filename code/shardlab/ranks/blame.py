@@ -3,12 +3,11 @@
 When one rank fails, its neighbours fail too, some milliseconds later and more loudly: gloo tells
 them that a connection was closed. This module sorts causes from consequences, from what each rank
 leaves behind (`Witness`): its report, its exit code, where it stood if it still ran, and the log of
-the collectives and messages that it entered. `explain` puts these together.
+the collectives that it entered. `explain` puts these together.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Mapping
@@ -39,7 +38,6 @@ class Witness:
     exit_code: int | None
     stack: Stack = field(default_factory=list)  # innermost first
     calls: list[Call] = field(default_factory=list)  # the collectives that it entered
-    messages: Counter[tuple[str, int]] = field(default_factory=Counter)  # with nccl alone
     output: str = ""
     nccl: bool = False  # what moves its tensors
 
@@ -84,18 +82,14 @@ class Witness:
         if not _WAITS.isdisjoint(names):
             return [name for name in names if not name.startswith(("_", "wrapper"))][-1]
         innermost, _, name = self.frames()[0] if self.frames() else ("", 0, "")
-        return "wait" if name == "wait" and innermost not in stacks.THREADING else None
+        return "wait" if (innermost, name) == (calls.__file__, "wait") else None
 
     def ahead_of(self, other: Witness) -> bool:
-        """Whether it entered a collective or a message which `other` has to enter, and has not."""
+        """Whether it entered a collective which `other` has to enter, and has not."""
         mine = Counter(call.ranks for call in self.calls)
         theirs = Counter(call.ranks for call in other.calls)
         groups = [ranks for ranks in mine if calls.has(ranks, other.rank)]
-        return (
-            any(mine[group] > theirs[group] for group in groups)
-            or self.messages["send", other.rank] > other.messages["recv", self.rank]
-            or self.messages["recv", other.rank] > other.messages["send", self.rank]
-        )
+        return any(mine[group] > theirs[group] for group in groups)
 
     def place(self) -> str:
         """The user's line, in words; that of its last collective where its function is over."""
@@ -119,7 +113,6 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
         exit_code,
         stacks.read(text("stack")),
         [call for call in lines if call and call.name],
-        calls.read_messages(text("messages")),
         text("out"),
         job.by_nccl,
     )
@@ -227,8 +220,8 @@ def _waits(w: Witness, witnesses: list[Witness]) -> bool:
         return True
     if not w.nccl or w.returned or w.died:
         return False
-    # With nccl a rank goes on after it entered a collective or a message, up to where it needs what
-    # comes from there, and stands anywhere.
+    # With nccl a rank goes on after it entered a collective, up to where it needs what comes from
+    # there, and stands anywhere.
     return any(w.ahead_of(other) for other in witnesses)
 
 
@@ -236,10 +229,7 @@ def _absence(w: Witness, total: int, within: str) -> str:
     if w.returned:
         return f"rank {w.rank} of {total} returned early, before the others were done."
     where = f": it stands at {w.place()}" if w.user_frame() else ""
-    # gloo ends a process that is sent more bytes than it receives, with a word on their numbers.
-    said = re.search(r"what\(\): +\[.*?\] (.* size [^.]*\.)", w.output) if w.died else None
-    gloo = f"\ngloo said: {said[1]}" if said else ""
-    return f"rank {w.rank} of {total} did not finish{within}{where}.{gloo}"
+    return f"rank {w.rank} of {total} did not finish{within}{where}."
 
 
 def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:
@@ -249,18 +239,13 @@ def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:
     for name, group in _grouped(waiting):
         who = _ranks([w.rank for w in group]).capitalize()
         texts.append(f"{who} stood in {name} at {group[0].place()}.")
-    errors = [w.report.error for w in waiting if w.report and w.raised]
-    if errors:
-        texts.append(f"gloo said: {errors[0].splitlines()[0][:200]}")
     return [w.rank for w in waiting], "\n".join(texts)
 
 
 def _grouped(witnesses: list[Witness]) -> list[tuple[str, list[Witness]]]:
     groups: dict[tuple[str, str], list[Witness]] = {}
     for w in witnesses:
-        entered = "a message" if w.messages else "a collective"
-        if w.nccl and w.calls:
-            entered = w.calls[-1].name
+        entered = w.calls[-1].name if w.nccl and w.calls else "a collective"
         groups.setdefault((w.collective() or entered, w.place()), []).append(w)
     return [(name, group) for (name, _), group in groups.items()]
 

@@ -1,4 +1,4 @@
-"""What each rank enters, collectives and messages, and where the ranks of a run disagree in it.
+"""Which collectives each rank enters, and where the ranks of a run disagree in them.
 
 A backend looks at no neighbour's shapes, types or operations: what does not fit can come back as
 garbage, without an error. What ranks asked for stands in their logs alone, a line for each call.
@@ -7,11 +7,9 @@ garbage, without an error. What ranks asked for stands in their logs alone, a li
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
@@ -38,7 +36,6 @@ _PARAMETERS = {
     for name in COLLECTIVES
     if hasattr(dist, name)
 }
-_SIZES = re.compile(r"(.*?)\[(.*)\]")
 
 
 @dataclass(frozen=True)
@@ -67,15 +64,9 @@ class Call:
         """Its line in the log."""
         return "\t".join(astuple(self)) + "\n"
 
-    def kind(self) -> str | None:
+    def dtype(self) -> str:
         """The type of its tensors, and how many they are where it takes a list."""
-        found = _SIZES.fullmatch(self.sizes)
-        return found[1] if found else None
-
-    def shape(self) -> list[int]:
-        """The sizes of a tensor; those of 1 say nothing, and are left out."""
-        found = _SIZES.fullmatch(self.sizes)
-        return [int(n) for n in re.findall(r"\d+", found[2]) if n != "1"] if found else []
+        return self.sizes.partition("[")[0]
 
 
 def members(ranks: str, world_size: int) -> list[int]:
@@ -93,22 +84,22 @@ def has(ranks: str, rank: int) -> bool:
 def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
     """Ranks by what each asked of one collective of their group: one camp if it fits together.
 
-    What differs by right does not count: parts in an all-to-all, objects, a flat view of the same
-    elements; under nccl, what ranks give to a gather. Nor does what is not known of a call.
+    What differs by right does not count: parts in an all-to-all, objects; under nccl, what ranks
+    give to a gather. Nor does what is not known of a call.
     """
     name = next(iter(calls.values())).name
-    tells: list[Callable[[Call], Any]] = [lambda call: call.name, Call.kind]
-    parts = any(call.told for call in calls.values()) if name == "all_to_all_single" else False
-    if name != "all_to_all" and not parts and not (nccl and name in ("gather", "scatter")):
-        tells.append(lambda call: math.prod(call.shape()) if call.sizes else None)
-        tells.append(lambda call: str(call.shape()) if len(call.shape()) > 1 else None)
-    if name != "all_to_all_single":
-        tells.append(lambda call: call.told or None)
+    in_parts = name == "all_to_all_single" and any(call.told for call in calls.values())
+    uneven = name == "all_to_all" or in_parts or (nccl and name in ("gather", "scatter"))
+    tells: list[Callable[[Call], str]] = [
+        lambda call: call.name,
+        Call.dtype if uneven else lambda call: call.sizes,
+        lambda call: "" if name == "all_to_all_single" else call.told,
+    ]
     for tell in tells:
-        found: dict[Any, list[int]] = {}
+        found: dict[str, list[int]] = {}
         for rank, call in sorted(calls.items()):
-            if tell(call) is not None:
-                found.setdefault(tell(call), []).append(rank)
+            if told := tell(call):
+                found.setdefault(told, []).append(rank)
         if len(found) > 1:
             # The smaller camp first; of two camps of one size, the one without rank 0.
             return sorted(found.values(), key=lambda camp: (len(camp), -camp[0]))
@@ -151,16 +142,18 @@ def comparable(texts: list[bytes]) -> list[dict[int, list[Call]]]:
     return found
 
 
-def log(path: Path, messages: Path | None = None) -> None:
+def log(path: Path) -> None:
     """From here on append a line to `path` at each collective that this process enters.
 
-    And one to `messages`, if it is given, at each message that begins. From here on, too, who waits
-    for a handle has a frame named `wait` in its stack, which C++ alone would not leave.
+    From here on, too, who waits for a handle has a frame named `wait` in its stack, which C++ alone
+    would not leave.
     """
-    write = _appended(path)
-    if messages:
-        for name in ("send", "recv"):
-            setattr(dist.ProcessGroup, name, _noted(name, _appended(messages)))
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(line: str) -> None:
+        with suppress(OSError):  # a full disk is no reason for a collective to fail
+            os.write(file, line.encode())
+
     handles_wait = dist.Work.wait
 
     def wait(*args: Any, **kwargs: Any) -> Any:
@@ -200,35 +193,6 @@ def log(path: Path, messages: Path | None = None) -> None:
         return begin(*args, **kwargs)
 
     dist.init_process_group = another
-
-
-def _appended(path: Path) -> Callable[[str], None]:
-    """What writes a line to the file at `path`."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def write(line: str) -> None:
-        with suppress(OSError):  # a full disk is no reason for a collective to fail
-            os.write(file, line.encode())
-
-    return write
-
-
-def _noted(name: str, write: Callable[[str], None]) -> Any:
-    """ProcessGroup's method `name`, a send or a receive, which first writes to whom it goes."""
-    begin = getattr(dist.ProcessGroup, name)
-
-    def call(group: Any, tensors: Any, peer: int, *rest: Any) -> Any:
-        with suppress(Exception):  # torch itself will say what is wrong
-            write(f"{name} {dist.get_global_rank(group, peer)}\n")
-        return begin(group, tensors, peer, *rest)
-
-    return call
-
-
-def read_messages(text: str) -> Counter[tuple[str, int]]:
-    """How often a rank began to "send" to each other one, and to "recv" from it."""
-    words = [line.split() for line in text.split("\n")[:-1]]
-    return Counter((name, int(peer)) for name, peer in words)
 
 
 def _group(group: Any) -> str:

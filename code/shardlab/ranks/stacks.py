@@ -1,18 +1,15 @@
 """Where a rank stands: what faulthandler wrote of its threads, read as one stack.
 
-A rank works in its main thread. When that waits for another thread, the rank stands where the other
-one does: the hooks of a backward on a GPU run in a thread of autograd's, and code may start threads
-of its own. Threads that merely help, such as the one that holds the lifeline, tell nothing.
+A rank works in its main thread. When that waits for a backward, the rank stands where autograd's
+thread does, in which the hooks run on a GPU. Threads that merely help, such as the one that holds
+the lifeline, tell nothing.
 """
 
 from __future__ import annotations
 
-import concurrent.futures._base
 import os
-import queue
 import re
 import sysconfig
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,6 @@ _LIBRARIES = tuple(
     | {str(Path(torch.__file__).parent), str(Path(__file__).parent)}
 )
 _COURSE = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in PACKAGES)
-# Python's own, in which a thread waits for another one, never for another rank.
-THREADING = {threading.__file__, queue.__file__, concurrent.futures._base.__file__}
 
 _HEAD = re.compile(r"^(?:Current thread|Thread|Stack) .*\(most recent call first\):$", re.MULTILINE)
 _LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -69,20 +64,8 @@ def read(text: str) -> Stack:
         for dump in dumps
     ]
     *others, main = threads or [[]]  # the newest thread comes first, and so the main one last
-    return _awaited(main, [thread for thread in others if thread]) + main
-
-
-def _awaited(main: Stack, others: list[Stack]) -> Stack:
-    """The thread for which the main one waits, as far as stacks tell; otherwise nothing."""
-    if not main:
-        return []
-    file, _, function = main[0]
-    by_python = [thread for thread in others if thread[-1][2] == "_bootstrap"]
-    if function == "_engine_run_backward":
-        found = [thread for thread in others if thread not in by_python and own(thread)]
-    elif file in THREADING:
-        found = [thread for thread in by_python if readers(thread)]
-    else:
-        return []
-    # Of several, one that does not wait for a thread itself.
-    return min(found, key=lambda thread: thread[0][0] in THREADING, default=[])
+    if main and main[0][2] == "_engine_run_backward":
+        # Python's own threads begin in `_bootstrap`, autograd's do not.
+        own_code = (t for t in others if t and t[-1][2] != "_bootstrap" and own(t))
+        return next(own_code, []) + main
+    return main

@@ -163,11 +163,11 @@ def fresh(
 
 
 def _start_all(job: worker.Job, start: Callable[..., int]) -> tuple[list[Process], int]:
-    reading, writing = map(worker.above_streams, os.pipe())
+    reading, writing = os.pipe()
     processes: list[Process] = []
     try:
         for rank in range(job.world_size):
-            ours, theirs = map(worker.above_streams, os.pipe())
+            ours, theirs = os.pipe()
             others = [writing, ours, *(p.status.fileno() for p in processes)]
             pid = start(rank, theirs, reading, others)
             os.close(theirs)

@@ -241,14 +241,14 @@ def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
 
 
 def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
-    worker._inside, heedful = job, values.heedful(store)  # held here until the groups are gone
+    worker._inside = job
     try:
         with _as_if_alone(job):
             dist.init_process_group(
                 job.backend,
                 rank=rank,
                 world_size=job.world_size,
-                store=heedful,
+                store=store,
                 timeout=timedelta(seconds=job.timeout),
             )
             report = worker._returned(worker.called(job, *pickle.loads(values.take(store, "call"))))

@@ -1,14 +1,12 @@
-"""A store of torch's, with values of any size, in which nobody waits for a rank that failed.
+"""Values of any size in a store of torch's.
 
 Processes of torchrun's meet in the store of their launcher: functions, arguments and results go
-through it, and so do the addresses from which a group is made.
+through it.
 """
 
 from __future__ import annotations
 
 import io
-import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,49 +14,6 @@ import torch.distributed as dist
 
 _CHUNK = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
 FAILED = "failed"  # the key that says that a rank of this run has
-
-
-def heedful(store: dist.Store) -> dist.Store:
-    """The same store, for groups to be made through: nobody waits there once a rank has failed.
-
-    torch's groups call it, but do not keep its Python side alive: who makes groups holds it for as
-    long as there are any.
-    """
-    return _Heedful(store)
-
-
-class _Heedful(dist.Store):
-    def __init__(self, store: dist.Store):
-        super().__init__()
-        self._store = store
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=300)) -> None:
-        limit = time.monotonic() + timeout.total_seconds()
-        while not self._store.check(keys):
-            if self._store.check([FAILED]):
-                raise RuntimeError("connection closed: another rank of this run failed")
-            if time.monotonic() > limit:
-                raise RuntimeError(f"timed out: {', '.join(keys)} did not come")
-            time.sleep(0.005)
 
 
 def saved(value: Any) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import fcntl
 import io
 import os
 import pickle
@@ -33,7 +32,10 @@ from shardlab.common import gpu
 from . import calls
 
 # What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
-VICTIM_WORDS = ("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out")
+VICTIM_WORDS = (
+    *("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out"),
+    "wait timeout",  # in torch's store
+)
 
 START = 120.0  # seconds in which the ranks of a run have to start and meet
 TIMEOUT = 120.0  # seconds that a run may take, unless its caller says otherwise
@@ -118,8 +120,8 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     if os.getppid() != job.parent:
         _leave(job, dismissed=False)
     threading.Thread(target=_leave_with_caller, args=(lifeline, job), daemon=True).start()
-    output = above_streams(os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    nothing = above_streams(os.open(os.devnull, os.O_RDONLY))
+    output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     # In a notebook, sys.stdout belongs to the kernel and must not be used from here.
@@ -144,15 +146,6 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
         NCCL_SOCKET_IFNAME="lo",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
-
-
-def above_streams(descriptor: int) -> int:
-    """The same file under a number that no standard stream has, where the caller has closed one."""
-    if descriptor > 2:
-        return descriptor
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved
 
 
 def _leave_with_caller(lifeline: int, job: Job) -> None:
@@ -202,7 +195,7 @@ def _join(rank: int, job: Job) -> None:
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
     dist.barrier()
-    calls.log(job.file("calls", rank), job.file("messages", rank) if job.by_nccl else None)
+    calls.log(job.file("calls", rank))
 
 
 def _returned(value: Any) -> Report:
@@ -230,11 +223,7 @@ def _raised(error: BaseException) -> Report:
 def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"sys.exit({'' if error.code is None else repr(error.code)})"
-    kind = type(error).__name__
-    try:
-        return f"{kind}: {error}".rstrip(": ")
-    except Exception as second:  # of its own __str__
-        return f"{kind}, whose text cannot be had: its __str__ raises {type(second).__name__}"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def flush() -> None:

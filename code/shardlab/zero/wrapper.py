@@ -22,7 +22,7 @@ from . import saved
 from .flat import Flat
 
 
-class Sharded(ranks.Single, nn.Module):
+class Sharded(nn.Module):
     """Wraps `module` so that this rank trains its own pieces of the parameters, over `group`.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -10,25 +10,15 @@ a machine that other work keeps busy (`shardcourse.build.kernel`).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
+
+import psutil
 
 UNSEEN = "Not seen in this run: "  # how the line begins
 BUSY = "too busy to judge"
 _LOOPS = 5_000_000
 _LOOP_SECONDS = 0.1  # so many took on a quiet core of an AMD EPYC server, with Python 3.11
 _FRACTION = 0.15  # of the cores, with others: below it, a quiet machine's own services
-# Computes without pause from a moment on, in seconds of the clock that all processes share.
-_SPIN = """\
-import sys, time
-begin, seconds = float(sys.argv[1]), float(sys.argv[2])
-time.sleep(max(0, begin - time.monotonic()))
-begin, used = time.monotonic(), time.process_time()
-while time.monotonic() < begin + seconds: pass
-print((time.process_time() - used) / (time.monotonic() - begin))
-"""
 
 
 def timed(holds: bool, claim: str) -> bool:
@@ -49,17 +39,8 @@ def unseen(claim: str) -> str:
 
 
 def others(seconds: float = 0.4) -> float:
-    """The share of this machine's cores that other work takes, from 0 to 1, just now.
-
-    Measured by as many processes as there are cores, which compute for so long: what they do not
-    get, somebody else has.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    begin = time.monotonic() + 0.3  # by then all have started
-    command = [sys.executable, "-I", "-S", "-c", _SPIN, str(begin), str(seconds)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(cores)]
-    got = [float(process.communicate()[0]) for process in running]
-    return max(0.0, 1 - sum(got) / len(got))
+    """The share of this machine's cores that other work takes just now, from 0 to 1."""
+    return psutil.cpu_percent(seconds) / 100
 
 
 def slowdown() -> float:

@@ -18,7 +18,6 @@ in a network namespace): messages of 16 and 64 MiB took the same time within 0.4
 
 from __future__ import annotations
 
-import copyreg
 import itertools
 import math
 import time
@@ -32,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardlab.common import gpu
 from shardlab.common.arguments import check_number
-from shardlab.ranks import check_group, named
+from shardlab.ranks import check_group
 
 from .wire import Helper, Moment, Wire
 
@@ -188,11 +187,6 @@ class SlowGroup(dist.ProcessGroup):
         call = self.carrier.allreduce
         return self._collective("all_reduce", tensors, tensors, call, tensors, opts)
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> _Held:
-        """All-reduce of several tensors as one."""
-        call = self.carrier.allreduce_coalesced
-        return self._collective("all_reduce", tensors, tensors, call, tensors, opts)
-
     def broadcast(self, tensors: Any, opts: Any) -> _Held:
         """Broadcast in place."""
         call = self.carrier.broadcast
@@ -294,6 +288,3 @@ class SlowGroup(dist.ProcessGroup):
 def _tag(tensor: torch.Tensor, tag: int) -> int:
     """That of the note: those of a GPU's messages are sent later, and must not pass for others'."""
     return tag + _NOTES if gpu.is_on(tensor.device) else tag
-
-
-copyreg.pickle(SlowGroup, named.reduced)

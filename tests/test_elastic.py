@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
@@ -376,13 +375,6 @@ def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
     assert decided(host, 7, "done", "done").kind == "end"
 
 
-def test_nobody_is_interrupted_when_some_are_done():
-    host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=0))
-    decided(host, 0, "ready", "ready")
-    assert decided(host, 1, "done", "running", "ready") is None
-    assert decided(host, 2, "running", "running", "ready").kind == "stop"
-
-
 def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
     host = start.ours(REST, name="first", nodes=(1, 2))
     wait_for(lambda: notes(tmp_path, 0))
@@ -544,32 +536,6 @@ def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
         assert agent.wait() == 1
         assert re.search(r"Rendezvous(Timeout|Connection|Closed)Error", agent.said())
         assert "rdzv_id" not in agent.said() and "--rdzv-id" not in agent.said()
-
-
-def test_a_name_without_an_address(start, tmp_path, monkeypatch):
-    """Start torchrun in a container whose hosts file does not name it."""
-    monkeypatch.setattr(socket, "getfqdn", lambda *_: "no.such.host.invalid")
-    (tmp_path / "meet.py").write_text("from torch.distributed import *; init_process_group('gloo')")
-    told = ["--standalone", "--nproc-per-node=2", str(tmp_path / "meet.py")]
-    quiet = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    waits = start(lambda: run.main(told), quiet)
-    wait_for(lambda: "(no.such.host.invalid" in waits.said())
-    assert "cannot be retrieved" in waits.said() and not waits.ended()
-    meets = start(lambda: run.main(["--local-addr=127.0.0.1", *told]), quiet)
-    assert meets.wait() == 0, meets.said()
-
-
-def test_the_wrong_interface(start, tmp_path):
-    """gloo says which name it does not know, before any rank has met another."""
-
-    def rank() -> int:
-        os.environ["GLOO_SOCKET_IFNAME"] = "ib7"
-        where = f"file://{tmp_path}/meet"
-        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-        return 0
-
-    agent = start(rank)
-    assert agent.wait() == 1 and "ib7" in agent.said()
 
 
 def test_torchruns_rank_0_is_not_on_node_0():

@@ -12,7 +12,6 @@ from rows import ROWS, on_gpus
 from torch import nn
 
 from shardlab import data_parallel, ranks
-from shardlab import tensor_parallel as tp
 from shardlab.measure import link
 from shardtools import parity
 
@@ -35,32 +34,6 @@ def test_ranks_share_one_gpu_or_have_their_own():
 def test_the_caller_may_have_used_cuda_before():
     torch.ones(1, device="cuda")  # from here on a fork would be broken: `run` starts fresh ranks
     assert ranks.run(lambda: torch.ones(2, device=ranks.device()).sum().item(), 2) == [2, 2]
-
-
-COLLECTIVES = {
-    "all_reduce": lambda x, g: dist.all_reduce(x, group=g),
-    "broadcast": lambda x, g: dist.broadcast(x, 0, group=g),
-    "reduce": lambda x, g: dist.reduce(x, 0, group=g),
-    "all_gather": lambda x, g: dist.all_gather([torch.empty_like(x) for _ in range(2)], x, group=g),
-    "all_gather_into_tensor": lambda x, g: dist.all_gather_into_tensor(x.repeat(2), x, group=g),
-    "reduce_scatter_tensor": lambda x, g: dist.reduce_scatter_tensor(x[:4].clone(), x, group=g),
-    "all_to_all_single": lambda x, g: dist.all_to_all_single(torch.empty_like(x), x, group=g),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_gloo_takes_tensors_on_a_shared_gpu(name: str):
-    # Those that fail here are the ones that have to be staged through the host, as messages are
-    # (shardlab.ranks.p2p).
-    def work() -> float:
-        group = dist.new_group(backend="gloo")
-        x = torch.full((8,), float(dist.get_rank() + 1), device=ranks.device())
-        COLLECTIVES[name](x, group)
-        return x[0].item()
-
-    expected = {"all_reduce": [3.0, 3.0], "broadcast": [1.0, 1.0]}.get(name)
-    results = ranks.run(work, 2)
-    assert expected is None or results == expected
 
 
 def test_messages_between_ranks_on_gpus():
@@ -132,17 +105,6 @@ def test_what_is_parallel_trains_as_one_process_does(technique: str, size: int):
     found = contract.all_of(rows, "cuda")
     for row in rows:
         contract.judged(row, found, "cuda")
-
-
-def test_a_target_that_is_no_token_makes_the_loss_nan():
-    """Nothing raises there: whoever looked would make the host wait."""
-
-    def work() -> bool:
-        logits = torch.randn(2, 3, 4, device=ranks.device())
-        targets = torch.full((2, 3), 8, device=ranks.device())
-        return tp.loss(logits, targets, dist.group.WORLD).isnan().item()
-
-    assert ranks.run(work, 2) == [True, True]
 
 
 def test_programs_on_gpus_are_compared():

@@ -53,15 +53,6 @@ def test_a_node_whose_name_does_not_resolve_has_the_address_that_slurm_knows(tmp
     assert place(SRUN).address == "10.0.0.7"
 
 
-def test_the_same_in_the_words_of_torchrun():
-    assert place(TORCHRUN).environment() == TORCHRUN | {"LOCAL_RANK": "3"}
-    alone = Place(rank=0, size=1, local_rank=0)
-    assert alone.environment() == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
-@pytest.mark.parametrize(
-    "name, value", [("MASTER_PORT", ""), ("WORLD_SIZE", "four"), ("MASTER_ADDR", "")]
-)
-def test_half_of_it_is_an_error_that_names_what_is_missing(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} in the environment"):
-        place(TORCHRUN | {name: value})
+def test_half_of_it_is_an_error_that_names_what_is_missing():
+    with pytest.raises(ValueError, match="MASTER_PORT='' in the environment"):
+        place(TORCHRUN | {"MASTER_PORT": ""})

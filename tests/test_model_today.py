@@ -72,11 +72,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"qk_rope_head_dim": 8, "head_dim": 8},
         SIGMOIDS | MADE | {"rotary": 8, "rotary_base": 100.0, "yarn": SHARPER},
     ),
-    "latent keys alone": (
-        "DeepseekV3",
-        {"first_k_dense_replace": 4, "num_key_value_heads": 4} | LATENT | {"q_lora_rank": None},
-        MADE | {"query_latent": None},
-    ),
 }
 
 

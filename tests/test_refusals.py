@@ -33,13 +33,12 @@ from shardlab import (
 from shardlab import context_parallel as cp
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab import tensor_types as tt
 from shardlab.common import show
-from shardlab.common.shapes import PRESETS, Yarn
+from shardlab.common.shapes import PRESETS
 from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
 from shardlab.measure import count, link
-from shardlab.pipeline import distribute, schedule, simulate
+from shardlab.pipeline import distribute, schedule
 from shardtools import strategy
 from shardtools.__main__ import COMMANDS
 from shardtools.cluster.command import PARTS
@@ -82,50 +81,38 @@ def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Cal
 MODELS: Table = {
     "vocab='x': allowed": lambda: replace(PLAIN, vocab="x"),
     "hidden=30: allowed": lambda: replace(PLAIN, hidden=30),
-    "bias=True: allowed": lambda: replace(LATENT, bias=True),
     "mlp='relu': allowed": lambda: replace(PLAIN, mlp="relu"),
-    "factor=0.5: allowed": lambda: Yarn(0.5, 8),
     "experts_per_token=5: allowed": lambda: replace(SPARSE, experts_per_token=5),
-    "capacity=0.0: allowed": lambda: replace(SPARSE, capacity=0.0),
     "memory=0: allowed": lambda: replace(A100, memory=0),
 }
 LAYOUTS: Table = {
     "dp=0: allowed": lambda: Layout(dp=0),
-    "tp='2': allowed": lambda: Layout(tp="2"),
     "zero=4: allowed": lambda: Layout(zero=4),
     "ep=3: allowed": lambda: Layout(dp=4, ep=3),
-    "chunks=1: allowed": lambda: Layout(pp=4, schedule="interleaved"),
     "chunks=2: allowed": lambda: Layout(pp=4, chunks=2),
     "stages=(4, 4, 4): allowed": lambda: Layout(pp=2, stages=(4, 4, 4)),
     "recompute='ffn+ffn': allowed": lambda: Layout(recompute="ffn+ffn"),
-    "order=('dp', 'dp'): allowed": lambda: Layout(order=("dp", "dp")),
     "ranks=4: allowed is 8": lambda: Layout(dp=2, pp=2, tp=2).check(4),
     "is no part of one; allowed": lambda: layout.read("d 2 · q 2"),
     # A layout and a model.
     "pp=2: allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2),
-    "stages=(2, 2): allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2, (2, 2)),
     "heads=2: allowed on 4 ranks": cuts(tp=4),
     "zero=2 with pp=2: allowed": cuts(pp=2, zero=2),
     "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: allowed": held(tp=3),
-    "ep=2: allowed": held(ep=2, dp=2),
     "precision='fp12': allowed": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
     "gpus=12: allowed": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
 TECHNIQUES: Table = {
     "allowed with way='summa'": lambda: gemm.predict("summa", 4, 4, 4, 4),
     "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
-    "chunks=2: allowed": lambda: schedule("1f1b", 2, 2, 2),
     "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
-    "backward_input has 3 values: allowed": lambda: simulate(PAIR, backward_input=[1, 1, 1]),
-    "stage 0: F1 is none of its": lambda: pipeline.validate(replace(PAIR, microbatches=1)),
     "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
     "parts=3: allowed": lambda: pipeline.balance([1, 2], 3),
     "seq=10: 2 ranks": lambda: cp.split(torch.zeros(1, 10), 2, 0, "zigzag"),
     "heads=4: allowed on 3 ranks": lambda: tp.predicted_states(PLAIN, 3),
     "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
     "folder='/nowhere': there is none": lambda: checkpoint.config_of("/nowhere"),
-    "tp='X': allowed": lambda: tt.declare(torch.ones(2), tp="X"),
 }
 
 
@@ -144,7 +131,6 @@ def on_two(group: Any) -> Table:
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
     frozen, sparse = nn.Linear(2, 2).requires_grad_(False), nn.Embedding(3, 2, sparse=True)
     model, second = nn.Linear(2, 2), zero.shard(nn.Linear(2, 2), group, 2)
-    dealt = experts.parallelize(GPT(SPARSE), group)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute(GPT(PLAIN), PAIR, group)
     return {
@@ -152,9 +138,6 @@ def on_two(group: Any) -> Table:
         "heads=3: allowed on 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
         ),
-        "vocab=257": lambda: tp.parallelize(GPT(replace(PLAIN, vocab=257)), group),
-        "out_features=3": lambda: tp.ColumnLinear.from_plain(nn.Linear(4, 3), group),
-        "it is parallelized already": lambda: tp.parallelize(cut, group),
         "tokens: 32 is among them": lambda: cut(torch.tensor([[1, 32]])),
         "targets: 8 is among them": lambda: tp.loss(logits, torch.full((2, 3), 8), group),
         "seq=5: allowed": lambda: along(odd),
@@ -167,12 +150,9 @@ def on_two(group: Any) -> Table:
         "stage=4: allowed": lambda: zero.shard(model, group, 4),
         "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
         "experts=3: 2 ranks": lambda: experts.parallelize(GPT(replace(SPARSE, experts=3)), group),
-        "config.experts": lambda: experts.parallelize(GPT(PLAIN), group),
-        "dealt out already": lambda: experts.parallelize(dealt, group),
         "group has 2 ranks: allowed are 4": lambda: distribute(
             GPT(PLAIN), schedule("gpipe", 4, 2), group
         ),
-        "layers=[4, 3]: allowed": lambda: distribute(GPT(PLAIN), PAIR, group, layers=[4, 3]),
         "tokens has 1 sequences: allowed": lambda: pipe.step(tokens[:1], tokens[:1]),
         "ranks=2: allowed is 4": lambda: mesh.join(Layout(tp=4), group),
         "bandwidth=0: allowed": lambda: link.slow(0.0, 0, group),
@@ -202,7 +182,6 @@ def on_a_rank() -> tuple[dict[str, str], list[str]]:
         found = missed(table)
         strange = [said(call) for call in foreign(one)]
     assert not sent.calls and not sent.messages
-    assert not sent.calls and not sent.messages
     return found, [text for text in strange if "a process group that holds this" not in text]
 
 
@@ -224,7 +203,6 @@ ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] fo
 SMALL = "schedule 1f1b --stages 2 --microbatches 2"
 PLAN = "strategy plan --model llama-3-8b --gpu a100-80 --gpus 16"
 MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
-HUGE = "1" + 4001 * "0"
 MISTAKES = {  # a command: words of the one line that it gets
     **{f"{' '.join(c)} --no-such": "--no-such" for c in ALL if c[-1] not in PLACED},
     **{f"cluster {part} none --no-such": "--no-such" for part in FOLDER},
@@ -233,12 +211,10 @@ MISTAKES = {  # a command: words of the one line that it gets
     "cluster wacth": "did you mean watch?",
     "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
     "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: allowed",
-    "memory --params 7.5e9 --zero 4": "zero=4: allowed",
     "memory --params 1e9 --model gpt-2": "--params and --model",
     "memory --params 1e9 --dp 4 --ranks 6": "ranks=6: allowed is 4",
     "mesh --dp two": "dp='two': allowed",
     "mesh --tp 3": "heads=2: allowed",
-    "mesh --budget much": "budget='much': allowed",
     "mesh --layout x2": "layout: 'x2' is no part of one",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
     "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
@@ -249,7 +225,6 @@ MISTAKES = {  # a command: words of the one line that it gets
     "record zero tiny": "no such lesson: tiny; allowed",
     "doctor --ranks 0": "ranks=0: allowed",
     MEET.format("--ranks 0"): "ranks=0: allowed",
-    MEET.format("--nodes 2:1"): "nodes=2:1: allowed",
     f"cluster run --at node1 {__file__}": "at='node1': allowed",
     "cluster watch none --pid one": "pid='one'",
 }
@@ -272,7 +247,7 @@ READ = {
     "file": f"strategy predict --rates {PUBLISHED}/rates_megatron.json",
     "rates": "strategy plan --model gpt-2 --gpu h100 --gpus 8 --rates",
 }
-NO_JSON = ["[" * 100_000, f"[{HUGE}]", "[1e999]", "[NaN]", "", '[{"id": 1, "con', "[3]", "null"]
+NO_JSON = ["[" * 100_000, "[NaN]", "", '[{"id": 1, "con', "[3]", "null"]
 
 
 @pytest.mark.parametrize("name", READ)

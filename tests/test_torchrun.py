@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -149,23 +148,6 @@ def test_large_results_come_back_and_the_callers_random_numbers_stay(tmp_path: P
         """,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_device_outside_of_a_run_is_the_local_ranks() -> None:
-    """With one visible GPU for each process, it is that one."""
-    script = """
-import torch
-from shardlab import ranks
-for gpus in (4, 1, 0):
-    torch.cuda.device_count = lambda: gpus
-    print(ranks.device())
-"""
-    given = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
-    given |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={**os.environ, **given}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["cuda:2", "cuda:0", "cpu"], done.stderr
 
 
 # Set-up's commands, as that page prints them.

@@ -149,29 +149,6 @@ def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
         assert run(placed, *kinds) == [512, 512]
 
 
-def test_a_resumed_scaler_goes_on():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    unstopped, before = LossScaler(8.0, 3), LossScaler(8.0, 3)
-    scales = []
-    for step in range(5):
-        if step == 2:
-            resumed = LossScaler()
-            resumed.load_state_dict(before.state_dict())
-            resumed.interval, before = 3, resumed
-        for scaler in (unstopped, before):
-            weight.grad = torch.ones(2)
-            scaler.unscale(optimizer)
-        scales.append((unstopped.scale, before.scale))
-    assert scales == [(8, 8), (8, 8), (16, 16), (16, 16), (16, 16)]
-
-
-@pytest.mark.parametrize("bad", [{"scale": 0.0}, {"interval": 2.5}])
-def test_bad_input_is_named(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        LossScaler(**bad)
-
-
 def test_bad_input_of_lightning_is_named():
     pytest.importorskip("pytorch_lightning")
     from shardlab.trainers import beside

@@ -5,6 +5,7 @@ promises of any shape. On a CPU the differences here are far smaller (below 0.05
 that belong to no tensor of the table, such as the loss itself.
 
 GPUs: the same by the allocator's own counters. There a kernel may keep a random seed, or pad rows.
+Tensor parallelism: the same on each of its ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import memory
+from shardlab import memory, ranks, tensor_parallel
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
+from shardlab.sequence_parallel import ALONG_SEQUENCE, sum_gradients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LLAMA = Config(
@@ -74,9 +77,20 @@ class Measured:
 class Step:
     """A training step of the plain model in a precision of the table."""
 
-    def __init__(self, config: Config, precision: str, device: str, optimizer: str = "adamw"):
+    def __init__(
+        self,
+        config: Config,
+        precision: str,
+        device: str,
+        optimizer: str = "adamw",
+        edges: tensor_parallel.Edges | None = None,  # given: each rank has its part
+    ):
         torch.manual_seed(0)
         self.model = GPT(config).to(device, DTYPES[precision])
+        self.loss, self.edges = loss, edges
+        if edges is not None:
+            tensor_parallel.parallelize(self.model, dist.group.WORLD, edges)
+            self.loss = partial(tensor_parallel.loss, group=dist.group.WORLD)
         self.parameters = list(self.model.parameters())
         # The optimizer works on float32 weights: the model's own, or a second copy of them.
         self.master: list[Tensor] = []
@@ -117,18 +131,20 @@ class Step:
         vocab = self.model.config.vocab
         tokens_BS, targets_BS = torch.randint(0, vocab, (2, batch, seq), device=device)
         tokens_BS, targets_BS = tokens_BS.clone(), targets_BS.clone()  # not two views of one
-        loss(self.model(tokens_BS), targets_BS).backward()
+        self.loss(self.model(tokens_BS), targets_BS).backward()
         self.update()
         self.model.zero_grad()
         with count.saved(tokens_BS, targets_BS, *self.parameters) as saved:
-            value = loss(self.model(tokens_BS), targets_BS)
+            value = self.loss(self.model(tokens_BS), targets_BS)
         del value
         existing = self.model, self.optimizer, tokens_BS, targets_BS, *self.master
         with count.held(*existing) as held:
             before = held.now
-            value = loss(self.model(tokens_BS), targets_BS)
+            value = self.loss(self.model(tokens_BS), targets_BS)
             kept = held.now - before - value.nbytes
             value.backward()
+            if self.edges is ALONG_SEQUENCE:
+                sum_gradients(self.model, dist.group.WORLD)
             gradients = count.states(self.model, self.optimizer)["gradients"]
             self.update()
         states = count.states(self.model, self.optimizer) | {"gradients": gradients}
@@ -217,6 +233,80 @@ def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
     config, batch = SHAPES[name], 1
     measured = Step(config, precision, "cpu", optimizer).measure(batch, config.seq)
     check(config, precision, measured, batch, "cpu", optimizer)
+
+
+# On ranks that share each matrix.
+
+CUT = replace(LLAMA, heads=8, hidden=128, kv_heads=4, ffn=448)
+FOUR = {
+    "nano": replace(PRESETS["nano"], heads=4),
+    "micro": PRESETS["micro"],
+    "llama": CUT,
+    "long": replace(PRESETS["nano"], heads=4, seq=512),
+    "words": replace(PRESETS["nano"], heads=4, vocab=8192, tied=False),
+    "dropout": replace(PRESETS["nano"], heads=4, dropout=0.1),
+    "qwen": replace(CUT, kv_heads=2, head=24, qk_norm=True, window=16, full_every=2),
+    "latent": replace(CUT, kv_heads=None, head=16, latent=48, query_latent=64, rotary=8, value=16),
+}
+CASES = [(config, "fp32", Layout(tp=4, micro_batch=2)) for config in FOUR.values()] + [
+    (FOUR["micro"], "bf16", Layout(tp=4, micro_batch=2)),
+    (FOUR["words"], "bf16", Layout(tp=4, micro_batch=2)),
+    (FOUR["micro"], "fp32", Layout(tp=4, micro_batch=2, recompute="full")),
+    (CUT, "bf16", Layout(tp=4, micro_batch=4, recompute="full")),
+]
+ALONG = [
+    (config, precision, replace(layout, tp=2, sequence_parallel=True))
+    for config, precision, layout in CASES
+    if config not in (FOUR["dropout"], FOUR["nano"], FOUR["words"])
+]
+ON_GPU = [
+    (FOUR[name], precision, Layout(tp=2, micro_batch=8))
+    for name, precision in (("micro", "fp32"), ("micro", "bf16"), ("words", "bf16"))
+]
+
+
+def cut_steps(cases: list[tuple], device: str) -> list[list[Measured]]:
+    found = []
+    for config, precision, layout in cases:
+        edges = ALONG_SEQUENCE if layout.sequence_parallel else tensor_parallel.REPLICATED
+        step = Step(config, precision, device, edges=edges)
+        if layout.recompute == "full":
+            recompute_blocks(step.model)
+        # The threads of gloo hold what they have sent until they get to let go of it, a moment
+        # after the message is over. So a step may hold that much more, and the least is the true.
+        found.append([step.measure(layout.micro_batch, config.seq) for _ in range(2)])
+    return found
+
+
+def check_cut(cases: list[tuple], device: str = "cpu") -> None:
+    results = ranks.run(cut_steps, cases[0][2].tp, cases, device, device=device, show=False)
+    for (config, precision, layout), by_rank in zip(cases, zip(*results, strict=True), strict=True):
+        told = {"precision": precision, "device": "gpu" if device == "cuda" else "cpu"}
+        found = memory.estimate(config, layout, **told)
+        kept = memory.activations(config, layout, **told)
+        steps = [step for steps in by_rank for step in steps]
+        for step in steps:
+            assert step.states == {
+                "parameters": found.parameters,
+                "gradients": found.gradients,
+                "optimizer": found.optimizer,
+            }, config
+            if layout.recompute == "none":  # what a checkpoint keeps is not saved by autograd
+                exact = device == "cpu" and not config.dropout  # a GPU's kernels keep seeds
+                assert step.saved == pytest.approx(kept.saved, rel=0 if exact else 0.02), config
+        assert min(step.kept for step in steps) == pytest.approx(kept.saved, rel=0.02), config
+        assert min(step.peak for step in steps) == pytest.approx(found.peak, rel=0.05), config
+
+
+@pytest.mark.parametrize("cases", [CASES, ALONG], ids=["replicated", "along the sequence"])
+def test_a_rank_of_a_tensor_group_holds_what_was_predicted(cases: list[tuple]) -> None:
+    check_cut(cases)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_tensor_ranks_on_a_gpu_hold_what_was_predicted() -> None:
+    """Two ranks, by the allocator's own counters; they may share one GPU."""
+    check_cut(ON_GPU, "cuda")
 
 
 # Jobs that are not there: torch's own FSDP2 on a pretended group with pretended tensors. These are

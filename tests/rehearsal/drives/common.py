@@ -20,24 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from rehearsal.machine import waits
 from shardlab import ranks
-from shardlab.gpt.model import GPT, Config, loss
-
-__all__ = [
-    "alike",
-    "batch",
-    "folder",
-    "losses",
-    "model",
-    "near",
-    "on",
-    "on_caller",
-    "waits",
-    "world",
-]
+from shardlab.gpt.model import GPT, Config
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=4, hidden=32)
 LLAMA = Config(
@@ -92,19 +78,6 @@ def near(given: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
     """1e-4: float32 that is added up in another order, through two layers."""
     gap = (given.detach().float() - wanted.detach().float()).abs().max().item()
     assert gap <= tolerance, f"differs by {gap}"
-
-
-def alike(given: nn.Module, wanted: nn.Module, tolerance: float = 1e-4) -> None:
-    """The gradients of two models are near."""
-    for p, q in zip(given.parameters(), wanted.parameters(), strict=True):
-        near(p.grad, q.grad, tolerance)
-
-
-def losses(plain: nn.Module, mine: nn.Module, config: Config = GPT2) -> None:
-    """Backward of the whole batch in `plain`, of this rank's share in `mine`."""
-    x, y = batch(config)
-    loss(plain(x), y).backward()
-    loss(mine(local_batch(x)), local_batch(y)).backward()
 
 
 def twice(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> tuple[GPT, GPT]:

@@ -31,12 +31,6 @@ def held_saved_and_sent():
     assert sum(size for _, size in sent.collectives.values()) == 4
 
 
-def machine_and_seconds():
-    x = torch.randn(64, 64, device=ranks.device())
-    speed.seconds(lambda: x @ x, x.device, 2)
-    speed.machine()
-
-
 def rates():
     # Its own sizes are a GPU's.
     randn, zeros, seconds = torch.randn, torch.zeros, speed.seconds

@@ -8,9 +8,9 @@ import torch
 
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
-from shardlab.gpt.model import GPT, loss
+from shardlab.gpt.model import GPT
 
-from .common import GPT2, LLAMA, batch, model, near, twice, world
+from .common import GPT2, batch, model, world
 
 
 def dropout():
@@ -27,14 +27,3 @@ def from_nothing():
     mine = tp.parallelize(mine, world()[0])
     torch.manual_seed(0)
     tp.initialize(mine)
-
-
-def llama_in_bf16():
-    plain, mine = twice(LLAMA, torch.bfloat16)
-    mine = tp.parallelize(mine, world()[0])
-    x, y = batch(LLAMA)
-    value = tp.loss(mine(x), y, world()[0])
-    near(value, loss(plain(x), y), 2e-2)  # 8 bits
-    value.backward()
-    tp.clip_grad_norm_(mine, 1.0)
-    tp.full_state_dict(mine, to=0)

@@ -65,7 +65,7 @@ def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     assert not found[name], found[name]
 
 
-INTELS = "contract.DDP", "link.collectives", "memory.held_saved_and_sent", "ranks.messages"
+INTELS = "contract.DDP", "memory.held_saved_and_sent", "ranks.messages"
 INTELS += "ranks.a_device_for_each", "tensor_parallel.dropout", "zero.bf16"
 
 

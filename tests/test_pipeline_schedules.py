@@ -251,10 +251,9 @@ def test_zb_v_has_no_bubble_for_equal_times() -> None:
 @given(schedules(4, 6))
 def test_text_is_read_back(made: Schedule) -> None:
     rows = str(made).splitlines()
-    again = from_text(*rows, name=made.name, placement=made.placement)
-    assert again == made
+    assert from_text(*rows).orders == made.orders
     rows = [" ".join(map(made.name_of, row)) for row in made.actions]
-    assert from_text(*rows, placement=made.placement).actions == made.actions
+    assert from_text(*rows).actions == made.actions
 
 
 WRONG = [

@@ -35,17 +35,12 @@ def lost_fraction(interval: float, save: float, mtbf: float, restart: float = 0.
 
 
 def simulated_lost_fraction(
-    interval: float,
-    save: float,
-    mtbf: float,
-    restart: float = 0.0,
-    failures: int = 20_000,
-    seed: int = 0,
+    interval: float, save: float, mtbf: float, restart: float = 0.0
 ) -> float:
-    """The same fraction, of a job that is played through until it has failed `failures` times."""
-    dice = random.Random(seed)
+    """The same fraction, of a job that is played through until it has failed 20,000 times."""
+    dice = random.Random(0)
     spent = work = 0.0
-    for _ in range(failures):
+    for _ in range(20_000):
         alive = dice.expovariate(1 / mtbf)  # from one failure to the next
         saves = max(0.0, alive - restart) // (interval + save)  # complete ones: the rest is lost
         spent += alive

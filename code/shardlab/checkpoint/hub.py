@@ -19,12 +19,13 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -58,6 +59,11 @@ class Stored:
     name: str  # there
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes its numbers take."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def stored(folder: Path) -> dict[str, Stored]:
@@ -228,15 +234,16 @@ def save_hub(
         )
         sources = _Sources(model, like, members)
         saving = members.first(lambda: _begin(folder))
-        full = {
-            hub: torch.empty(of.shape, dtype=DTYPES[of.dtype], device="meta")
-            for hub, of in sources.found.items()
-        }
-        plan = split_torch_state_dict_into_shards(full, max_shard_size=shard_bytes)
+        plan = split_state_dict_into_shards_factory(
+            sources.found,
+            get_storage_size=lambda of: of.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=shard_bytes,
+        )
         problem = None
         for number, (file, tensors) in enumerate(plan.filename_to_tensors.items()):
             writer = number % members.size
-            content = {hub: sources.gather(hub, full[hub].dtype, writer) for hub in tensors}
+            content = {hub: sources.gather(hub, writer) for hub in tensors}
             if members.rank == writer:
                 try:
                     save_file(content, saving / file, {"format": "pt"})
@@ -246,7 +253,7 @@ def save_hub(
             del content
         problems = [of for of in members.exchange(problem) if of]
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        needed = sum(tensor.nbytes for tensor in full.values())
+        needed = sum(of.nbytes for of in sources.found.values())
         members.first(lambda: _complete(saving, folder, like, index, problems, needed))
     finally:
         members.close()
@@ -267,7 +274,7 @@ class _Sources:
         for name, link in links.items():
             self.into.setdefault(link.hub, []).append((name, link))
 
-    def gather(self, hub: str, dtype: torch.dtype, writer: int) -> Tensor | None:
+    def gather(self, hub: str, writer: int) -> Tensor | None:
         """A tensor of the hub's, whole, on its writer; all ranks that have parts of it call it."""
         of, mine = self.found[hub], self.members.rank == writer
         if hub not in self.into:
@@ -275,6 +282,7 @@ class _Sources:
                 return None
             with safe_open(self.like / of.file, "pt") as file:
                 return file.get_tensor(of.name)
+        dtype = DTYPES[of.dtype]
         full = torch.empty(of.shape, dtype=dtype) if mine else None
         for name, link in self.into[hub]:
             box = whole(shape(link.place[::-1] if link.turned else link.place))

@@ -208,12 +208,11 @@ def pays_from(
     machine: Machine,
     itemsize: int = 4,
     full: bool = True,
-    limit: int = 2**20,
 ) -> int | None:
     """The side of square matrices from which the product on `ranks` ranks beats one rank's.
 
     Of multiples of `ranks`, where shares are equal: what splitting saves grows with the cube of the
-    side, what is sent with its square, so from there on it always pays. None: not up to `limit`.
+    side, what is sent with its square, so from there on it always pays. None: not up to a million.
     """
 
     def faster(step: int) -> bool:
@@ -223,7 +222,7 @@ def pays_from(
 
     high = 1
     while not faster(high):
-        if high * ranks > limit:
+        if high * ranks > 2**20:
             return None
         high *= 2
     low = high // 2  # does not pay, or is 0

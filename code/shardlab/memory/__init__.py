@@ -1,7 +1,7 @@
 """Where the bytes of a training step go, predicted: the standard library alone.
 
 - `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
-- `parameters`, `parameter_count`, `fsdp2_shard` (counting): parameters of a shape, of one rank;
+- `parameters`, `parameter_count` (counting): parameters of a shape, of one rank;
 - `in_flight`: how many micro-batches a stage of a pipeline keeps;
 - `activations`: what autograd keeps of the course's own model, on one rank;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
@@ -15,7 +15,6 @@ Everything is in bytes, on one rank. `shardlab.measure.count` measures the same.
 from .activations import Activations, activations
 from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
 from .counting import (
-    fsdp2_shard,
     in_experts,
     parameter_count,
     parameters,
@@ -47,7 +46,6 @@ __all__ = [
     "estimate",
     "estimate_structure",
     "format_bytes",
-    "fsdp2_shard",
     "in_experts",
     "in_flight",
     "korthikanti_layer",

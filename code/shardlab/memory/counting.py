@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from shardlab.common.arguments import check_whole, given
 from shardlab.common.shapes import Config
@@ -169,12 +168,3 @@ def _held(
         for expert, elements in enumerate(in_matrices(kind, *cuts) if n else ()):
             matrices[expert] += n * elements
     return Held(sum(counts.values()), own, counts, *matrices)
-
-
-def fsdp2_shard(config: Config, layout: Layout, stage: int | Stage | None = None) -> int:
-    """Elements that the first rank holds when FSDP2 shards each parameter by its first dimension.
-
-    The rows are rounded up (torch.chunk), so this is a little above an even share of them.
-    """
-    held = shapes(config, layout, stage).values()
-    return sum(ceil_div(shape[0], layout.shards) * prod(shape[1:]) for shape in held)

@@ -48,19 +48,16 @@ def draw(
     heads: Sequence[str] | None = None,
     width: float = WIDE,
     label: str = "time",
-    end: float | None = None,
-    legend: bool = True,
 ) -> Figure:
     """Draw one timeline, or several under each other on one time axis.
 
     `titles`: one for each, what it is and how much of it is bubble unless given; `notes`: for each
     a text for each stage, at the right, under its word in `heads`; `width` in inches; `label` names
-    the unit of the times; `end`: where the axis ends, the last end unless given; `legend`: boxes
-    and their words at the foot.
+    the unit of the times.
     """
     shown = timelines if isinstance(timelines, Sequence) else [timelines]
     titles = [summary(timeline) for timeline in shown] if titles is None else titles
-    long = end or max(_ends(timeline)[1] - _ends(timeline)[0] for timeline in shown) or 1.0
+    long = max(_ends(timeline)[1] - _ends(timeline)[0] for timeline in shown) or 1.0
     left = 0.66
     words = [len(str(note)) for rows_ in notes or () for note in rows_]
     words += [len(head) for head in heads or ()]
@@ -71,7 +68,7 @@ def draw(
         y += 0.34
         tops.append(y)
         y += timeline.schedule.stages * (TALL + GAP) + 0.1
-    entries = _entries(shown, left, width) if legend else []
+    entries = _entries(shown, left, width)
     height = y + 0.3 + max([down + LINE for _, down, _, _ in entries], default=0)
     figure, axes = canvas(width, height)
     for i, (timeline, top) in enumerate(zip(shown, tops, strict=True)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise, product
 
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
@@ -235,13 +235,11 @@ class _Walk:
         )
 
 
-def from_text(
-    *rows: str, name: str = "yours", placement: Sequence[Sequence[int]] | None = None
-) -> Schedule:
+def from_text(*rows: str) -> Schedule:
     """A schedule written by hand, a row for each stage: from_text("F0 F1 B0 B1", "F0 B0 F1 B1").
 
-    Written F3.1 for chunk 1 of a stage; `placement` is `loop` unless given. Rows may hold messages,
-    too: then every message is theirs. Nothing is judged here but the writing: `validate` does that.
+    Written F3.1 for chunk 1 of a stage, placed round and round. Rows may hold messages, too: then
+    every message is theirs. Nothing is judged here but the writing: `validate` does that.
 
     Raises ValueError for a word that is no action.
     """
@@ -250,15 +248,13 @@ def from_text(
     if not everything:
         raise ValueError("rows=(): allowed is a row of actions for each stage, as 'F0 F1 B0 B1'")
     chunks = 1 + max(action.chunk for action in everything)
-    if placement is not None:
-        chunks = len(placement[0])
     messages = any(action.kind in MESSAGES for action in everything)
     return Schedule(
-        name,
+        "yours",
         len(rows),
         1 + max(action.microbatch for action in everything),
         chunks,
-        loop(len(rows), chunks) if placement is None else tuple(map(tuple, placement)),
+        loop(len(rows), chunks),
         tuple(tuple(action for action in order if action.kind in COMPUTE) for order in stages),
         tuple(stages) if messages else None,
     )

@@ -12,7 +12,6 @@ for heads and back.
 
 from .core import (
     Block,
-    Work,
     average,
     average_gradients,
     blocks,
@@ -21,17 +20,15 @@ from .core import (
     ring_attention,
     shard,
 )
-from .fit import context_moments, grain, tokens_table, tokens_that_fit
-from .kernel import Gradients, block_attention, block_gradients
-from .layout import LAYOUTS, gather, join, pieces, positions, split
+from .fit import context_moments, tokens_table, tokens_that_fit
+from .kernel import block_attention, block_gradients
+from .layout import LAYOUTS, gather, join, positions, split
 from .predict import attention_memory, ring_sent, score_pairs, score_turns, ulysses_sent
 from .ulysses import all_to_all_attention, heads_for_tokens, tokens_for_heads
 
 __all__ = [
     "LAYOUTS",
     "Block",
-    "Gradients",
-    "Work",
     "all_to_all_attention",
     "attention_memory",
     "average",
@@ -42,11 +39,9 @@ __all__ = [
     "context_moments",
     "distribute",
     "gather",
-    "grain",
     "heads_for_tokens",
     "join",
     "merge",
-    "pieces",
     "positions",
     "ring_attention",
     "ring_sent",

@@ -11,7 +11,6 @@ The plain layer with all experts is `gpt.model.Experts`, its router `gpt.router.
 from .core import (
     ExpertParallel,
     Route,
-    Routed,
     average_gradients,
     balancing_loss,
     exchange,
@@ -37,7 +36,6 @@ __all__ = [
     "ExpertParallel",
     "Parameters",
     "Route",
-    "Routed",
     "average_gradients",
     "balancing_loss",
     "clip_grad_norm_",

@@ -9,7 +9,6 @@
 from .core import (
     CUTS,
     Grid,
-    Panel,
     by_columns,
     by_inner,
     by_rows,
@@ -28,14 +27,13 @@ from .cost import (
     Cost,
     Machine,
     OverBudget,
-    Seconds,
     check_budget,
     near_square,
     pays_from,
     predict,
     seconds,
 )
-from .measure import Shard, measure, shard_throughput, stopwatch
+from .measure import measure, shard_throughput, stopwatch
 
 __all__ = [
     "CUTS",
@@ -44,9 +42,6 @@ __all__ = [
     "Grid",
     "Machine",
     "OverBudget",
-    "Panel",
-    "Seconds",
-    "Shard",
     "by_columns",
     "by_inner",
     "by_rows",

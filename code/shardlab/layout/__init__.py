@@ -11,7 +11,7 @@ The standard library alone. What is held, sent and saved is read from these.
 """
 
 from .core import ALONE, AXES, Layout, computed_again, orders
-from .entries import KINDS, Entry, ledger
+from .entries import KINDS, ledger
 from .stages import SCHEDULES, STAGE_RULES, Stage, stages
 from .structure import Structure, structure
 from .words import read, written
@@ -22,7 +22,6 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "STAGE_RULES",
-    "Entry",
     "Layout",
     "Stage",
     "Structure",

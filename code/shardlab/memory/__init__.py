@@ -12,8 +12,8 @@
 Everything is in bytes, on one rank. `shardlab.measure.count` measures the same.
 """
 
-from .activations import Activations, activations
-from .core import OPTIMIZERS, PRECISIONS, Recipe, States, states
+from .activations import activations
+from .core import PRECISIONS, states
 from .counting import (
     in_experts,
     parameter_count,
@@ -29,17 +29,12 @@ from .published import (
     largest,
     megatron_bytes,
 )
-from .step import Estimate, estimate
+from .step import estimate
 from .units import UNITS, format_bytes
 
 __all__ = [
-    "OPTIMIZERS",
     "PRECISIONS",
     "UNITS",
-    "Activations",
-    "Estimate",
-    "Recipe",
-    "States",
     "activations",
     "bytes_per_parameter",
     "deepspeed_zero2",

@@ -13,10 +13,7 @@ SC 2021 (arXiv 2104.04473).
 
 __all__ = [
     "AXES",
-    "Groups",
-    "Instead",
     "Parallel",
-    "SCHEDULES",
     "check_cuts",
     "counted",
     "full_tensors",
@@ -24,7 +21,6 @@ __all__ = [
     "held",
     "join",
     "left_out",
-    "local",
     "predicted_pieces",
     "predicted_sent",
     "predicted_states",
@@ -34,10 +30,7 @@ __all__ = [
 # it. Names are whole, so that a recording's key finds the files.
 _LATER = {
     "AXES": "shardlab.mesh.core",
-    "Groups": "shardlab.mesh.core",
-    "Instead": "shardlab.mesh.predict",
     "Parallel": "shardlab.mesh.core",
-    "SCHEDULES": "shardlab.mesh.predict",
     "check_cuts": "shardlab.mesh.predict",
     "counted": "shardlab.mesh.states",
     "full_tensors": "shardlab.mesh.states",
@@ -45,7 +38,6 @@ _LATER = {
     "held": "shardlab.mesh.states",
     "join": "shardlab.mesh.core",
     "left_out": "shardlab.mesh.predict",
-    "local": "shardlab.mesh.states",
     "predicted_pieces": "shardlab.mesh.predict",
     "predicted_sent": "shardlab.mesh.predict",
     "predicted_states": "shardlab.mesh.predict",

@@ -15,30 +15,21 @@ The rest stands around these two:
 
 from .schedules import (
     NAMES,
-    Action,
     Schedule,
     gpipe,
     interleaved,
-    loop,
-    naive,
     needed,
     one_f_one_b,
     other_end,
     schedule,
-    sent,
-    vee,
     with_messages,
     zb_h1,
-    zb_h2,
-    zb_v,
 )
 from .simulate import Span, Timeline, balance, simulate
-from .terminal import text
 from .validate import from_text, live, validate
 
 __all__ = [
     "NAMES",
-    "Action",
     "Part",
     "Pipeline",
     "Schedule",
@@ -56,21 +47,14 @@ __all__ = [
     "gpipe",
     "interleaved",
     "live",
-    "loop",
-    "naive",
     "needed",
     "one_f_one_b",
     "other_end",
     "schedule",
-    "sent",
     "simulate",
-    "text",
     "validate",
-    "vee",
     "with_messages",
     "zb_h1",
-    "zb_h2",
-    "zb_v",
 ]
 
 # What needs torch or matplotlib is loaded when it is first asked for: who only looks at schedules

@@ -11,7 +11,7 @@
 """
 
 from .check import Verdict, check
-from .core import checking, combined, moved
+from .core import checking, combined
 from .declared import DUAL, WORDS, believe, declare, declare_parameters, type_of
 from .messages import Mismatch
 from .operator import Operator
@@ -28,6 +28,5 @@ __all__ = [
     "combined",
     "declare",
     "declare_parameters",
-    "moved",
     "type_of",
 ]

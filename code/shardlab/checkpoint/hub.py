@@ -146,6 +146,7 @@ def _read(
                 place = tuple(slice(*ends) for ends in in_hub(link, piece.box))
                 values = opened.get_slice(found[link.hub].name)[place]
                 piece.tensor.copy_(values.T if link.turned else values)
+                del values  # before there is another one
 
 
 def in_hub(link: Link, box: Box) -> Box:

@@ -69,7 +69,7 @@ def test_saved_activations_are_what_forward_leaves_behind() -> None:
 def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
     def real() -> dict[str, int]:
         model = GPT(CONFIG)
-        _shard(model, reshard=True)
+        _shard(model)
         steps = [measured_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)]
         return min(steps, key=lambda step: step["peak"])
 

@@ -91,7 +91,7 @@ SEEDS = [
     ),
     Seed(
         "a list is copied to the GPU at each bucket",
-        "shardlab/zero/gradients.py",
+        "shardlab/zero/flat.py",
         "torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "torch.tensor([1] * len(self.views), dtype=torch.uint8, device=self.flat.device)",
         "contract.zero",

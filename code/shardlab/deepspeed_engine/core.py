@@ -221,14 +221,9 @@ def _merge(built: dict[str, Any], more: Mapping[str, Any]) -> None:
             built[key] = value
 
 
-def recompute(
-    module: nn.Module,
-    blocks: Iterable[nn.Module] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> nn.Module:
+def recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
     """Keep only each block's input for backward and compute the block again then; returns `module`.
 
-    blocks: the modules to recompute; `module.blocks` when left out.
     config: settings whose section "activation_checkpointing" DeepSpeed is to use.
 
     DeepSpeed's `deepspeed.checkpointing.checkpoint` has to be called in the model's own code, as
@@ -239,10 +234,7 @@ def recompute(
     if config is not None:
         with quiet():
             checkpointing.configure(None, deepspeed_config=dict(config))
-    chosen = list(module.blocks if blocks is None else blocks)
-    if not chosen:
-        raise ValueError("blocks=[]: allowed are modules, one or more")
-    for block in chosen:
+    for block in module.blocks:
         block.forward = partial(checkpointing.checkpoint, block.forward)
     return module
 

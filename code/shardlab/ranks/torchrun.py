@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import pickle
 import sys
@@ -31,11 +32,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardlab.common import gpu
 
-from . import start, values, worker
+from . import start, worker
 
 _ARRIVAL = 300.0  # seconds that processes may need until their first run, one after another
 _GRACE = 5.0  # seconds that others may still take once a rank has failed
 _FOR_EVER = timedelta(days=365)
+_CHUNK = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
+_FAILED = "failed"  # the key that says that a rank of this run has
 
 _numbers = count()  # of the runs, in every process alike
 
@@ -118,6 +121,40 @@ def _end_all() -> None:
         time.sleep(0.005)
 
 
+# Values of any size in a store of torch's.
+
+
+def _saved(value: Any) -> bytes:
+    """`value`, as torch writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    """What `_saved` made bytes of; tensors come back on the CPU."""
+    return torch.load(io.BytesIO(data), "cpu", weights_only=False)
+
+
+def _put(store: dist.Store, key: str, data: bytes) -> None:
+    """Set `key` to `data`, in pieces."""
+    pieces = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def _take(store: dist.Store, key: str) -> bytes:
+    """What `_put` has set `key` to, or will set it to."""
+    return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
+
+
+def _drop(store: dist.Store, key: str) -> None:
+    """Free the memory of what `_put` has set `key` to."""
+    for number in range(int(store.get(key))):
+        store.delete_key(f"{key}/{number}")
+
+
 # What process 0 does.
 
 
@@ -134,18 +171,18 @@ def run_joined(
     call = start.packed(fn, args)
     _await_all()
     store = _next_run()
-    values.put(store, "call", call)
-    store.set("job", values.saved(job))
+    _put(store, "call", call)
+    store.set("job", _saved(job))
     _meet(store, job)
     limit = time.monotonic() + job.timeout + _GRACE
     _take_part(store, job, 0)
     # A rank that died is torchrun's to notice: it ends the others, and says which one it was.
     while not store.check(["all"]) and time.monotonic() < limit:
-        if store.check([values.FAILED]):
+        if store.check([_FAILED]):
             limit = min(limit, time.monotonic() + _GRACE)
         time.sleep(0.005)
     if store.check(["all"]):
-        values.drop(store, "call")
+        _drop(store, "call")
     reports = [_report_of(store, rank) for rank in range(job.world_size)]
     store.set("heard", b"")
     return reports
@@ -155,9 +192,9 @@ def _report_of(store: dist.Store, rank: int) -> worker.Report | None:
     name = f"report{rank}"
     if not store.check([name]):
         return None
-    data = values.take(store, name)
-    values.drop(store, name)
-    return values.loaded(data)
+    data = _take(store, name)
+    _drop(store, name)
+    return _loaded(data)
 
 
 @cache
@@ -188,7 +225,7 @@ def _serve() -> None:
         if not order:
             _store().add("left", 1)
             return
-        job = values.loaded(order)
+        job = _loaded(order)
         if rank < job.world_size:
             _meet(store, job)
             report = _take_part(store, job, rank)
@@ -232,9 +269,9 @@ def _meet(store: dist.Store, job: worker.Job) -> None:
 def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     """Be `rank` of one run, and leave its report in the store."""
     report = _reported(store, job, rank)
-    values.put(store, f"report{rank}", values.saved(report))
+    _put(store, f"report{rank}", _saved(report))
     if report.failed:
-        store.set(values.FAILED, b"")
+        store.set(_FAILED, b"")
     if store.add("reported", 1) == job.world_size:
         store.set("all", b"")
     return report
@@ -251,7 +288,7 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
                 store=store,
                 timeout=timedelta(seconds=job.timeout),
             )
-            report = worker._returned(worker.called(job, *pickle.loads(values.take(store, "call"))))
+            report = worker._returned(worker.called(job, *pickle.loads(_take(store, "call"))))
             dist.barrier()  # nobody leaves while a neighbour still needs its sockets
             return report
     except KeyboardInterrupt:

@@ -7,11 +7,11 @@ model, and all hold the same. ZeRO's ranks own a shard each, of ever more of it:
 2. `Zero2`: of the gradients as well, which are reduce-scattered as they arrive;
 3. `Zero3`: of the parameters as well, which are gathered just before they are used.
 
-`shard(module, group, stage)` gives one of them. A step stands in three files: `core`, the stages;
-`gradients`, how these leave; `flat`, parameters side by side in one tensor that falls into N equal
-shards. torch's own optimizers see nothing but the shard. `units` is what stage 3 gathers together,
-`wrapper` what happens between steps, with `saved`, which makes tensors of pieces and pieces of
-tensors; `predict` what a rank holds and sends.
+`shard(module, group, stage)` gives one of them. A step stands in two files: `core`, the stages, and
+`flat`, parameters and gradients side by side in one tensor that falls into N equal shards. torch's
+own optimizers see nothing but the shard. `units` is what stage 3 gathers together, `wrapper` what
+happens between steps, with `saved`, which makes tensors of pieces and pieces of tensors; `predict`
+what a rank holds and sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .core import Unit, Zero1, Zero2, Zero3
-from .flat import Flat, all_gather
-from .gradients import Gradients, Reducer, ReduceScatter
+from .flat import Flat, Gradients, Reducer, ReduceScatter, all_gather
 from .predict import predicted_sent, predicted_states
 from .saved import warm
 from .wrapper import Sharded

@@ -2,8 +2,8 @@
 
 `Zero1` and `Zero2` have the model whole, and gather it anew after each step; `Zero3` gathers each
 `Unit` of it just before it is used, and frees it behind. The methods of each stand in the order in
-which a step calls them. A step goes from here to `gradients`, which sends these, and to `flat`,
-which gathers parameters; `wrapper` has what happens between steps. N ranks, P elements.
+which a step calls them. A step goes from here to `flat`, which gathers parameters and sends
+gradients; `wrapper` has what happens between steps. N ranks, P elements.
 
 Rajbhandari: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020 (arXiv 1910.02054). Zhao: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardlab.common.arguments import check_whole
 from shardlab.data_parallel.buckets import MIB, copy_from_rank_0, in_backward
 
-from .flat import Flat
-from .gradients import Gradients, Reducer
+from .flat import Flat, Gradients, Reducer
 from .units import Choice, modules_of, owners
 from .wrapper import Sharded
 

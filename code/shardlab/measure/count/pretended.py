@@ -32,27 +32,23 @@ def pretended_step(
     batch: int = 1,
     seq: int | None = None,
     recompute: str = "full",
-    reshard: bool = True,
-    timeout: float = 300.0,
 ) -> dict[str, int]:
     """Bytes that rank 0 of `world_size` would hold in a training step under FSDP2. Simulated.
 
     Each block is a unit of its own. Parameters are float32 in shards and bfloat16 where they are
     used; gradients are reduced in float32; AdamW. batch: sequences on each rank; seq: tokens each,
     by default the model's longest. recompute: "full" (each block again in backward) or "none".
-    reshard: free a block's parameters after its forward.
 
     Returns bytes: parameters, gradients, optimizer (this rank's shards, after the step), and of the
     second step, `activations` (kept at the end of forward) and `peak` (of all together).
 
-    Raises ValueError for sizes below 1 and an unknown `recompute`.
+    Raises ValueError for a world_size below 1.
     """
     seq = config.seq if seq is None else seq
-    arguments = config, batch, seq, recompute == "full", reshard
-    return ranks.pretend(_step, world_size, *arguments, timeout=timeout)
+    return ranks.pretend(_step, world_size, config, batch, seq, recompute == "full", timeout=300)
 
 
-def _step(config: Config, batch: int, seq: int, recompute: bool, reshard: bool) -> dict[str, int]:
+def _step(config: Config, batch: int, seq: int, recompute: bool) -> dict[str, int]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _sharding_prop
 
@@ -62,18 +58,18 @@ def _step(config: Config, batch: int, seq: int, recompute: bool, reshard: bool) 
         _sharding_prop.detect_fake_mode = lambda *_, **__: None
     with torch.device("meta"):
         model = plain.GPT(config)
-    _shard(model, reshard)
+    _shard(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         return measured_step(model, batch, seq, recompute)
 
 
-def _shard(model: plain.GPT, reshard: bool) -> None:
+def _shard(model: plain.GPT) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import worker
+from .blame import listed
 from .gather import gathered
 
 
@@ -91,14 +92,11 @@ def compare(told: Sequence[tuple[int, Mapping[str, list[str]]]]) -> None:
                 who: dict[str, list[int]] = {}
                 for (rank, _), value in zip(told, values, strict=True):
                     who.setdefault(value, []).append(rank)
-                has = ", ".join(f"{_ranks(sorted(r))} {v}" for v, r in who.items())
+                has = ", ".join(
+                    f"{listed(sorted(ranks))} {'has' if len(ranks) == 1 else 'have'} {value}"
+                    for value, ranks in who.items()
+                )
                 raise ValueError(f"{name}: {has}; allowed is the same on all ranks")
-
-
-def _ranks(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"rank {numbers[0]} has"
-    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} have"
 
 
 def _parts(value: Any) -> list[str]:

@@ -148,7 +148,7 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
         texts = [_absence(w, len(witnesses), within) for w in absent]
         for name, group in _grouped(waiting):
             verb = "waits" if len(group) == 1 else "wait"
-            who = _ranks([w.rank for w in group]).capitalize()
+            who = listed([w.rank for w in group]).capitalize()
             texts.append(f"{who} {verb} for it in {name} at {group[0].place()}.")
         return [w.rank for w in absent], "\n".join(texts)
     if waiting:
@@ -164,7 +164,7 @@ def _own_failures(witnesses: list[Witness]) -> tuple[list[int], str]:
     texts = [_own_failure(w, len(witnesses)) for w in guilty]
     rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
     if rest:
-        texts.append(f"{_ranks(rest).capitalize()} {_was(rest)} stopped.")
+        texts.append(f"{listed(rest).capitalize()} {_was(rest)} stopped.")
     return [w.rank for w in guilty], "\n".join(texts)
 
 
@@ -208,7 +208,7 @@ def _told(
     texts = []
     for camp, call in zip(camps, firsts, strict=True):
         given = ", ".join(word for word in (call.sizes, call.told if more else "") if word)
-        texts.append(f"{_ranks(camp)} called {call.name}({given}) at {_place(_frame(call))}")
+        texts.append(f"{listed(camp)} called {call.name}({given}) at {_place(_frame(call))}")
     head = f"the ranks parted ways at their collective number {index + 1}: "
     rule = "Every rank of a group calls the same collectives, in the same order, types and sizes."
     return camps[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
@@ -237,7 +237,7 @@ def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:
     head = f"the {len(waiting)} ranks did not come together{within}"
     texts = [f"{head}: every one waits for another."]
     for name, group in _grouped(waiting):
-        who = _ranks([w.rank for w in group]).capitalize()
+        who = listed([w.rank for w in group]).capitalize()
         texts.append(f"{who} stood in {name} at {group[0].place()}.")
     return [w.rank for w in waiting], "\n".join(texts)
 
@@ -270,7 +270,8 @@ def readable(file: str) -> str:
     return "/".join(path.parts[-2:]) if path.is_absolute() else file
 
 
-def _ranks(ranks: list[int]) -> str:
+def listed(ranks: list[int]) -> str:
+    """Ranks in words: rank 1, or ranks 0, 1 and 3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -408,13 +408,6 @@ def from_rank_0(module: nn.Module, group: Any) -> None:
         dist.broadcast(p.grad, 0, group=group)
 
 
-def a_bit_apart(module: nn.Module, group: Any) -> None:
-    """The average, on rank 1 a unit in the last place larger."""
-    average(module, group)
-    for p in module.parameters():
-        p.grad *= 1 + 2**-23 * dist.get_rank()
-
-
 def in_pairs(module: nn.Module, group: Any) -> None:
     average(module, dist.new_subgroups(2)[0])
 

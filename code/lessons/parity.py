@@ -745,7 +745,7 @@ show.table(rows, head, caption="Ten published mistakes, each beside a right prog
 # - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
 # - **Rank 0 may be fine.** DeepSpeed 1801 clips there, and is wrong on all others; of Megatron-LM 7452 it has a half. Whoever looks at rank 0 alone sees a part of the program.
 # - **One is right up to the optimizer**: DeepSpeed 8437 differs in its updates alone.
-# - **One is of the size of rounding in `bfloat16`.** With `bfloat16` weights, where pytorch 190626 really lives, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published_installed.py).
+# - **One is of the size of rounding in `bfloat16`.** With `bfloat16` weights, where pytorch 190626 really lives, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
 # - **The steps have to do what the job does.** Texts of one length hide the first, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 such threads that were read for this course, a plain step cannot show 33, and 31 more are in no single step.
 #
 # ## Two scripts

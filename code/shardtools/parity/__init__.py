@@ -11,9 +11,8 @@ hands to the next), `clues` and `report` find the words.
 `check_resume` compares a run that was stopped; `first_layers` is for models that fit nowhere.
 """
 
-from .fewer import first_layers
 from .mistakes import MISTAKES, Mistake, mistakes
-from .programs import check, check_resume
+from .programs import check, check_resume, first_layers
 from .recording import Key, Watch
 from .report import Finding, Report
 from .scripts import watch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from .causes import listed, spans
 from .noise import Tolerance, ratio, size_of, tolerance
 from .places import apart
 from .record import Record
-from .recording import BEFORE, Key
+from .recording import BEFORE, Key, Part
 
 NOTHING = 1e-3  # of the largest gradient's size: what rounding alone makes is as small
 
@@ -76,62 +75,31 @@ def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
     Those that ranks share are the same on each of them, and count once.
     """
 
-    def ids(parts: Iterable[Any]) -> Counter[int]:
+    def ids(parts: Iterable[Part]) -> Counter[int]:
         return Counter(i for part in parts for i in part.value.tolist())
 
     wanted = ids(plain.parts[key])
-    at = {m.rank: ids(s.part for s in m.seen.get(key, ())) for m in ranks}
-    distinct: list[Counter[int]] = []
-    for mine in at.values():
-        if mine and mine not in distinct:
-            distinct.append(mine)
-    if wanted in (sum(distinct, Counter()), sum(at.values(), Counter())):
-        return ""
+    at = {m.rank: ids(seen.part for seen in m.seen.get(key, ())) for m in ranks}
+    distinct = [mine for n, mine in enumerate(at.values()) if mine not in [*at.values()][:n]]
     have = sum(distinct, Counter())
-    shared = [rank for rank, mine in at.items() if mine == distinct[0]] if distinct else []
-    same = f" (ranks {listed(shared)} have the same ones)" if len(shared) > 1 else ""
+    if wanted in (have, sum(at.values(), Counter())):
+        return ""
+    alike = [rank for rank, mine in at.items() if mine == distinct[0]]
+    same = f" (ranks {listed(alike)} have the same ones)" if len(alike) > 1 else ""
     said = []
     for found, words in (
-        (wanted - have, f"are on no rank{same}"),
-        (Counter({i: n for i, n in (have - wanted).items() if i in wanted}), "count too often"),
-        (Counter({i: n for i, n in have.items() if i not in wanted}), "are none of this step's"),
+        ((wanted - have).keys(), f"are on no rank{same}"),
+        ((have - wanted).keys() & wanted.keys(), "count too often"),
+        (have.keys() - wanted.keys(), "are none of this step's"),
     ):
         if found:
-            which = sorted(found)
-            who = [rank for rank, mine in at.items() if set(mine) & set(which)]
-            where = f" (rank{'s' if len(who) > 1 else ''} {listed(who)})" if who else ""
-            said.append(f"{spans(torch.tensor(which))} {words}{where}")
+            who = listed([rank for rank, mine in at.items() if found & mine.keys()])
+            where = f" (ranks {who})" if who else ""
+            said.append(f"{spans(torch.tensor(sorted(found)))} {words}{where}")
     for step in {k.step for k in plain.parts if k.phase == "samples"} - {key.step}:
-        if have and not have - ids(plain.parts[key._replace(step=step)]):
+        if not have - ids(plain.parts[key._replace(step=step)]):
             said.append(f"they are step {step + 1}'s")
     return "; ".join(said)
-
-
-def dtypes(keys: Iterable[Key], plain: Record, ranks: list[Any]) -> list[tuple[Key, str, str]]:
-    """Outputs that have other dtypes than the plain ones: key, this dtype, the plain one's."""
-    found = []
-    for key in keys:
-        mine = {s.part.value.dtype for m in ranks for s in m.seen.get(key, ())}
-        other = mine - {part.value.dtype for part in plain.parts[key]}
-        if key.phase == "forward" and other:
-            names = (str(d).removeprefix("torch.") for d in (other.pop(), plain.dtype(key)))
-            found.append((key, *names))
-    return found
-
-
-def checksum(value: torch.Tensor) -> int:
-    """Of its bits: copies have the same."""
-    return zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def copies_differ(parts: list[tuple[Any, int, Any]]) -> bool:
-    """Whether copies of one thing have other bits on other ranks: they drift apart."""
-    for n, (matcher, _, seen) in enumerate(parts):
-        for other, _, theirs in parts[n + 1 :]:
-            apart = other.rank != matcher.rank and seen.bits != theirs.bits
-            if apart and seen.place and theirs.place and seen.place.same(theirs.place):
-                return True
-    return False
 
 
 def lacks(key: Key, matcher: Any) -> bool:
@@ -143,16 +111,11 @@ def lacks(key: Key, matcher: Any) -> bool:
     return there(key) < there(Key(matcher.begins or BEFORE, "weights", key.name))
 
 
-def skipped(ranks: list[Any], end: int) -> int:
-    """Return the first step that a rank did not end: all its modules have more calls in it."""
-    calls = [(m, key, len(parts)) for m in ranks for key, parts in m.seen.items()]
-    calls = sorted((c for c in calls if c[1].phase == "forward"), key=lambda c: -c[2])
-    fewest = {key.name: n for _, key, n in calls}
-    found = [m.steps for m in ranks]
-    for bad in (m for m in ranks if m.steps != end):
-        usual = {key.step for m, key, n in calls if m is bad and n == fewest[key.name]}
-        found += {key.step for m, key, _ in calls if m is bad} - usual
-    return min(found)
+def skipped(ranks: list[Any]) -> int:
+    """Return the first step that a rank did not end: its modules have more calls in it."""
+    good, bad = max(ranks, key=lambda m: m.steps), min(ranks, key=lambda m: m.steps)
+    more = (k.step for k, parts in bad.seen.items() if len(parts) > len(good.seen.get(k, parts)))
+    return min(more, default=bad.steps)
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
@@ -178,8 +141,8 @@ def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
         near = tolerance(plain, key, seen.part.value.dtype)
         return seen.fits and (near.decides or near.size < NOTHING * most)
 
-    ends = [k for k in plain.parts if k.step == step and k.phase in ("gradient", "buffers")]
-    most = max((size_of(plain, k) for k in ends if k.phase == "gradient"), default=0.0)
+    ends = [k for k in plain.parts if k.step == step and k.phase == "gradient"]
+    most = max((size_of(plain, k) for k in ends), default=0.0)
     return most > 0 and all(
         not lacks(key, m) and all(fits(key, seen) for seen in m.seen.get(key, ()))
         for key in ends

@@ -11,9 +11,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .causes import Case, Value, cause, told
+from .causes import CAUSES, Case, told
 from .noise import gap, rms
-from .places import apart, proposals
+from .places import proposals
 from .recording import BEFORE
 
 CALLED = {"lr": "learning rate", "step": "optimizer's count of steps", "weight_decay": "decay"}
@@ -21,62 +21,24 @@ UNUSED = {"initial_lr"}  # of an optimizer's options
 NEAR = 0.02  # of what a fit leaves over: it is what it was fitted to
 LIKELY = 0.5  # another step's tensor that is nearer by so much is meant
 FEW = 8  # places of it that are tried
-PIECES = 2, 3, 4, 6, 8
 
 
 def _weights(case: Case) -> str:
-    """Of a run that is resumed."""
+    """Of a run that is resumed: those of an earlier step, or others."""
     if case.key.phase != "weights" or case.key.step == BEFORE:
         return ""
-    off: dict[int, float] = {}
-    for step in dict.fromkeys(k.step for k in case.plain.parts if k.phase == "weights"):
+    for step in sorted(k.step for k in case.plain.parts if k[1:] == case.key[1:]):
         old = case.whole(step=step)
-        pairs = [(v.found, v.place.of(old).double()) for v in case.wrong]
-        if all(case.alike(*pair) for pair in pairs):
-            off[step] = max(rms(found - before) for found, before in pairs)
-    if off:
-        step = min(off, key=off.__getitem__)
-        since = f"step {step + 1}" if step != BEFORE else "the first step: not loaded?"
-        return f"are those from before {since}"
-    if order := _order(case.wrong[0]):
-        return f"right pieces in a wrong order ({order}): put together for another layout?"
+        if all(case.alike(v.found, v.place.of(old).double()) for v in case.wrong):
+            since = f"step {step + 1}" if step != BEFORE else "the first step: not loaded?"
+            return f"are those from before {since}"
     return "are other ones than those of the run that goes through: not loaded, or another's?"
-
-
-def _order(value: Value) -> str:
-    """Of equal pieces that are right, and stand elsewhere: in which order."""
-    for n in PIECES:
-        found, wanted = value.found.flatten(), value.wanted.flatten()
-        if len(found) % n or len(found) < 2 * n:
-            continue
-        mine, right = found.view(n, -1), wanted.view(n, -1)
-        off = apart(mine, right)
-        size = rms(wanted) * mine.shape[1] ** 0.5
-        if (off.amin(1) <= 1e-3 * size).all():
-            return ", ".join(str(i) for i in off.argmin(1).tolist())
-    return ""
-
-
-def options(case: Case) -> str:
-    """Of an update: where its optimizer had another rate, say, or another count of steps."""
-    mine = {v.rank: case.options(v.rank) for v in case.wrong}
-    plain = {} if _other_optimizer(case) else case.plain.parts[case.key][0].options
-    said = []
-    for name in sorted(plain.keys() - UNUSED):
-        right = plain[name]
-        other = {r: float(o[name]) for r, o in mine.items() if name in o}
-        if any(abs(o - right) > 1e-9 * abs(right) for o in other.values()):
-            one = next(iter(other.values()))
-            alike = len(set(other.values())) == 1
-            is_ = f"{one:.4g}" if alike else told(other)
-            what = CALLED.get(name, name)
-            said.append(f"the {what} is {is_}, and {right:.4g} in the plain program")
-    return "; ".join(said)
 
 
 def _other_optimizer(case: Case) -> str:
     """Of an update: made by one of another class than in the plain program."""
-    wanted, mine = case.plain.parts[case.key][0].optimizer, case.optimizers()
+    wanted = case.plain.parts[case.key][0].optimizer
+    mine = {part.optimizer for part in case.made_by().values()} - {""}
     if case.key.phase != "update" or not wanted or not mine or wanted in mine:
         return ""
     made = " and ".join(sorted(mine))
@@ -131,16 +93,33 @@ def _inputs(case: Case) -> str:
     return f"is nearest to that of step {step + 1}: {why}"
 
 
-def _dice(case: Case) -> str:
+def _random_state(case: Case) -> str:
+    """Of a run that is resumed."""
     drew = any(s.part.drew for m in case.ranks for s in m.seen.get(case.key, ()))
     resumed = case.key.phase == "forward" and case.key.step == case.ranks[0].begins > 0
     return "random numbers are drawn here: was their state restored?" if drew and resumed else ""
 
 
-CARRIED = _weights, _other_optimizer, _anew, _inputs, _dice
+CARRIED = _weights, _other_optimizer, _anew, _inputs, _random_state
+
+
+def options(case: Case) -> str:
+    """Of an update: where its optimizer had another rate, say, or another count of steps."""
+    right = {} if _other_optimizer(case) else case.plain.parts[case.key][0].options
+    mine = {rank: part.options for rank, part in case.made_by().items()}
+    said = []
+    for name in sorted(right.keys() - UNUSED):
+        other = {rank: float(found[name]) for rank, found in mine.items() if name in found}
+        if any(abs(found - right[name]) > 1e-9 * abs(right[name]) for found in other.values()):
+            one = next(iter(other.values()))
+            alike = len(set(other.values())) == 1
+            is_ = f"{one:.4g}" if alike else told(other)
+            what = CALLED.get(name, name)
+            said.append(f"the {what} is {is_}, and {right[name]:.4g} in the plain program")
+    return "; ".join(said)
 
 
 def in_words(case: Case) -> str:
     """What is wrong with a tensor: what was not carried, or a cause; and options that differ."""
-    said = next((words for each in CARRIED if (words := each(case))), "") or cause(case)
+    said = next(words for each in (*CARRIED, *CAUSES) if (words := each(case)))
     return "; ".join(filter(None, (said, options(case))))

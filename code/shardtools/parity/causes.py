@@ -6,10 +6,8 @@ row of CAUSES. Beside them: FACTORS, what a factor may come from.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mode
 from typing import Any
 
 import torch
@@ -56,39 +54,16 @@ class Case:
         """Whether two are the same but for rounding."""
         return one.shape == other.shape and gap(one, other, rms(other))[0] <= self.loose
 
-    def outputs(self) -> list[Key]:
-        """Return the keys of the plain program's outputs in this step."""
-        return [k for k in self.plain.parts if k[:2] == (self.key.step, "forward")]
+    def micro_batches(self) -> int:
+        """Return how many micro-batches a rank's step has: calls of a module that is not shared."""
+        outputs = [k for k in self.plain.parts if k[:2] == (self.key.step, "forward")]
+        calls = [max(len(m.seen.get(key, ())) for m in self.ranks) for key in outputs]
+        return min(filter(None, calls), default=1)
 
-    def micro_batches(self) -> float:
-        """Return how many micro-batches a rank's step has."""
-        plain = {key: len(self.plain.parts[key]) for key in self.outputs()}
-        if not plain:
-            return 1.0
-        calls = (len(m.seen.get(k, ())) / n for m in self.ranks for k, n in plain.items())
-        return mode(plain.values()) * max(calls)
-
-    def is_dealt(self) -> bool:
-        """Return True if the ranks share the batch: none has all numbers of an output."""
-
-        def numbers(parts: list[Part]) -> int:
-            return sum(part.value.numel() for part in parts)
-
-        return not any(
-            numbers([s.part for s in m.seen.get(key, ())]) >= numbers(self.plain.parts[key])
-            for m in self.ranks for key in self.outputs()
-        )  # fmt: skip
-
-    def options(self, rank: int) -> dict[str, float]:
-        """With what a rank's optimizer made the update."""
-        seen = next((m for m in self.ranks if m.rank == rank), None)
-        return next((s.part.options for s in seen.seen.get(self.key, ())), {})
-
-    def optimizers(self) -> set[str]:
-        """Of which classes those were that made the wrong updates."""
+    def made_by(self) -> dict[int, Part]:
+        """By rank, one of the wrong parts as it was seen."""
         bad = {value.rank for value in self.wrong}
-        seen = (s for m in self.ranks if m.rank in bad for s in m.seen.get(self.key, ()))
-        return {s.part.optimizer for s in seen} - {""}
+        return {m.rank: m.seen[self.key][0].part for m in self.ranks if m.rank in bad}
 
     def whole(self, **other: Any) -> Tensor | None:
         """Another tensor of the plain run, by what its key has other than this one's."""
@@ -119,11 +94,11 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 # What a factor may come from: for n ranks and m micro-batches.
-FACTORS: tuple[tuple[Callable[[int, float], float], str], ...] = (
+FACTORS: tuple[tuple[Callable[[int, int], float], str], ...] = (
     (lambda n, m: n, "a sum over {n} ranks that was not averaged"),
     (lambda n, m: 1 / n, "divided by {n} ranks once too often"),
-    (lambda n, m: m, "{m:g} micro-batches that were not averaged"),
-    (lambda n, m: 1 / m, "divided by {m:g} micro-batches once too often"),
+    (lambda n, m: m, "{m} micro-batches that were not averaged"),
+    (lambda n, m: 1 / m, "divided by {m} micro-batches once too often"),
 )
 
 
@@ -145,15 +120,10 @@ def _start(case: Case) -> str:
     return f"are other ones than the plain program begins with: {why}"
 
 
-def drew(key: Key, plain: Record, ranks: Sequence[Any]) -> bool:
-    """Whether random numbers are drawn between this output and the one before it."""
-    each = (s.part for m in ranks for s in m.seen.get(key, ()))
-    return any(part.drew for part in plain.parts[key]) or any(part.drew for part in each)
-
-
 def _dice(case: Case) -> str:
     """Another mask: zeros elsewhere, and what neither has dropped is the same."""
-    if not drew(case.key, case.plain, case.ranks):
+    seen = (s.part for m in case.ranks for s in m.seen.get(case.key, ()))
+    if not any(part.drew for part in (*case.plain.parts[case.key], *seen)):
         return ""
     first = case.wrong[0]
     kept = (first.found != 0) & (first.wanted != 0)
@@ -210,25 +180,7 @@ def _factor(case: Case) -> str:
             "the right one already (micro-batches? a division done twice?)"
         )
     whys = [why.format(n=n, m=m) for f, why in FACTORS if same(c, f(n, m)) and not same(c, 1.0)]
-    return f"{said}: {whys[0 if case.is_dealt() else -1]}" if whys else said
-
-
-def _untied(case: Case) -> str:
-    """One parameter of the plain program is several on each rank."""
-    name, by_rank = case.key.name, defaultdict(list)
-    tied = [name, *(other for other, first in case.plain.aliases.items() if first == name)]
-    for value in case.values:
-        by_rank[value.rank].append(value)
-    several = all(len(v) > 1 for v in by_rank.values())
-    several &= all(x.place.same(v[0].place) for v in by_rank.values() for x in v)
-    if case.key.phase != "gradient" or len(tied) < 2 or not several:
-        return ""
-    if not all(case.alike(sum(v.found for v in m), m[0].wanted) for m in by_rank.values()):
-        return ""
-    return (
-        f"{' and '.join(tied)} are one parameter in the plain program, and here each has an "
-        "addend of the gradient: tie them again (after to_empty, or a copy?)"
-    )
+    return f"{said}: {', or '.join(whys)}" if whys else said
 
 
 def _not_summed(case: Case) -> str:
@@ -315,13 +267,13 @@ def _mixed(case: Case) -> str:
         return ""
     if len(used) == 1:
         return f"is rank {used[0]}'s own gradient: the other ranks' are not in it"
-    if not all(same(share, by_rank[used[0]]) for share in by_rank.values()):
-        each = ", ".join(f"{s:.3g}" for s in by_rank.values())
-        return (
-            f"is the sum of {each} times the ranks' own gradients, where all should count alike: "
-            "each was clipped, or divided, before they were averaged"
-        )
-    return ""
+    if all(same(share, max(by_rank.values())) for share in by_rank.values()):
+        return ""
+    each = ", ".join(f"{s:.3g}" for s in by_rank.values())
+    return (
+        f"is the sum of {each} times the ranks' own gradients, where all should count alike: "
+        "each was clipped, or divided, before they were averaged"
+    )
 
 
 # Of wide formats the bits of a number, and how many of them a narrower one leaves zero.
@@ -348,15 +300,6 @@ def _rounded(case: Case) -> str:
             if found > 0.9 and short(first.wanted, spare) < 0.5:
                 return f"has the digits of {name}: it was added up, sent or kept in {name}"
     return ""
-
-
-def _gone(case: Case) -> str:
-    value = case.wrong[0]
-    zero = (value.found == 0) & (value.wanted != 0)
-    if not zero.any() or not case.alike(torch.where(zero, value.wanted, value.found), value.wanted):
-        return ""
-    where = spans(zero.flatten().nonzero().flatten())
-    return f"{int(zero.sum())} of {zero.numel()} numbers are zero ({where}), the others right"
 
 
 def _bias(case: Case) -> str:
@@ -421,21 +364,6 @@ def _decay(case: Case) -> str:
     return f"{abs(c):.3g} times the weight is too {much} in it: weight decay"
 
 
-def _other_rule(case: Case) -> str:
-    """Ranks that hold the same, and move it otherwise."""
-    bad = {value.rank for value in case.wrong}
-    right = [
-        v.rank for v in case.values
-        if not v.wrong and any(v.place.same(w.place) for w in case.wrong)
-    ]  # fmt: skip
-    if case.key.phase != "update" or not right:
-        return ""
-    return (
-        f"its gradient was right, and ranks {listed(right)} moved the same as they should: "
-        f"another optimizer, other options or another state on ranks {listed(sorted(bad))}?"
-    )
-
-
 def _another(case: Case) -> str:
     value = case.wrong[0]
     alike = len(case.values) > 1 and all(case.alike(v.found, value.found) for v in case.values)
@@ -445,11 +373,6 @@ def _another(case: Case) -> str:
 
 
 CAUSES = (
-    _nothing, _start, _dice, _rounded, _untied, _factor, _passes, _not_summed, _mixed, _gone, _bias,
-    _rows, _of_before, _decay, _other_rule, _another,
+    _nothing, _start, _dice, _rounded, _factor, _passes, _not_summed, _mixed, _bias, _rows,
+    _of_before, _decay, _another,
 )  # fmt: skip
-
-
-def cause(case: Case) -> str:
-    """What is wrong with it."""
-    return next(words for each in CAUSES if (words := each(case)))

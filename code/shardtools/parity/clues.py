@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .across import complete
-from .causes import ANOTHER, SEEDS, drew, same, told
+from .causes import ANOTHER, same, told
 from .record import Record
 from .recording import Key
 from .report import Report, called
@@ -77,14 +77,6 @@ def _right_until(way: Way) -> str:
         f"{said}: between the two, a backward, a sum over ranks or a loss that begins here (an "
         "auxiliary one?) is another one"
     )
-
-
-def _drew(way: Way) -> str:
-    at = way.first
-    told = "random numbers are drawn"
-    if at.phase != "forward" or told in way.report.findings[0].words:
-        return ""
-    return f"{told} before it (dropout?): {SEEDS}" if drew(at, way.plain, way.ranks) else ""
 
 
 def _foreign(way: Way) -> str:
@@ -175,7 +167,7 @@ def _uneven(way: Way) -> str:
     return f"backward began with other factors: {where}{told(began)}; {counts}"
 
 
-CLUES = _began, _right_until, _drew, _foreign, _loss, _more_telling, _clipped, _uneven
+CLUES = _began, _right_until, _foreign, _loss, _more_telling, _clipped, _uneven
 
 
 def clues(

@@ -42,21 +42,15 @@ def run(given: argparse.Namespace) -> int:
     words = given.scripts
     plain = words[: words.index("--")] if "--" in words else words
     parallel = words[len(plain) + 1 :]
-    if plain and plain[0].startswith("--"):
-        near = options.nearest(plain[0], ["--draws", "--folder"])
-        raise ValueError(f"{plain[0]}: no such option{near}")
-    if not plain or not parallel:
+    if not plain or not parallel or plain[0].startswith("-"):
         raise ValueError(
             f"scripts={' '.join(words)!r}: needed are a plain script, --, and the command that "
             "starts the parallel one, as in plain.py -- torchrun --nproc-per-node 2 parallel.py"
         )
     if not Path(plain[0]).is_file():
         raise ValueError(f"plain={plain[0]!r}: there is no such script; needed is a Python file")
-    if given.folder is not None:
-        folder = options.folder("folder", given.folder)
+    with tempfile.TemporaryDirectory(prefix="parity-") as own:
+        folder = Path(own) if given.folder is None else options.folder("folder", given.folder)
         report = compared(plain, parallel, folder, draws)
-    else:
-        with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-            report = compared(plain, parallel, Path(folder), draws)
     print(report)
     return 0 if report.equal else 1

@@ -32,9 +32,8 @@ from itertools import chain, islice
 
 from torch import Tensor
 
-from . import across
 from .noise import Tolerance, ratio, rms, tolerance
-from .places import Place, by_columns, by_rows, by_twins, in_any_order, pieces, proposals
+from .places import Place, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
 from .recording import Key, Part, Sink
 
@@ -51,7 +50,6 @@ class Seen:
     part: Part
     place: Place | None
     factor: float = 1.0  # of backward on this rank
-    bits: int = 0  # a checksum: copies have the same
 
     @property
     def fits(self) -> bool:
@@ -87,9 +85,9 @@ class Matcher(Sink):
     """A sink on one rank: finds each tensor's place in the plain run's."""
 
     def __init__(self, plain: Record, rank: int, ranks: int, begins: int = 0):
+        super().__init__()
         self.plain, self.rank, self.ranks = plain, rank, ranks
         self.begins = begins  # how many steps a run that is resumed has behind it
-        self.steps, self.watched, self.optimized = 0, False, False
         self.weights: dict[tuple[str, int], Weight] = defaultdict(Weight)  # by name and number
         self.calls: dict[tuple[int, int], Call] = defaultdict(Call)  # by step and call
         self.known: dict[tuple, list[Place]] = defaultdict(list)  # where outputs stood, by shape
@@ -121,14 +119,13 @@ class Matcher(Sink):
         key = self.plain.name(key)
         seen = self.seen.setdefault(key, [])
         place, factor = self.place(key, part, len(seen))
-        whole, bits = self.plain.whole(key), 0
+        whole = self.plain.whole(key)
         if place is not None or whole is None or not whole.numel():
-            bits = across.checksum(part.value) if key.phase in ENDS else 0
             part = replace(part, value=part.value.to("meta"))
         else:
             self.calls[key.step, part.call].misfits[key.phase] += 1
             part = replace(part, value=part.value.clone())
-        seen.append(Seen(part, place, factor, bits))
+        seen.append(Seen(part, place, factor))
 
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
         """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
@@ -143,8 +140,6 @@ class Matcher(Sink):
             return self._weight(weight, part, near), 1.0
         if key.phase in ENDS:
             return self._end(key, weight, part, near), 1.0
-        if key.phase == "buffers":
-            return self._output(key, part, near), 1.0
         if self.plain.scalar(key):
             return None, 1.0
         if key.phase == "forward":
@@ -169,8 +164,7 @@ class Matcher(Sink):
         value = part.value
         cut = proposals(value.shape, whole.shape, self.rank, part.start)
         yield chain(cut, pieces(value, whole, self.ranks) if value.shape != whole.shape else ())
-        for free in (by_rows, by_columns):
-            yield [p for p in [free(value, whole)] if p is not None]
+        yield filter(None, [by_rows(value, whole)])
 
     def _end(self, key: Key, weight: Weight, part: Part, near: Tolerance) -> Place | None:
         """Where the weight stood, with factor 1."""
@@ -202,8 +196,7 @@ class Matcher(Sink):
         if place is None and not call.is_lost(key.phase):
             place = self._best(key, value, in_any_order(value, near.whole, self.rank), near)
         if place is not None:
-            if key.phase == "forward":
-                call.stood[key.name] = place
+            call.stood[key.name] = place
             if not any(place.same(other) for other in known):
                 known.append(place)
         return place

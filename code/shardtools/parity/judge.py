@@ -35,7 +35,7 @@ class Judge:
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
             words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
             bad = [m.rank for m in self.ranks if m.steps != self.end]
-            self._say(Key(across.skipped(self.ranks, self.end), "update", ""), bad, words)
+            self._say(Key(across.skipped(self.ranks), "update", ""), bad, words)
             return self.report
         for key in self.order():
             if self.report.findings and self.report.first.key[:2] != key[:2]:
@@ -44,7 +44,6 @@ class Judge:
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
                 self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
-        self.report.dtypes = across.dtypes(self.order(), self.plain, self.ranks)
         self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
         return self.report
 
@@ -92,11 +91,10 @@ class Judge:
             self._say(key, missing, "is not there")
         elif left:
             self._wrong(key, parts, left)
-        elif key.phase == "weights":
-            if words := across.numbers_on_no_rank(key, whole, self.ranks):
-                self._say(key, [], words)
-        elif across.copies_differ([one for one in parts if not one[2].part.unread]):
-            self.report.drifting.append(key)
+        elif key.phase == "weights" and (
+            words := across.numbers_on_no_rank(key, whole, self.ranks)
+        ):
+            self._say(key, [], words)
 
     def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
         """Say what is wrong with those that fit nowhere; they may count as they should be after."""

@@ -88,7 +88,8 @@ class Noise(Sink):
     """A sink that compares a perturbed run with the plain one, tensor by tensor."""
 
     def __init__(self, record: Record):
-        self.record, self.steps, self.watched, self.optimized = record, 0, False, False
+        super().__init__()
+        self.record = record
         self.squares: dict[Key, float] = defaultdict(float)
         self.row: dict[Key, float] = defaultdict(float)
         self.shared: dict[Key, float] = {}

@@ -53,14 +53,6 @@ class Place:
 
     def mark(self, had: Tensor) -> None:
         """Set what stands there in `had`, a tensor of truth values with the whole's shape."""
-        if self.piece is None and not any(isinstance(index, Tensor) for index in self.index):
-            every = slice(None)
-            cut = (every if i is None else slice(i.start, i.stop, i.step) for i in self.index)
-            had.view(self.view)[tuple(cut)] = True
-            return
-        if self.piece is not None and not any(self.index):
-            had.view(-1)[self.piece : self.piece + prod(self.shape)] = True
-            return
         numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
         had.view(-1)[numbers[numbers > 0] - 1] = True
 
@@ -234,7 +226,7 @@ def _begins(part: Tensor, base: Tensor) -> Tensor:
 
 
 def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place | None]:
-    """Samples, rows, and rows of which columns are cut, in any order; or columns."""
+    """Samples, rows, and rows of which columns are cut, in any order."""
     size, total = part.shape[-1:], whole.shape[-1:]
     if min(part.dim(), whole.dim()) > 2 and part.shape[1:] == whole.shape[1:]:
         each = by_rows(part.flatten(1), whole.flatten(1))
@@ -243,7 +235,6 @@ def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place 
     for cut in CUTS[1:-1] if len(size) and len(total) else ():
         for columns in islice(cut(size[0], total[0], first), SLOW):
             yield by_rows(part, whole, columns)
-    yield by_columns(part, whole)
 
 
 def by_rows(part: Tensor, whole: Tensor, columns: Index = None) -> Place | None:
@@ -273,16 +264,6 @@ def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:
     ]
     index = _nearest(torch.cat(mine, 1), torch.cat(all_, 1))
     return Place(view, (index, cut.index[1]), stood.shape)
-
-
-def by_columns(part: Tensor, whole: Tensor) -> Place | None:
-    """Columns in any order, of all rows."""
-    if min(part.dim(), whole.dim()) < 2 or part.shape[:-1] != whole.shape[:-1]:
-        return None
-    mine, all_ = part.reshape(-1, part.shape[-1]).T, whole.reshape(-1, whole.shape[-1]).T
-    if not len(mine) <= len(all_) <= ROWS:
-        return None
-    return Place(tuple(all_.T.shape), (None, _nearest(mine, all_)), tuple(part.shape))
 
 
 def _nearest(part: Tensor, whole: Tensor) -> Tensor:

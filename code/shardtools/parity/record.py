@@ -1,14 +1,11 @@
 """What the plain program computed: kept in memory, or written to a folder as it comes and mapped.
 
 A folder holds `values`, one tensor behind the other, and `index.pt`, which says what stands where.
-It is complete after each step. A folder belongs to one comparison at a time: see `claim`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,70 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.common import folder_lock
-
 from .recording import Key, Part, Sink
 
 ALIGNED = 64  # bytes: where each tensor begins in the file
 INDEX, VALUES = "index.pt", "values"
-OWN = ".parity"  # lists the files that a comparison wrote
-NEW = ".new"  # ends the name of an unfinished one
 
 
-@contextmanager
-def claim(folder: Path) -> Iterator[None]:
-    """Hold a folder for one comparison, without the files of an earlier one.
-
-    Raises ValueError for a folder that holds any other file, before anything is written.
-    """
+def new_folder(folder: Path) -> Path:
+    """Make a folder for one comparison. Raises ValueError for one that holds files."""
     folder.mkdir(parents=True, exist_ok=True)
-    listed = folder / OWN
-    names = listed.read_text("utf-8", "replace").split("\n") if listed.is_file() else []
-    ours = {*names, *(name + NEW for name in names)}
-    kept = {OWN, folder_lock.NAME} if names else set()
-    files = {path.name: path for path in folder.iterdir()}
-    if foreign := sorted(files.keys() - ours - kept):
+    if names := sorted(path.name for path in folder.iterdir()):
         raise ValueError(
-            f"folder={str(folder)!r}: no comparison wrote {foreign[0]!r} in it; allowed is a new "
-            "folder, an empty one, or one of an earlier comparison"
+            f"folder={str(folder)!r}: it holds {names[0]!r}; allowed is a new, or an empty folder"
         )
-    listed.touch()
-    with folder_lock.hold(folder, "a comparison"):
-        for name in files.keys() & ours - kept:
-            files[name].unlink()
-        listed.write_text("")
-        yield
-
-
-def own(path: Path) -> Path:
-    """Note a file as a comparison's own; return its path."""
-    with open(path.parent / OWN, "a", encoding="utf-8") as file:
-        file.write(f"{path.name}\n")
-    return path
-
-
-def save(value: Any, path: Path) -> None:
-    """Write a comparison's file: as a whole, or not at all."""
-    beside = path.with_name(path.name + NEW)
-    torch.save(value, beside)
-    os.replace(beside, path)
+    return folder.resolve()
 
 
 class Record(Sink):
     """A sink that keeps all; by key, in the order of the modules' last calls."""
 
     def __init__(self, folder: Path | None = None):
+        super().__init__()
         self.parts: dict[Key, list[Part]] = {}
         self.aliases: dict[str, str] = {}  # of tied parameters: another name -> the first
-        self.noise: dict[Key, tuple[float, float]] = {}  # see `noise`
-        self.steps, self.watched, self.optimized = 0, False, False
-        self.fewer = ""  # of how many layers: see `first_layers`
-        self.folder, self.places, self.size = folder, {}, 0
+        self.noise: dict[Key, tuple[float, float, float]] = {}  # see `noise`
         self.sizes: dict[Key, float] = {}  # root mean squares of those that were asked for
+        self.folder = folder
+        self.bytes = 0  # that were written
+        self.begins: dict[tuple[Key, int], int] = {}  # where each call's tensor begins in the file
         self._wholes: dict[Key, Tensor | None] = {}
-        if folder is not None:
-            own(folder / VALUES).write_bytes(b"")
-            own(folder / INDEX)
 
     def see(self, key: Key, part: Part) -> None:
         """Keep it, or write it; nothing of a gradient that no optimizer reads."""
@@ -96,42 +58,34 @@ class Record(Sink):
         """As `Sink` says."""
         self.aliases[name] = first
 
-    def stepped(self, steps: int) -> None:
-        """As `Sink` says."""
-        self.steps = steps
-        self.save()
-
     def _write(self, key: Key, part: Part) -> None:
         raw = part.value.contiguous().flatten().view(torch.uint8)
+        padding = -self.bytes % ALIGNED
         with open(self.folder / VALUES, "ab") as file:
-            file.write(bytes(-self.size % ALIGNED))
-            self.size += -self.size % ALIGNED
-            self.places[key, part.call] = self.size
+            file.write(bytes(padding))
             file.write(memoryview(raw.numpy()))
-            self.size += raw.numel()
+        self.begins[key, part.call] = self.bytes + padding
+        self.bytes += padding + raw.numel()
 
     def save(self) -> None:
         """Write the index; nothing without a folder."""
         if self.folder is not None:
-            save(self, self.folder / INDEX)
+            torch.save(self, self.folder / INDEX)
 
     @staticmethod
     def load(folder: Path) -> Record:
         """What stands in a folder; its values are read where they are looked at."""
-        record: Record = torch.load(folder / INDEX, weights_only=False)
-        record.folder = folder
-        record.map()
-        return record
+        return torch.load(folder / INDEX, weights_only=False)
 
     def map(self) -> None:
         """Take the values from the file."""
-        if self.folder is None or not self.size:
+        if self.folder is None or not self.bytes:
             return
         file = str(self.folder / VALUES)
-        raw = torch.from_file(file, shared=False, size=self.size, dtype=torch.uint8)
+        raw = torch.from_file(file, shared=False, size=self.bytes, dtype=torch.uint8)
         for key, parts in self.parts.items():
             for part in parts:
-                begin, value = self.places[key, part.call], part.value
+                begin, value = self.begins[key, part.call], part.value
                 end = begin + value.numel() * value.element_size()
                 part.value = raw[begin:end].view(value.dtype).view(value.shape)
 
@@ -139,12 +93,15 @@ class Record(Sink):
         """Without values that stand in a file."""
         state = vars(self) | {"_wholes": {}}
         if self.folder is not None:
-            meta = {
+            state["parts"] = {
                 key: [replace(part, value=part.value.to("meta")) for part in parts]
                 for key, parts in self.parts.items()
             }
-            state["parts"] = meta
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.map()
 
     def name(self, key: Key) -> Key:
         """The key by the plain model's own name of a tied parameter."""
@@ -171,10 +128,6 @@ class Record(Sink):
         for part in self.ordered(key):
             yield part.value.shape, begin
             begin += part.value.numel()
-
-    def dtype(self, key: Key) -> torch.dtype:
-        """Of the first call."""
-        return self.parts[key][0].value.dtype
 
     def scalar(self, key: Key) -> bool:
         """Whether each call gave one number: a rank's loss is the mean of its own share."""

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardlab.common import gpu
-from shardlab.common.arguments import check_all, check_callable, check_kind, check_whole
+from shardlab.common.arguments import check_all, check_kind
 
 from .rounding import Rounding, neighbours
 
 # What a library puts between a module and the name that its author gave it.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # In the order of a step.
-PHASES = "weights", "samples", "forward", "backward", "gradient", "update", "buffers"
+PHASES = "weights", "samples", "forward", "backward", "gradient", "update"
 BEFORE = -1  # the step of weights before the first one
 ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
 SAMPLES = 256  # numbers that are kept of what each backward of a step gave of a gradient
@@ -57,6 +57,11 @@ class Part:
 class Sink:
     """What is told of each tensor, in the order in which they come."""
 
+    def __init__(self) -> None:
+        self.steps = 0  # that are through
+        self.watched = self.optimized = False  # whether watch was called, and with an optimizer
+        self.fewer = ""  # of how many layers the model is: see `first_layers`
+
     def see(self, key: Key, part: Part) -> None:
         """A tensor: copied if it is kept."""
 
@@ -67,10 +72,6 @@ class Sink:
         """Drop an update that fits nowhere, since it may come late; True where one was dropped."""
         return False
 
-    def stepped(self, steps: int) -> None:
-        """So many steps are through."""
-        self.steps = steps
-
 
 def author_names(name: str) -> str:
     """A module's name without what libraries put in between."""
@@ -79,21 +80,13 @@ def author_names(name: str) -> str:
 
 def sampled(x: Tensor) -> Tensor:
     """Some of its numbers: the same of each tensor of its size."""
-    x = as_reals(x.detach()).flatten()
+    x = x.detach().flatten()
     return x[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
 
 
-def as_reals(x: Tensor) -> Tensor:
-    """Return dense real numbers; the last dimension of complex ones holds real, imaginary, real…"""
-    x = x if x.layout == torch.strided else x.to_dense()
-    if not x.is_complex():
-        return x
-    return torch.view_as_real(x.resolve_conj()).reshape(*x.shape[:-1], -1)
-
-
 def is_watched(x: Any) -> bool:
-    """Return True for a tensor of real or complex numbers."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    """Return True for a tensor of real numbers."""
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 class Watch:
@@ -106,8 +99,7 @@ class Watch:
     """
 
     def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):
-        self.sink, self.step, self.watched, self.optimized = sink, begins, False, False
-        self.every, self.fewer = every, ""
+        self.sink, self.step, self.every = sink, begins, every
         self.noise = None if seed is None else torch.Generator().manual_seed(seed)
         self.rounding = None if self.noise is None else Rounding(self.noise)
         self.calls: Counter[Key] = Counter()
@@ -135,14 +127,13 @@ class Watch:
         optimizers = list(optimizer) if several else [] if optimizer is None else [optimizer]
         self.optimizers = optimizers
         check_all(nn.Module, model=self.models)
-        check_callable(rename=rename)
         for one in optimizers:
             check_kind(torch.optim.Optimizer, optimizer=one)
-        if self.watched:
+        if self.sink.watched:
             raise ValueError("watch: a second call; needed is one, with a list of several models")
         _overlook_rehearsals()
-        self.watched, self.rename = True, rename
-        self.fewer = getattr(model, "fewer", "")
+        self.rename = rename
+        self.sink.watched, self.sink.fewer = True, getattr(model, "fewer", "")
         if self.noise is not None:
             with torch.no_grad():
                 for p in {id(p): p for _, p in self._parameters()}.values():
@@ -159,9 +150,9 @@ class Watch:
             for name, module in one.named_modules():
                 if rename(name) or len(self.models) == 1:  # of several parts none is the model
                     self._hook(rename(name), module)
-        self.optimized = bool(optimizers)
-        if type(model).__module__.startswith(ENGINES):
-            self.optimized = True
+        engine = type(model).__module__.startswith(ENGINES)
+        self.sink.optimized = engine or bool(optimizers)
+        if engine:
             self._inside_engine(model)
         else:
             self._around(optimizers)
@@ -170,7 +161,7 @@ class Watch:
     def close(self) -> None:
         """Take the last step's late weights, and end the noise in sums and casts."""
         self._take_late()
-        if self.watched and self.rounding is not None:
+        if self.sink.watched and self.rounding is not None:
             self.rounding.__exit__(None, None, None)
 
     def samples(self, ids: Sequence[int] | Tensor) -> None:
@@ -179,11 +170,8 @@ class Watch:
         In both programs, before the step. All ranks together have to have those of the plain one,
         each once; ranks that share their samples, as those of tensor parallelism, have the same.
         """
-        whole = ids.tolist() if isinstance(ids, Tensor) else ids
-        check_kind((list, tuple, range), ids=whole)
-        check_whole(0, **{f"ids[{n}]": i for n, i in enumerate(whole)})
-        value = torch.tensor([*whole], dtype=torch.int64)
         key = Key(self.step, "samples", "")
+        value = torch.as_tensor(ids, dtype=torch.int64).cpu()
         self.sink.see(key, Part(value, call=self.calls[key]))
         self.calls[key] += 1
 
@@ -234,15 +222,6 @@ class Watch:
             for name, p in one.named_parameters(remove_duplicate=False):
                 yield self.rename(name), p
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that a checkpoint holds, as running statistics."""
-        for one in self.models:
-            for prefix, module in one.named_modules():
-                for name, x in module._buffers.items():
-                    kept = x is not None and name not in module._non_persistent_buffers_set
-                    if kept and x.is_floating_point():
-                        yield self.rename(f"{prefix}.{name}" if prefix else name), x
-
     def _once(self, tell: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter by its first name."""
         first: dict[int, str] = {}
@@ -283,10 +262,8 @@ class Watch:
         self.made = self._made_by()
         for name, p in self._once():
             self.sink.see(Key(self.step, "update", name), self._moved(name, p))
-        for name, buffer in self._buffers():
-            self.sink.see(Key(self.step, "buffers", name), _part(buffer))
         self.step += 1
-        self.sink.stepped(self.step)
+        self.sink.steps = self.step
 
     def _moved(self, name: str, p: nn.Parameter) -> Part:
         """How far this rank's weights are from those before the step."""
@@ -310,7 +287,6 @@ class Watch:
                 keys.add(key)
                 self.sink.see(key, self._moved(name, p))
         self._keep_weights()
-        self.sink.stepped(self.step)
 
     def _made_by(self) -> dict[int, tuple[str, dict[str, float]]]:
         """Which optimizer made a step with what, for words: its group's numbers, its steps.
@@ -330,35 +306,14 @@ class Watch:
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Gradients as the first of them sees them, updates when all have stepped."""
         waiting: list[torch.optim.Optimizer] = []
-        deep: Counter[int] = Counter()  # a step that calls its parent's is one
 
-        def before(
-            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            deep[id(optimizer)] += 1
-            if waiting:
-                return None
-            self._take_late()
-            waiting.extend(optimizers)
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
+        def before(*_: Any) -> None:
+            if not waiting:
+                self._take_late()
+                waiting.extend(optimizers)
                 self._gradients()
-                return None
-
-            def watched() -> Any:  # it computes the gradients, inside of the step
-                result = closure()
-                if not read:
-                    read.append(True)
-                    self._gradients()
-                return result
-
-            read: list[bool] = []
-            return args[:1], {**kwargs, "closure": watched}
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            deep[id(optimizer)] -= 1
-            if deep[id(optimizer)]:
-                return
             waiting[:] = [one for one in waiting if one is not optimizer]
             if not waiting:
                 self._updates()
@@ -394,11 +349,9 @@ def _part(x: Tensor) -> Part:
         if not any(p.is_partial() for p in x.placements):
             place = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
             start = tuple(place[1])
-            if x.is_complex() and start:
-                start = *start[:-1], 2 * start[-1]
         x = x.to_local()
         x = x.wait() if hasattr(x, "wait") else x
-    return Part(as_reals(x.cpu()), start=start)
+    return Part(x.cpu(), start=start)
 
 
 def _readable(p: Tensor) -> Tensor:

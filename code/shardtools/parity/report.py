@@ -13,7 +13,6 @@ OF = {
     "backward": "gradient of the output of {}",
     "gradient": "gradient of {}",
     "update": "update of {}",
-    "buffers": "buffer {}",
 }
 
 
@@ -55,11 +54,9 @@ class Report:
     resumed: int = 0  # of a run that was resumed: on how many ranks it began
     findings: list[Finding] = field(default_factory=list)  # in the order of the computation
     clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
-    drifting: list[Key] = field(default_factory=list)  # copies near the plain one, and not alike
     fewer: str = ""  # of how many layers: see `first_layers`
     compared: int = 0  # tensors
     undecided: int = 0  # of which rounding alone makes another one: nothing can be said
-    dtypes: list[tuple[Key, str, str]] = field(default_factory=list)  # other ones: of which, both
     unplaced: list[Key] = field(default_factory=list)  # inside, in a step whose ends are right
     left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
     worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
@@ -77,7 +74,6 @@ class Report:
         later.undecided += self.undecided
         worst = {**self.worst, **later.worst}
         later.worst = {k: max(v, self.worst.get(k, 0.0)) for k, v in worst.items()}
-        later.drifting = self.drifting + later.drifting
         later.unplaced = self.unplaced + later.unplaced
         return later
 
@@ -107,26 +103,13 @@ class Report:
                     f"  of {len(self.unplaced)} not every part was found, first of the "
                     f"{called(self.unplaced[0])}: all gradients of weights in its step are right"
                 )
-            if self.drifting:
-                lines.append(
-                    f"  {len(self.drifting)} are not the same bits on ranks that hold copies, "
-                    f"first the {called(self.drifting[0])}: nobody keeps the copies together"
-                )
             if self.fewer:
                 lines.append(f"  compared at {self.fewer}")
-            return "\n".join(lines + self._other_dtypes())
+            return "\n".join(lines)
         lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
-        lines += self._other_dtypes()
         alike = [f for f in self.findings if f.key[:2] == self.first.key[:2]]
         if len(alike) > 1:
             lines.append(
                 f"  and {len(alike) - 1} more like it in this step; what follows is not judged"
             )
         return "\n".join(lines)
-
-    def _other_dtypes(self) -> list[str]:
-        if not self.dtypes:
-            return []
-        key, mine, plain = self.dtypes[0]
-        said = f"{len(self.dtypes)} outputs are of another dtype than the plain program's, first"
-        return [f"  {said} the {called(key)}: {mine}, and {plain} there"]

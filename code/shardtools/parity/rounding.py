@@ -18,8 +18,6 @@ SUMS = {
 
 def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return `x` with a quarter of its numbers moved by one unit in the last place, up or down."""
-    if x.is_complex():
-        return torch.view_as_complex(neighbours(torch.view_as_real(x.resolve_conj()), generator))
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
     x = x.detach().contiguous()
     drawn = torch.randint(8, x.shape, generator=generator, dtype=torch.uint8).to(x.device)

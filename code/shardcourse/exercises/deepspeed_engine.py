@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,19 +20,13 @@ number("deepspeed_accumulation", 16, "micro-batches",
     2: "That divides by all 64 GPUs. The eight that share one copy of the model compute the "
     "same sequences: only the copies count.",
     4: "There are two pipeline stages as well, and they share a copy.",
-    8: "There are four tensor-parallel ranks as well, and they share a copy.",
-    64: "That is the accumulation of all copies together.",
-    128: "That leaves out that there are several copies of the model.",
-    512: "That is the batch; a micro-batch holds four sequences, and there are copies.",
 })  # fmt: skip
 
 _COST = 8 * 2.5 / 3600 / 20_000 * 1e6
 number("deepspeed_cost", _COST, "per million tokens", rel=0.01,
        says="Right: 20 per hour buy 72 million tokens.", wrong={
     _COST / 8: "All eight GPUs are paid for while the job runs.",
-    _COST * 8: "The 20,000 tokens a second are those of all eight GPUs together.",
     _COST * 3600: "The price is for an hour, and the rate is for a second.",
-    1 / _COST: "That is millions of tokens for one unit of money: the other way up.",
 })  # fmt: skip
 
 # The exercise's log: ranks, sequences of each, tokens of an input and an output; what a GPU costs
@@ -45,8 +39,6 @@ _TOKENS = Number(
     {
         _N * _BATCH * _PROMPT: "That is what the log says, and it counts the input.",
         _N * _BATCH * _WHOLE: "The output begins with the input, which nobody generated.",
-        _BATCH * (_WHOLE - _PROMPT): "That is one rank's. Each rank has sequences of its own.",
-        _WHOLE - _PROMPT: "That is one sequence.",
     },
 )
 _PRICE = Number(
@@ -54,10 +46,6 @@ _PRICE = Number(
     "per million tokens",
     {
         _GPU / _NEW: "That pays for one GPU, and four worked.",
-        _GPU / (_N * _BATCH * _PROMPT): "That is the log's: one GPU's price, for the input.",
-        _GPU / (_BATCH * _PROMPT): "That divides by the tokens of the input.",
-        _GPU / (_BATCH * _WHOLE): "That divides by input and output together.",
-        _N * _GPU / _NEW * 3600: "The price is for an hour, and the job took seconds.",
     },
     0.01,
 )
@@ -71,10 +59,8 @@ _CUTS = {
 
 @exercise("deepspeed_log")
 def _(answer: Any) -> str:
-    if isinstance(answer, str) or not isinstance(answer, Sequence) or len(answer) != 3:
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise Wrong("Give three things: the parallelism, the tokens, and the price.")
-    if any(part is ... or part is None for part in answer):
-        raise Wrong("One of the three is still missing.")
     kind, tokens, price = answer
     if isinstance(kind, str) and kind in _CUTS:
         raise Wrong(
@@ -101,12 +87,10 @@ def _why_steps(given: tuple[int, ...], got: Any, want: int | str) -> str:
             "These numbers do not fit together: raise ValueError rather than train with another "
             "batch than the one asked for."
         )
-    if got == want:
-        return "It is right as a number, but DeepSpeed wants an int."
     train, micro, world, _, _ = given
     copies = " The ranks that share a copy of the model count once."
-    times = "Micro-batches times that do not make the batch."
-    return times + (copies if got == train // (micro * world) else "")
+    words = "Micro-batches times that do not make the batch."
+    return words + (copies if got == train // (micro * world) else "")
 
 
 def _raising(answer: Callable[..., Any], *given: int) -> Any:
@@ -130,7 +114,6 @@ cases(
     _TRAINED,
     _accumulation,
     call=_raising,
-    equal=lambda got, want: got == want and type(got) is type(want),
     says="Right, on 8 batches, of which three cannot be.",
     told="train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format,
     why=_why_steps,
@@ -182,31 +165,24 @@ def _one_process() -> list[float]:
     return losses
 
 
-_WANTED = {
-    "micro": (_MICRO, "A micro-batch holds {got} sequences instead of {want}."),
-    "accumulation": (_PARTS, "The engine steps after {got} micro-batches instead of {want}."),
-    "batch": (_MICRO * _PARTS * _RANKS, "A step takes {got} sequences instead of {want}."),
-    "stage": (2, "ZeRO's stage is {got} instead of {want}."),
-    "bf16": (False, "It computes in bf16, and float32 was asked for."),
-}
+_WANTED = {"micro": _MICRO, "accumulation": _PARTS, "batch": _MICRO * _PARTS * _RANKS}
+_WANTED |= {"stage": 2, "bf16": False}
 
 
 @exercise("deepspeed_config")
 def _(answer: Any) -> str:
-    if not isinstance(answer, Mapping):
-        raise Wrong(f"The configuration should be a dict, not a {type(answer).__name__}.")
     try:
         deepspeed_engine.check(answer, optimizer=True)
     except ValueError as error:
         raise Wrong(f"{error}.") from None
     found = run_answer(_engine, _RANKS, dict(answer), timeout=60)[0]
-    for name, (want, words) in _WANTED.items():
+    for name, want in _WANTED.items():
         if found[name] != want:
-            raise Wrong(words.format(got=found[name], want=want))
+            raise Wrong(f"The engine's {name} is {found[name]} instead of {want}.")
     if found["clipping"]:
         raise Wrong(
-            f"The engine clips gradients at {found['clipping']}, and its losses are not those of "
-            "one process. What does DeepSpeed do when it is not told?"
+            f"The engine clips gradients at {found['clipping']}. What does DeepSpeed do when it is "
+            "not told?"
         )
     if not found["overlap"]:
         raise Wrong(
@@ -214,9 +190,7 @@ def _(answer: Any) -> str:
         )
     buckets = 2 * 4 * found["bucket"]  # two, of float32
     if not 0.5e6 <= buckets <= 1e6:
-        hint = " With overlap there are two of them." if 0.5e6 < buckets / 2 <= 1e6 else ""
-        hint = hint or (" The size counts numbers, not bytes." if found["bucket"] == 10**6 else "")
-        raise Wrong(f"The buckets take {buckets / 1e6:,.1f} MB instead of 0.5 to 1.{hint}")
+        raise Wrong(f"The buckets take {buckets / 1e6:,.1f} MB instead of 0.5 to 1.")
     gap = max(abs(a - b) for a, b in zip(found["losses"], _one_process(), strict=True))
     if gap > 1e-5:  # float32, losses near 5, four steps
         raise Wrong(f"It trains, but its losses are {gap:.1g} off those of one process.")

@@ -17,13 +17,10 @@ from shardlab import ranks
 from shardtools import parity
 from shardtools.parity import places
 
-_TIMEOUT = 60.0  # seconds, for what takes tenths of one
-
 number("times_allowed", 1.9e-3 / (12 * 2.1e-7), "times", rel=0.02,
        says="Right: 754 times what rounding explains. It is a mistake, small as it looks.", wrong={
     1.9e-3 / 2.1e-7: "That is 9,048 times the noise; twelve times the noise is still allowed.",
     1.9e-3 / (3 * 2.1e-7): "Of three draws the largest counts, once; 12 of it are allowed.",
-    12 * 2.1e-7: "That is what is allowed. How often does the error go into it?",
 })  # fmt: skip
 
 
@@ -118,8 +115,7 @@ blanks(
     "four_reports",
     _LACKS,
     says="Right, from one report each, and without a look at a program.",
-    allowed=lambda given: given in list(_WHY),
-    allows=f" Allowed are {', '.join(_WHY)}.",
+    otherwise=f"Allowed are {', '.join(_WHY)}.",
     wrong={(name, given): words for name in _LACKS for given, words in _WHY.items()},
 )
 
@@ -139,13 +135,8 @@ def _(answer: Callable[..., Any]) -> str:
         found = called(lambda *a: list(answer(*a)), size, total, n - 1)
         if not found:
             raise Wrong(f"{case}: it proposes nothing.")
-        if not all(isinstance(x, Tensor) and x.shape == (size,) for x in found):
-            raise Wrong(f"{case}: each proposal is a tensor of {size} row numbers.")
         if not any(x.equal(mine) for x in found):
-            raise Wrong(
-                f"{case}: rank {n - 1} holds the rows {mine.tolist()}, and these are not among "
-                "what you propose."
-            )
+            raise Wrong(f"{case}: rank {n - 1} holds the rows {mine.tolist()}: propose them.")
         if not found[0].equal(mine):
             raise Wrong(f"{case}: `first` is the likeliest part. Begin with it, go round the rest.")
         if sorted(torch.cat(found).tolist()) != list(range(total)):
@@ -163,18 +154,13 @@ def _(answer: Callable[..., Any]) -> str:
 
 @exercise("my_program")
 def _(answer: Callable[..., Any]) -> str:
-    def program(watch: Any) -> None:
-        answer(watch)
-
     for size in (2, 4):
         try:
-            report = parity.check(plain, program, ranks=size, draws=1, timeout=_TIMEOUT)
+            report = parity.check(plain, answer, ranks=size, draws=1)
         except ValueError as error:
             raise Wrong(str(error)) from None
         except ranks.RankError as error:
-            raise Wrong(
-                f"It failed on {size} ranks: {str(error).strip().splitlines()[0]}"
-            ) from None
+            raise Wrong(f"It failed on {size} ranks: {error}") from None
         if not report.equal:
             raise Wrong(f"On {size} ranks: {report}"[:590])
     return "Silent on 2 and 4 ranks: it is the same computation."

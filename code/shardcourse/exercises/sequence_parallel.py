@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardcourse.exercises.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
+from shardcourse.exercises.forms import (
+    Kind,
+    Part,
+    Seen,
+    Trial,
+    cases,
+    differentiate,
+    number,
+    on_ranks,
+)
 from shardlab.common.shapes import Config
 from shardlab.gpt.model import GPT
 
@@ -21,8 +30,6 @@ number("sequence_bytes", _SBH * 34 / _T, "bytes", rel=0.001,
     _SBH * (10 + 24 / _T): "That is tensor parallelism alone: the 10 of norms, dropout and "
     "inputs are to be divided, too.",
     _SBH * 34: "That is the whole layer: each rank keeps an eighth of everything.",
-    _SBH * (34 + 80) / _T: "That keeps attention's scores: a fused kernel does not.",
-    _SBH * 24 / _T: "That is what stands inside of the cut matrices; where are the norms' inputs?",
 })  # fmt: skip
 
 
@@ -33,17 +40,9 @@ def _summands(names: list[str]) -> set[str]:
 
 
 def _why(args: tuple[list[str]], given: Any, want: set[str]) -> str:
-    (names,), got = args, set(given)
-    if unknown := got - set(names):
-        return f"{min(unknown)!r} is none of the names."
+    got = set(given)
     if extra := sorted(got - want):
-        name = extra[0]
-        told = "This matrix is cut, and all tokens go through each rank's part of it."
-        if name.endswith("bias"):
-            told = "A column-cut layer's bias is cut, too, and added to all tokens."
-        elif "embedding" in name or "head" in name:
-            told = "It is cut by the vocabulary, and each rank meets all tokens with it."
-        return f"{name!r} is one too many. {told}"
+        return f"{extra[0]!r} is one too many: it is cut, and all tokens meet each rank's part."
     name = min(want - got)
     told = "It is added behind the reduce-scatter, to this rank's tokens alone."
     if "norm" in name:
@@ -85,7 +84,6 @@ def _tokens(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def _column(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
     """The output, both gradients; and the most bytes of a storage that backward holds on to."""
     x_BsH, w_HF, factor = _tokens(dist.get_rank(), size)
-    x_BsH.requires_grad_(), w_HF.requires_grad_()
     kept = [0]
 
     def keep(x: Tensor) -> Tensor:
@@ -93,12 +91,8 @@ def _column(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
-        y_BSF = answer(x_BsH, w_HF, dist.group.WORLD)
-    if not isinstance(y_BSF, Tensor) or y_BSF.shape != factor.shape:
-        return y_BSF, None, None, 0
-    if y_BSF.requires_grad:
-        (y_BSF * factor).sum().backward()
-    return y_BSF, x_BsH.grad, w_HF.grad, max(kept)
+        found = differentiate(answer, (x_BsH, w_HF), factor)
+    return *found, max(kept)
 
 
 def _gathers_again(seen: list[Seen]) -> str:

@@ -24,6 +24,7 @@ from shardcourse.exercises.forms import (
     called,
     calls_at_most,
     cases,
+    differentiate,
     number,
     on_ranks,
 )
@@ -42,16 +43,10 @@ number("tp_bytes", 16 * _OWN, "bytes",
     16 * _ALL: "That is what one process holds.",
     16 * _ALL / _T: "Nearly: one of the biases is not divided. Which one is added to a sum "
     "that every rank has whole?",
-    16 * _MATRICES: "The matrices are right; where are the biases?",
-    4 * _OWN: "Those are the weights; gradients and two moments stand beside them.",
-    12 * _OWN: "What is missing: weights, gradients, or one of the two moments?",
 })  # fmt: skip
 number("tp_other_order", 8.5, "times", says="Right: (2 · 8 + 1) / 2, whatever t is.", wrong={
     4.5: "With GELU it would be; SwiGLU has two matrices that lead to the inner width.",
     8.0: "The inner sums are right. What does a rank have of Y in the end?",
-    9.0: "Nearly: the slices of Y are gathered, not added up, and an all-gather sends half of "
-    "what an all-reduce does.",
-    17.0: "That, times (t−1)/t · h, is what this order sends; what does the right one send?",
 })  # fmt: skip
 
 
@@ -102,23 +97,17 @@ def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
     own = _own(dist.get_rank(), size)
     network = {name: tensor.to(ranks.device()) for name, tensor in _network(size).items()}
     gate, up, down = network["gate_FH"][own], network["up_FH"][own], network["down_HF"][:, own]
-    given = [
-        t.clone().requires_grad_() for t in (network["x_BSH"], gate, up, down, network["bias_H"])
-    ]
-    got = answer(*given, dist.group.WORLD)
-    if not isinstance(got, Tensor) or not got.requires_grad or got.shape != given[0].shape:
-        return got, None, None, None
-    got.backward(network["dy_BSH"])
-    x, _, up, _, bias = given
-    return got, x.grad, up.grad, bias.grad
+    given = network["x_BSH"], gate, up, down, network["bias_H"]
+    y, dx, _, dup, _, dbias = differentiate(answer, given, network["dy_BSH"])
+    return y, dx, dup, dbias
 
 
-def _gated_plain(network: dict[str, Tensor], own: slice, bias: bool = True) -> list[Tensor]:
+def _gated_plain(network: dict[str, Tensor], own: slice) -> list[Tensor]:
     """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
     x_BSH = network["x_BSH"].clone().requires_grad_()
     up_FH = network["up_FH"][own].clone().requires_grad_()
     inner = F.silu(x_BSH @ network["gate_FH"][own].T) * (x_BSH @ up_FH.T)
-    y_BSH = inner @ network["down_HF"][:, own].T + bias * network["bias_H"]
+    y_BSH = inner @ network["down_HF"][:, own].T + network["bias_H"]
     y_BSH.backward(network["dy_BSH"])
     return [y_BSH.detach(), x_BSH.grad, up_FH.grad]
 
@@ -140,12 +129,10 @@ def _(size: int) -> Trial:
         f"The bias was added {size} times: add it after the sum, once.": y + (size - 1) * bias_H,
         "The bias was not added.": y - bias_H,
         "Each rank has its own summand; nobody added them up.": [part[0] for part in parts],
-        "The summands were averaged: they are parts of a sum.": (y - bias_H) / size + bias_H,
     }
     of_x = {
         "It is the rank's own gradient: in front of the first matrices stands nothing that adds up "
         "in backward.": [part[1] for part in parts],
-        f"It was added up once more than it should be, {size} times too much.": size * dx,
     }
     of_up = {
         f"It is {size} times too large: backward added up what all ranks have already. What does "
@@ -172,7 +159,7 @@ def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], 
 
 def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[list[int]]) -> str:
     *_, rank, size = case
-    mine, copies = map(sorted, got)
+    mine = sorted(got[0])
     if mine != want[0]:
         words = f"Its queries use the heads {want[0]}."
         if mine == []:
@@ -180,12 +167,7 @@ def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[l
         elif mine == [rank]:
             words += " Neighbours in rank share a head of keys."
         return words
-    words = f"The same heads are on the ranks {want[1]}."
-    if len(copies) == size:
-        words += " Others hold other heads, whose gradients do not belong to these."
-    elif copies == [rank]:
-        words += " Each copy saw the queries of its own rank alone."
-    return words
+    return f"The same heads are on the ranks {want[1]}."
 
 
 _SPLITS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
@@ -252,17 +234,13 @@ def _(size: int, ties: bool) -> Trial:
         "It is a number in the rank's own part; entries of rank r begin at r v.": local.where(
             has_it, torch.tensor(size * _SHARD)
         ).amin(0),
-        "The numbers of all ranks were added up; only one of them is meant.": numbers.sum(0),
-        "Of equal logits the largest number won; one process takes the smallest.": numbers.where(
-            has_it, torch.tensor(-1)
-        ).amax(0),
     }
     part = Part("the tokens", logits_BSV.argmax(-1), mistakes)
     return Trial([part], [(own_BSv.contiguous(),) for own_BSv in parts])
 
 
 def _why_degree(job: tuple[Config, float, int], got: int, want: int | None) -> str:
-    config, limit, node = job
+    config, limit, _ = job
     if got is None:
         return "One divides and fits."
     if got < 1:
@@ -270,8 +248,6 @@ def _why_degree(job: tuple[Config, float, int], got: int, want: int | None) -> s
     widths = {"heads": config.heads, "key-value heads": config.key_value_heads}
     widths |= {"ffn_width": config.ffn_width, "vocab": config.vocab}
     uncut = [name for name, width in widths.items() if width % got]
-    if got > node:
-        return "That many ranks share no fast link."
     if uncut:
         return f"It does not divide {' and '.join(uncut)}."
     if memory.estimate(config, Layout(tp=got), device="gpu").peak > limit:

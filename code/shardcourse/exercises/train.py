@@ -23,8 +23,6 @@ number("validation_filled_up", 58 / 12, "nats", rel=0.002,
        says="Right: 58/12. On 2 or 5 ranks it would be 5.5, on 8 again something else.", wrong={
     5.5: "That is the right mean. The sampler gives each of 4 ranks equally many windows.",
     4.5: "That drops the two windows that are too many; the sampler repeats two instead.",
-    74 / 12: "Not the last windows are repeated: the sampler begins anew at the first.",
-    6.5: "Two windows are counted twice: which ones, and out of how many?",
 })  # fmt: skip
 
 
@@ -82,11 +80,9 @@ def _(answer: Callable[..., Any]) -> str:
         if sorted(flat) != sorted(due):
             if set(flat) & set(order[: done * batch]):
                 raise Wrong(f"{case}: windows are read again that were read before the stop.")
-            if len(set(flat)) < len(flat):
-                raise Wrong(f"{case}: two ranks read the same window.")
             if len(flat) > len(due):
                 raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
-            raise Wrong(f"{case}: {len(flat)} windows are read in all, due are {len(due)}.")
+            raise Wrong(f"{case}: the ranks together read other windows than are due.")
         each = batch // size
         for step in range(len(due) // batch):
             together = {w for part in got for w in part[step * each : (step + 1) * each]}
@@ -180,18 +176,14 @@ blanks(
     "missing_lines",
     {name: lacks for name, (lacks, _) in _LACKS.items()},
     says="Right. Each of them runs without a complaint, and only a comparison shows it.",
-    allowed=lambda given: given in list(_WITHOUT),
-    allows=f" Allowed are {', '.join(_WITHOUT)}.",
+    otherwise=f"Allowed are {', '.join(_WITHOUT)}.",
     wrong={(name, given): words for name in _LACKS for given, words in _WITHOUT.items()},
 )
 
 
 def _states(name: str, right: float) -> Number:
     wrong = {
-        right / 16 * 12: "Gradients count, too.",
-        right / 16 * 14: "Gradients stay in float32 here: autocast changes products alone.",
         right / 16 * 4: "Those are the weights alone.",
-        right / 8: "With DDP nothing is divided: each GPU has all of it.",
         right * 8: "FSDP2 divides weights, gradients and optimizer by the ranks.",
     }
     return Number(right, f"GB with {name}", wrong, 0.01)

@@ -17,7 +17,6 @@ number("lightning_steps", 64, "steps",
        says="Right: 4 times as many windows in a step, a quarter of the steps.", wrong={
     256: "That is one GPU's. batch_size is a rank's, and four ranks make a step.",
     1024: "The sampler shares out the windows, it does not repeat them.",
-    16: "Each of the four ranks has 1,024 windows, in batches of 16.",
 })  # fmt: skip
 
 
@@ -64,13 +63,9 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right, on 2 and 4 ranks: one flag travels, and all decide alike."
 
 
-_ONCE = "The hysteresis forgives the first overflow alone, until the scale is doubled."
 number("skipped_steps", 17, "steps",
        says="Right: one that is forgiven, and 16 that halve, from 2^32 to 2^16.", wrong={
     16: "Each halving costs a step: 16. But with a hysteresis of 2 the first overflow leaves "
     "the scale as it is.",
     15: "2^32 and 2^17 both overflow: count them.",
-    18: "Only the first overflow is forgiven; from then on each one halves.",
-    32: _ONCE,
-    33: _ONCE,
 })  # fmt: skip

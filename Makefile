@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf slides test rehearse lab serve record gpu lesson pairs figures lint format clean distclean
+.PHONY: help setup book pdf slides test rehearse lab serve record gpu pairs figures lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -105,9 +105,6 @@ record: $(INSTALLED) ## execute lessons on this machine and keep their outputs (
 
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(INSTALLED)) ## on a machine with a GPU: test, record and measure all that needs one
 	PYTHONPATH="$(CURDIR)/code$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON_GPU) -m shardlab gpu $(ARGS)
-
-lesson: $(INSTALLED) ## write the skeleton of a planned lesson, which builds (TOPIC=experts)
-	$(BIN)/python -m shardlab lesson '$(TOPIC)'
 
 pairs: $(INSTALLED) ## after an edit: write scripts anew from lessons, contents and map from book/topics.yml
 	$(BIN)/python -m shardlab pairs

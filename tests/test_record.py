@@ -7,9 +7,7 @@ import sys
 
 import nbformat
 import pytest
-from test_house import BRINGS
 from throwaway import HEADER, Book
-from visible import place_of
 
 from shardcourse import build
 from shardlab.common.show.timed import BUSY, UNSEEN
@@ -113,22 +111,6 @@ def test_recording_that_was_edited_or_cut_does_not_hold(book):
     assert build.load(book.root / "none.ipynb") is None
 
 
-def test_a_lessons_key_holds_every_file_of_its_topic(root):
-    """A module that is loaded by a name made up at run time would be missing."""
-    for lesson in sorted((root / "lessons").glob("*.md")):
-        name = BRINGS.get(lesson.stem, lesson.stem)
-        place = place_of(name)
-        commands = {"command", "run", "up", "site"}  # of no page
-        files = [place]
-        if place.is_dir():
-            files = [p for p in place.glob("*.py") if p.stem not in commands]
-        if lesson.stem in BRINGS:  # the topic has more than this lesson shows of it
-            files = [place / "__init__.py"]
-        found = build.reach(lesson.stem, root).files
-        missing = [p.name for p in files if p.relative_to(root).as_posix() not in found]
-        assert missing == [], lesson.stem
-
-
 # --- Executing --------------------------------------------------------------------------------
 
 
@@ -174,21 +156,18 @@ def test_recording_counts_the_ranks_that_ran(book, root, leaves_nothing):
     ]
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 20.0])
-def test_the_limit_of_a_cell_grows_on_a_slow_machine(book, monkeypatch, slowdown):
-    cell = "import time; time.sleep(2)"
+def test_a_cell_has_a_limit(book, monkeypatch):
+    cell = "import time; time.sleep(20)"
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     monkeypatch.setattr("shardcourse.build.kernel.CELL_TIMEOUT", 1)
-    monkeypatch.setattr("shardcourse.build.kernel.slowdown", lambda: slowdown)
-    if slowdown > 1:
-        build.execute("small", book.root)
-        return
     with pytest.raises(build.LessonError, match=r"small\.md, code cell 1 .*not end within 1 s"):
         build.execute("small", book.root)
 
 
-@pytest.mark.parametrize("why", ["too busy to judge", "a quiet machine"])
-@pytest.mark.parametrize(("needed", "again"), [(1, []), (3, [1, 1]), (4, None)])
+@pytest.mark.parametrize(
+    ("why", "needed", "again"),
+    [("a quiet machine", 3, [1, 1]), ("a quiet machine", 4, None), ("too busy to judge", 4, None)],
+)
 def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book, why, needed, again):
     cell = f"""tries = globals().get("tries", 0) + 1
 print(tries)
@@ -208,37 +187,37 @@ if tries < {needed}:
 # --- What is opened ---------------------------------------------------------------------------
 
 # Names that no source holds, so that reading sources cannot find them.
-SEEN = {
-    "by a joined path": "open('../kept/' + 'rates' + '.json').read()",
-    "by a loop over a folder": """import pathlib
-for path in pathlib.Path('../kept').glob('r*'):
-    path.read_text()""",
-    "in a fork": """import os
+SEEN = """import os, pathlib, subprocess, sys
+open('../kept/' + 'joined' + '.json').read()
+for path in pathlib.Path('../kept').glob('l*'):
+    path.read_text()
 if not (child := os.fork()):
-    open('../kept/' + 'rates' + '.json').read()
+    open('../kept/' + 'forked' + '.json').read()
     os._exit(0)
-os.waitpid(child, 0)""",
-    "in another interpreter": """import subprocess, sys
-code = "open('/'.join(['..', 'kept', 'rates' + '.json']))"
-subprocess.run([sys.executable, '-c', code], check=True)""",
-}
+os.waitpid(child, 0)
+code = "open('/'.join(['..', 'kept', 'other' + '.json']))"
+subprocess.run([sys.executable, '-c', code], check=True)"""
+KEPT = [f"kept/{name}.json" for name in ("forked", "joined", "looped", "other")]
 
 
 def with_cell(book, cell):
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
-    book.write("kept/rates.json", "[1.0]")
+    for name in KEPT:
+        book.write(name, "[1.0]")
     return build.execute("small", book.root)
 
 
-@pytest.mark.parametrize("how", SEEN)
-def test_key_holds_what_a_run_opens(book, how):
-    lesson = with_cell(book, SEEN[how])
-    assert build.about(lesson)["opened"] == ["kept/rates.json"]
+def test_key_holds_what_a_run_opens(book):
+    """By a joined path, by a loop over a folder, in a fork, and in another interpreter."""
+    lesson = with_cell(book, SEEN)
+    assert build.about(lesson)["opened"] == KEPT
     assert build.changed(lesson, "small", book.root) == []
-    book.write("kept/rates.json", "[0.5]")
-    assert build.changed(lesson, "small", book.root) == ["kept/rates.json changed"]
-    (book.root / "kept/rates.json").unlink()
-    assert build.changed(lesson, "small", book.root) == ["kept/rates.json is used no more"]
+    book.write(KEPT[0], "[0.5]")
+    (book.root / KEPT[3]).unlink()
+    assert build.changed(lesson, "small", book.root) == [
+        f"{KEPT[0]} changed",
+        f"{KEPT[3]} is used no more",
+    ]
 
 
 def test_what_a_run_writes_is_not_in_its_key(book):
@@ -285,13 +264,6 @@ def test_recording_is_shown_and_named_as_long_as_it_holds(book):
     assert "recorded output" in page
     assert "Imaginary Z9" in book.page("book/execution")
 
-    book.edit("lessons/small.md", "one thing", "another thing")
-    book.edit("lessons/small.md", "[hide-input]", "[hide-input, measured]")
-    book.built()
-    assert book.executed == []
-    assert "another thing" in book.page()
-    assert "recorded output" in book.page()
-
     book.edit("code/shardlab/second.py", "42", "41")  # two imports away
     book.built()
     page = book.page()
@@ -303,11 +275,6 @@ def test_recording_is_shown_and_named_as_long_as_it_holds(book):
     assert "code/shardlab/second.py changed" in book.page("book/execution")
 
     book.edit("code/shardlab/second.py", "41", "42")
-    book.built()
-    assert book.executed == []
-    assert "recorded output" in book.page()
-    assert "second.py changed" not in book.page("book/execution")
-
     book.built(RECORDED="0")
     assert book.executed == ["small"]
     assert "the answer is 42" in book.page()
@@ -320,17 +287,10 @@ def test_without_a_recording_the_lesson_is_executed_once(book):
     assert "Executed by this build on the CPU" in book.page()
     assert "Why not a recording" not in book.page("book/execution")  # nobody has one
 
-    book.built()  # nothing changed
-    assert book.executed == []
-
     book.edit("lessons/small.md", "one thing", "another thing")
     book.built()
     assert book.executed == []
     assert "another thing" in book.page()
-
-    book.edit("code/shardlab/second.py", "42", "42  # only a comment")
-    book.built()
-    assert book.executed == ["small"]
 
     book.edit("lessons/small.md", "the answer is", "the result is")
     book.built()
@@ -356,6 +316,3 @@ def test_failing_cell_fails_the_build_every_time(book):
         last = book.log.splitlines()[-1]  # whatever else was printed, and however long the cell is
         assert last.startswith("lessons/small.md, code cell 2 of 2: ZeroDivisionError")
         assert book.executed == executed
-    book.edit("lessons/small.md", "1 / 0)", "answer())")
-    book.built()
-    assert book.executed == ["small"]

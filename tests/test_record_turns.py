@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import signal
 import subprocess
 import sys
@@ -13,61 +12,10 @@ from pathlib import Path
 
 import pytest
 from commands import gone
-from hypothesis import given
-from hypothesis import strategies as st
 from throwaway import HEADER, Book
 
 from shardcourse import build
 from shardcourse.build import facts, kernel
-from shardcourse.build.turns import Turns
-
-# --- Turns ------------------------------------------------------------------------------------
-
-one = st.tuples(st.booleans(), st.integers(0, 6), st.integers(1, 4), st.none() | st.integers(0, 9))
-
-
-@given(st.lists(one, min_size=1, max_size=8))
-def test_a_turn_alone_is_alone_and_nobody_overtakes_it(cases):
-    """Each: whether alone, when it asks, how long it holds its turn, when it is cancelled."""
-    held, asked, admitted = {}, [], []
-
-    async def take(turns, number, alone, begin, steps):
-        for _ in range(begin):
-            await asyncio.sleep(0)
-        asked.append(number)
-        async with turns.turn(alone):
-            admitted.append(number)
-            held[number] = alone
-            try:
-                for _ in range(steps):
-                    assert len(held) == 1 or not any(held.values())
-                    await asyncio.sleep(0)
-            finally:
-                del held[number]
-
-    async def give_up(task, after):
-        for _ in range(after):
-            await asyncio.sleep(0)
-        task.cancel()
-
-    async def main():
-        turns = Turns()
-        tasks = [asyncio.create_task(take(turns, n, *case[:3])) for n, case in enumerate(cases)]
-        late = [give_up(t, case[3]) for t, case in zip(tasks, cases, strict=True) if case[3]]
-        await asyncio.gather(*late)
-        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in done), done
-        async with asyncio.timeout(10), turns.turn(alone=True):  # nobody has kept one
-            pass
-
-    asyncio.run(main())
-    for place, number in enumerate(admitted):  # plain ones may begin in one and the same moment
-        for later in admitted[place + 1 :]:
-            in_order = asked.index(number) < asked.index(later)
-            assert in_order or not (cases[number][0] or cases[later][0])
-    stayed = {number for number, case in enumerate(cases) if not case[3]}
-    assert stayed <= set(admitted)
-
 
 # --- Pages ------------------------------------------------------------------------------------
 
@@ -129,42 +77,32 @@ def test_two_pages_go_beside_each_other_but_for_what_measures(book, leaves_nothi
         assert kind != "measures" or not beside
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch, how):
+def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
     with tempfile.TemporaryDirectory() as folder:  # a short name: sockets' names have an end
         monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", None)
         pids = [book.root / name for name in ("small", "other")]
         for path in pids:
             tell = f"import os, time\nopen('../{path.name}.new', 'w').write(str(os.getpid()))\n"
             tell += f"os.rename('../{path.name}.new', '../{path.name}')"
             book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
         # Whoever runs the tests in the background may have had them ignore an interrupt.
-        script = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        script += (
-            "import pathlib\nfrom shardcourse import build\nfrom shardcourse.build import facts\n"
-        )
-        script += "facts.cores = lambda: 2\n"
-        script += "def nothing(*_): pass\n"
-        script += f"root = pathlib.Path({str(book.root)!r})\n"
-        script += "build.execute_all(['small', 'other'], root, nothing, cpu=True)"
+        script = f"""import pathlib, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from shardcourse import build
+from shardcourse.build import facts
+facts.cores = lambda: 2
+root = pathlib.Path({str(book.root)!r})
+build.execute_all(["small", "other"], root, lambda *_: None, cpu=True)"""
         started = subprocess.Popen(
             [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
         )
         while not all(path.exists() for path in pids):
             assert started.poll() is None, started.stderr.read()
             time.sleep(0.05)
-        started.send_signal(how)
+        started.send_signal(signal.SIGINT)
         started.communicate(timeout=60)
-        assert started.returncode == -how
-        until = time.monotonic() + 60
-        while not all(gone(int(path.read_text())) for path in pids):
-            assert time.monotonic() < until, "a kernel is left"
-            time.sleep(0.05)
-        if how != signal.SIGINT:  # nobody was there to take them along: the next one does
-            assert len(list(Path(folder).glob("lesson-*"))) == 2
-            book.write("lessons/small.md", page("pass"))
-            build.execute("small", book.root)
+        assert started.returncode == -signal.SIGINT
+        assert all(gone(int(path.read_text())) for path in pids)
         assert list(Path(folder).glob("lesson-*")) == []
 
 

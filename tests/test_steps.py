@@ -1,14 +1,12 @@
-"""Pictures in steps: what the directive writes, and that the pictures are what scripts draw."""
+"""Pictures in steps: what the directive writes, and that lessons show all of them."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from html import unescape
 from pathlib import Path
 
 import pytest
-from forked import draw
 from throwaway import Book
 
 from shardlab import context_parallel, pipeline
@@ -29,30 +27,9 @@ def number(path: Path) -> int:
 # --- The pictures -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topic", TOPICS)
-def test_pictures_are_what_their_script_draws(topic: str, tmp_path: Path) -> None:
-    for name in ("sheet.py", f"{topic}.py"):
-        shutil.copy(FOLDER / name, tmp_path)
-    draw(tmp_path / f"{topic}.py")
-    kept = {path.name: path.read_text("utf-8") for path in FOLDER.glob(f"{topic}_*.svg")}
-    assert {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.svg")} == kept
-
-
 def steps(series: str) -> list[Path]:
     """The pictures of a series, in order: a topic's own, or `pipeline_naive`."""
     return sorted(FOLDER.glob(f"{series}_[0-9]*.svg"), key=number)
-
-
-@pytest.mark.parametrize("series", SERIES)
-def test_pictures_are_small_and_of_one_size(series: str) -> None:
-    texts = [path.read_text("utf-8") for path in steps(series)]
-    assert len(texts) >= 6
-    assert max(map(len, texts)) < 12_000
-    boxes = {re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups() for text in texts}
-    assert len(boxes) == 1, "nothing but what moves may change from step to step"
-    wide = float(boxes.pop()[0]) * 4 / 3  # in pixels
-    least = min(float(size) * 4 / 3 for size in re.findall(r"font-size:([\d.]+)px", "".join(texts)))
-    assert least * min(1, 310 / wide) > 9, "on a phone, text has 9 pixels or more"
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -102,11 +79,8 @@ def test_what_the_sentences_of_the_zig_zag_say() -> None:
 
 WRONG = {
     "allowed is one ordered list, and here is paragraph": "Words.\n",
-    "allowed is one ordered list, and here is nothing": "",
-    "and here is enumerated_list, paragraph": ITEM.format(1) + ITEM.format(2) + "\nWords.\n",
     "one step is a picture; allowed are two or more": ITEM.format(1),
     "step 2 does not begin with ![what it shows](…)": ITEM.format(1) + "2. Words.\n",
-    "step 1 does not begin with": "1. ![](../figures/boxes.svg)\n\n   Why.\n" + ITEM.format(2),
     "step 2 has a picture and no sentence": ITEM.format(1) + "2. ![a](../figures/boxes.svg)\n",
 }
 
@@ -143,8 +117,6 @@ def test_pages_without_steps_load_nothing_for_them(book: Book) -> None:
     assert re.search(r'<script defer[^>]* src="\.\./_static/steps\.js', book.page("book/index"))
     assert re.search(r'<link[^>]* href="\.\./_static/steps\.css', book.page("book/index"))
     assert "_static/steps." not in book.page()
-    assert (book.root / "_build/html/_static/steps.js").stat().st_size < 2_000
-    assert (book.root / "_build/html/_static/steps.css").stat().st_size < 2_000
 
 
 def test_what_is_no_list_of_pictures_is_refused(book: Book) -> None:

@@ -93,8 +93,7 @@ def share_of_proof(text: str) -> tuple[int, int]:
 def shown(text: str) -> dict[Path, set[int]]:
     """By file, the numbers of the lines that show.source puts on the page, blank ones apart.
 
-    So does `changes`, of what a function became: its lines without those that went. Here Python
-    finds them; `pace.shown` has to find the same without importing anything.
+    So does `changes`, of what a function became: its lines without those that went.
     """
     names: dict[str, object] = {}
     for cell in cells(text):
@@ -131,12 +130,12 @@ def share_of_core(text: str, core: Path) -> tuple[int, int]:
 
 def words(text: str) -> int:
     """Words of prose outside of code and exercises."""
-    return sum(section.words for section in sections(text, ROOT))
+    return sum(section.words for section in sections(text))
 
 
 def minutes(text: str) -> float:
     """How long the lesson takes to read, its exercises apart: prose, and code that is visible."""
-    return sum(section.minutes for section in sections(text, ROOT))
+    return sum(section.minutes for section in sections(text))
 
 
 def place_of(module: str) -> Path | None:

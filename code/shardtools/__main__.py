@@ -27,10 +27,6 @@ COMMANDS = {
         "write code/lessons/*.py from lessons/*.md, and the rest from book/topics.yml",
     ),
     "lab": ("shardcourse.build.lab", "write the lessons as notebooks into lab/"),
-    "lesson": (
-        "shardcourse.build.lesson",
-        "write the skeleton of a planned lesson into all its rooms",
-    ),
     "gpu": (
         "shardcourse.build.gpu",
         "on a machine with a GPU: test, record and measure everything that needs one",

@@ -6,24 +6,20 @@ recording names a GPU only when its own process used one.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 
 def cpu_name() -> str:
-    """The processor's name, "" where the system does not tell."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    """Return the processor's name, "" where the system does not tell."""
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line.partition(":")[2].strip() for line in file if "model name" in line)
     return platform.processor()
 
 
@@ -35,19 +31,11 @@ def cores() -> int:
 
 
 def driver() -> str:
-    """The NVIDIA driver's version, from its management library; "" without one."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        text = ctypes.create_string_buffer(80)
-        if library.nvmlInit_v2() != 0:
-            return ""
-        try:
-            failed = library.nvmlSystemGetDriverVersion(text, 80)
-        finally:
-            library.nvmlShutdown()
-        return "" if failed else text.value.decode()
-    except OSError:
-        return ""
+    """Return the NVIDIA driver's version, "" without one."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,7 @@ CLAIMS = Path("book/claims.md")
 
 @dataclass(frozen=True)
 class Topic:
-    """A lesson that is here, or one that is planned; topics.yml says what the fields are."""
+    """A lesson; topics.yml says what the fields are."""
 
     topic: str
     title: str
@@ -37,7 +37,6 @@ class Topic:
     module: str = ""
     exercises: int = 0
     later: Mapping[str, str] = field(default_factory=dict)
-    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,22 @@ class Index:
 
     @property
     def here(self) -> list[Topic]:
-        """The topics that have a lesson."""
-        return [topic for topic in self.topics.values() if not topic.planned]
+        """All topics in their order."""
+        return list(self.topics.values())
 
     def needed_by(self, name: str) -> list[Topic]:
-        """The topics with a lesson that need this one."""
+        """The topics that need this one."""
         return [topic for topic in self.here if name in topic.needs]
 
 
 def read(root: Path) -> Index:
     """The index of the course in the folder `root`.
 
-    Raises ValueError, which names the entry, when it is wrong or does not fit lessons/.
+    Raises ValueError, which names the entry, when it does not fit lessons/.
     """
     import yaml
 
-    try:
-        data = _made(Index, yaml.safe_load((root / TOPICS).read_text("utf-8")))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{TOPICS} is no YAML: {error}") from None
+    data = _made(Index, yaml.safe_load((root / TOPICS).read_text("utf-8")))
     parts = []
     for entry in data.parts:
         part = _made(Part, entry)
@@ -102,31 +98,18 @@ def _made(kind: type, entry: Any) -> Any:
 
 def _check(index: Index, root: Path) -> None:
     """Raise ValueError when entries do not fit one another, or what lies in `root`."""
-    here = lessons(root)
     topics = [topic for part in index.parts for topic in part.topics]
     names = [topic.topic for topic in topics]
-    for place, (name, topic) in enumerate(zip(names, topics, strict=True)):
-        before, wrong = names[:place], ""
-        if not re.fullmatch("[a-z][a-z0-9]*(_[a-z0-9]+)*", str(name)):
-            wrong = "a name is of lower-case words, joined by _"
-        elif name in before:
-            wrong = "it stands there twice"
-        elif topic.module and topic.module not in names:
-            wrong = f"module={topic.module!r}: allowed is the module of a topic"
-        elif topic.planned and name in here:
-            wrong = f"it is planned, and lessons/{name}.md is there"
-        elif not topic.planned and name not in here:
-            wrong = f"there is no lessons/{name}.md, and it is not `planned: true`"
-        for other in (*topic.needs, *topic.after):
-            if other not in before or (other in topic.needs and other in topic.after):
-                wrong = f"needs or after {other!r}: allowed is, once, what comes before: {before}"
-        if wrong:
-            raise ValueError(f"{TOPICS}: topic {name!r}: {wrong}")
-    if lacking := set(here) - set(names):
-        raise ValueError(f"{TOPICS}: lessons without a topic: {', '.join(sorted(lacking))}")
-    for page in (page for part in index.parts for page in part.pages):
-        if not (root / f"{page}.md").is_file():
-            raise ValueError(f"{TOPICS}: page {page!r}: there is no {page}.md")
+    if sorted(names) != lessons(root):
+        apart = set(names) ^ set(lessons(root)) or {name for name in names if names.count(name) > 1}
+        raise ValueError(f"{TOPICS}: {', '.join(sorted(apart))}: allowed is one topic for a lesson")
+    for place, topic in enumerate(topics):
+        before = names[:place]
+        if wrong := {*topic.needs, *topic.after} - {*before}:
+            raise ValueError(
+                f"{TOPICS}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}: "
+                f"allowed is what comes before: {before}"
+            )
 
 
 def pages(index: Index, root: Path) -> dict[str, paths.Page]:
@@ -222,7 +205,7 @@ def _table(index: Index) -> list[str]:
     """The landing page's table of the lessons."""
     lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
-        for i, topic in enumerate(topic for topic in part.topics if not topic.planned):
+        for i, topic in enumerate(part.topics):
             link = f"[{topic.title}](../lessons/{topic.topic}.md)"
             lines.append(f"| {'' if i else part.part} | {link} | {topic.able} |")
     return lines
@@ -257,4 +240,4 @@ _BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTIL
 
 def _files(part: Part) -> list[str]:
     """The files of a part, in their order."""
-    return [*(f"lessons/{topic.topic}" for topic in part.topics if not topic.planned), *part.pages]
+    return [*(f"lessons/{topic.topic}" for topic in part.topics), *part.pages]

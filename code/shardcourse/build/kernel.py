@@ -1,33 +1,28 @@
 """Execute pages, each in a kernel of this very interpreter, and keep what their cells put out.
 
 Several pages go beside each other in one event loop. What the cells of one do disturbs what another
-one measures, so a cell with the tag MEASURED runs while no other one does (`turns`).
+one measures, so a cell with the tag MEASURED runs while no other one does (`Turns`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlab.common import folder_lock
-from shardlab.common.show.timed import BUSY, UNSEEN, slowdown
+from shardlab.common.show.timed import BUSY, UNSEEN
 
 from . import facts
-from .key import Key, Reader, cell_hash, code_cells, notebook, reach, source
-from .opened import Log
-from .turns import Turns
+from .key import Key, Opened, Reader, cell_hash, code_cells, notebook, reach, source
 
 if TYPE_CHECKING:
     import nbformat
@@ -36,8 +31,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 2  # pages, and no more than there are cores
 MEASURED = "measured"  # the tag of a cell that measures times
-HOME = "lesson-"  # begins the name of a temporary folder; short: it holds sockets
-CELL_TIMEOUT = 600  # seconds, more on a slow machine: a whole lesson is meant to take a minute
+CELL_TIMEOUT = 1200  # seconds: a whole lesson is meant to take a minute
 TRIES = 3  # of a cell whose times are not what it claims, on a machine that others use as well
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,6 +40,36 @@ _ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython'
 
 class LessonError(RuntimeError):
     """A cell of a lesson, or of another page, failed."""
+
+
+class Turns:
+    """Who may run just now: cells of several pages, or alone one that measures.
+
+    Whoever asks first goes first: a cell that measures waits for those that run, and those that
+    come after it wait for it, so nobody is overtaken for ever. All of it is in one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._door = asyncio.Lock()  # whoever came first gets it first
+        self._running, self._none = 0, asyncio.Event()
+        self._none.set()
+
+    @asynccontextmanager
+    async def turn(self, alone: bool) -> AsyncIterator[None]:
+        """Wait for a turn and hold it within the block. `alone`: while nobody else holds one."""
+        async with self._door:
+            if alone:
+                await self._none.wait()
+                yield  # and the door stays closed
+                return
+            self._running += 1
+            self._none.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._none.set()
 
 
 def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
@@ -105,7 +129,8 @@ async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.N
         book = notebook(name, root)
         key = reach(name, root, book)
     cells = [_blank(cell) for cell in code_cells(book)]
-    _name(cells)
+    for place, cell in enumerate(cells):
+        cell["id"] = f"cell-{place}"  # not random
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     about, seconds, again, opened = await _run(name, lesson, root, cpu, turns)
@@ -153,17 +178,6 @@ def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
     tags = cell.metadata.get("tags", [])
     return nbformat.v4.new_code_cell(cell.source, metadata={"tags": tags} if tags else {})
-
-
-def _name(cells: list[nbformat.NotebookNode]) -> None:
-    """Give each cell an id that depends on its source alone, so that diffs stay small."""
-    taken: set[str] = set()
-    for cell in cells:
-        base = name = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
-        while name in taken:
-            name = f"{base}-{len(taken)}"
-        taken.add(name)
-        cell["id"] = name
 
 
 def environment(root: Path, *first: str) -> dict[str, str]:
@@ -214,12 +228,10 @@ async def _run(
     again: list[int] = []
     lesson.cells.append(question)
     begin = time.monotonic()
-    async with turn():  # it computes, and so runs beside no cell that measures
-        limit = round(CELL_TIMEOUT * slowdown())
-    options = {"timeout": limit, "record_timing": False, "coalesce_streams": True}
+    options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
     number = 0
     try:
-        with _home() as home:
+        with tempfile.TemporaryDirectory(prefix="lesson-", ignore_cleanup_errors=True) as home:
             manager = AsyncKernelManager(
                 kernel_name="python3",
                 kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this very interpreter
@@ -231,7 +243,7 @@ async def _run(
             variables = environment(root, home)
             variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-            log = Log(root, Path(home))
+            log = Opened(root, Path(home))
             try:
                 async with turn():
                     await client.async_start_new_kernel(env=variables, cwd=str(path.parent))
@@ -253,7 +265,7 @@ async def _run(
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
         raise LessonError(_message(shown, number, cells, what)) from None
     except CellTimeoutError:
-        what = f"it did not end within {limit} s"
+        what = f"it did not end within {CELL_TIMEOUT} s"
         raise LessonError(_message(shown, number, cells, what)) from None
     except DeadKernelError:
         if asyncio.current_task().cancelling():  # nbclient calls that so, too
@@ -276,20 +288,6 @@ async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
     await manager.cleanup_resources()
     if client.kc is not None:
         client.kc.stop_channels()
-
-
-@contextmanager
-def _home() -> Iterator[str]:
-    """A temporary folder, held while it is used; and without those that killed builds have left."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{HOME}*/{folder_lock.NAME}"):
-        left = lock.parent
-        with suppress(ValueError, OSError), folder_lock.hold(left, "an execution"):
-            shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=HOME, ignore_cleanup_errors=True) as home,
-        folder_lock.hold(Path(home), "an execution"),
-    ):
-        yield home
 
 
 def _unseen(cell: nbformat.NotebookNode) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ def write(root: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
     contents, names = "# One Model, Many GPUs\n" + _INTRO, []
     for part in index.read(root).parts:
-        here = [topic.topic for topic in part.topics if not topic.planned]
+        here = [topic.topic for topic in part.topics]
         here += [page for page in part.pages if has_cells(source(page, root))]
         if here:
             entries = [f"- {_link(name, root)}\n" for name in here]
@@ -80,7 +80,7 @@ def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
         if before == made:
             return []
         if before is None or _mark(there) != before:
-            kept = _free(path.parent / "kept" / f"{path.stem}-{date.today()}.ipynb")
+            kept = path.parent / "kept" / f"{path.stem}-{datetime.now():%Y-%m-%d-%H%M%S}.ipynb"
             kept.parent.mkdir(exist_ok=True)
             path.rename(kept)
             names = path.relative_to(root), kept.relative_to(root)
@@ -95,12 +95,6 @@ def _mark(book: nbformat.NotebookNode) -> str:
     import nbformat
 
     return hashlib.sha256(nbformat.writes(book).encode()).hexdigest()[:16]
-
-
-def _free(path: Path) -> Path:
-    """`path`, or the first of its like that is not there yet: <name>-2.ipynb."""
-    others = (path.with_stem(f"{path.stem}-{n}") for n in range(2, 10**6))
-    return next(p for p in (path, *others) if not p.exists()) if path.exists() else path
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

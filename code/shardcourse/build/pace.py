@@ -1,31 +1,29 @@
 """How long a page takes to read: section by section, its words and the code that it shows.
 
-    >>> sum(section.minutes for section in sections(text, root))
+    >>> sum(section.minutes for section in sections(text))
 
 Nobody was timed. Minutes are counted: so many words and so many lines of code a minute as a
 newcomer reads who wants to understand. What a page folds, its exercises and solutions are apart.
-Sources that it shows are found without importing anything, so that this is quick.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import lru_cache
-from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+from shardlab.common.show.changes import changed
+
+from .key import read
 from .reading import Part, parts
 
 # How fast one reads: prose with formulas and pictures, and code that one wants to understand.
 WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
 LEVELS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # exercises' times beside one another
-_CELL = re.compile(r"^```\{code-cell\}.*\n(?::tags: \[(.*)\]\n)?((?:.*\n)*?)```$", re.M)
-Place = tuple[Path, int, int]  # a file, and its lines from which on and to which
-Name = tuple[Path, str]  # a module, as a path, and what it is called there; "" for the module
 
 
 def minutes(words: int, lines: int) -> float:
@@ -52,21 +50,7 @@ class Section:
 @lru_cache
 def outside(text: str) -> list[Part]:
     """The parts of a page that are in no exercise and no solution."""
-    return [part for part in parts(_cells(text)) if part.place in ("lesson", "between")]
-
-
-def _cells(text: str) -> SimpleNamespace:
-    """The page as `key.read` reads it, as far as is needed here, in a fiftieth of the time."""
-    cells = []
-    pieces = _CELL.split(re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.S))
-    for prose, tags, code in zip(
-        pieces[::3], [*pieces[1::3], None], [*pieces[2::3], ""], strict=True
-    ):
-        cells.append(SimpleNamespace(cell_type="markdown", source=prose.strip("\n")))
-        if code:
-            found = {"tags": tags.split(", ")} if tags else {}
-            cells.append(SimpleNamespace(cell_type="code", source=code.strip("\n"), metadata=found))
-    return SimpleNamespace(cells=cells)
+    return [part for part in parts(read(text)) if part.place in ("lesson", "between")]
 
 
 def words(prose: str) -> int:
@@ -81,19 +65,19 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def sections(text: str, root: Path) -> list[Section]:
-    """The sections of a page in order, exercises apart; `root` is the course's folder."""
+def sections(text: str) -> list[Section]:
+    """The sections of a page in order, exercises apart."""
     found = [Section("", "", 1)]
     cells = [part for part in outside(text) if part.kind == "code"]
     names = _imported([part.text for part in cells])
-    seen: set[tuple[Path, int]] = set()  # a line that is shown twice is read once
+    seen: set[tuple[str, int]] = set()  # a line that is shown twice is read once
     for part in outside(text):
         if part.kind == "title":
             found.append(Section(anchor(part.text), part.text, 2, words(part.text)))
         elif part.kind == "code":
             if not {"hide-input", "hide-cell"} & {*part.cell.metadata.get("tags", [])}:
                 found[-1].lines += sum(bool(line.strip()) for line in part.text.splitlines())
-            new = set(_shown(part.text, names, root)) - seen
+            new = set(_shown(part.text, names)) - seen
             found[-1].lines += len(new)
             seen |= new
         else:
@@ -111,97 +95,35 @@ def exercises(text: str) -> list[int]:
     return [LEVELS[level[1] if level else "medium"] for level in levels]
 
 
-def shown(text: str, root: Path) -> set[tuple[Path, int]]:
-    """The lines of the package that a page shows with show.source and `changes`, blank ones apart.
-
-    Of what a function became, the lines without those that went.
-    """
-    cells = [part.text for part in outside(text) if part.kind == "code"]
-    names = _imported(cells)
-    return {line for cell in cells for line in _shown(cell, names, root)}
-
-
-def _imported(cells: list[str]) -> dict[str, Name]:
-    """What each name that the cells import stands for."""
-    names: dict[str, Name] = {}
+def _imported(cells: list[str]) -> dict[str, Any]:
+    """What the cells import from the course's packages, by its name there."""
+    space: dict[str, Any] = {}
     for cell in cells:
-        for node in ast.walk(ast.parse(cell)) if "import" in cell else []:
-            names |= _names(node, ())
-    return names
+        for node in ast.walk(ast.parse(cell)) if "shard" in cell else []:
+            if isinstance(node, ast.Import | ast.ImportFrom) and "shard" in ast.unparse(node):
+                exec(compile(ast.Module([node], []), "<imports>", "exec"), space)
+    return space
 
 
-def _names(node: ast.stmt, package: tuple[str, ...]) -> dict[str, Name]:
-    """The names that an import in a module of `package` brings."""
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_LATER":  # on demand
-        later = ast.literal_eval(node.value)
-        return {name: (Path(*module.split(".")), name) for name, module in later.items()}
-    if isinstance(node, ast.Import):
-        whole = {a.asname or a.name.split(".")[0]: a for a in node.names}
-        return {n: (Path(*(a.name if a.asname else n).split(".")), "") for n, a in whole.items()}
-    if not isinstance(node, ast.ImportFrom):
-        return {}
-    home = package[: len(package) - node.level + 1] if node.level else ()
-    home = (*home, *(node.module.split(".") if node.module else ()))
-    return {a.asname or a.name: (Path(*home), a.name) for a in node.names}
-
-
-def _shown(cell: str, names: dict[str, Name], root: Path) -> Iterator[tuple[Path, int]]:
+def _shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The lines (file, number) that a cell shows by show.source and `changes`, blank ones apart."""
     calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "changes(" in cell else []
     for node in calls:
         call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if call not in ("show.source", "changes"):
             continue
-        dotted = [ast.unparse(thing).split(".") for thing in node.args]
-        known = [(*names[first], rest) for first, *rest in dotted if first in names]
-        places = [_place([*filter(None, [n]), *rest], root, home) for home, n, rest in known]
-        if call == "changes":
-            yield from _changed(*places)
+        try:
+            things = [inspect.unwrap(eval(ast.unparse(thing), names)) for thing in node.args]
+        except NameError:  # defined by the page itself, in a cell that is read already
             continue
-        for path, begin, end in filter(None, places):
-            full = enumerate(_lines(path)[begin - 1 : end], begin)
-            yield from ((path, number) for number, line in full if line.strip())
-
-
-def _changed(old: Place | None, new: Place | None) -> Iterator[tuple[Path, int]]:
-    """The lines that `show.changes` shows of `new`."""
-    if not old or not new:
-        return
-    (before, after) = (_lines(path)[begin - 1 : end] for path, begin, end in (old, new))
-    for group in SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(1):
-        for _, _, _, begin, end in group:
-            yield from ((new[0], new[1] + n) for n in range(begin, end) if after[n].strip())
-
-
-def _place(dotted: list[str], root: Path, module: Path) -> Place | None:
-    """Where what has a dotted name in the module is defined; None outside of the course."""
-    folder = root / "code" / module
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-    if not dotted:
-        return (path, 1, len(_lines(path))) if path.is_file() else None
-    body = _parsed(path, path.stat().st_mtime_ns).body if path.is_file() else []
-    package = module.parts if folder.is_dir() else module.parts[:-1]
-    found: ast.stmt | None = None
-    for number, word in enumerate(dotted):
-        brought = [names[word] for node in body if word in (names := _names(node, package))]
-        if brought and brought[-1] != (module, word):
-            home, name = brought[-1]
-            return _place([*filter(None, [name]), *dotted[number + 1 :]], root, home)
-        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        here = [node for node in body if isinstance(node, kinds) and node.name == word]
-        if not here:
-            below = folder / word
-            deeper = below.is_dir() or below.with_suffix(".py").is_file()
-            return _place(dotted[1:], root, module / word) if deeper and not number else None
-        found = here[-1]
-        body = found.body
-    begin = min([found.lineno, *(mark.lineno for mark in found.decorator_list)])
-    return path, begin, found.end_lineno or begin
-
-
-@lru_cache
-def _parsed(path: Path, _changed_at: int) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text("utf-8").splitlines()
+        if call == "changes":  # of what a function became, the lines without those that went
+            path = inspect.getsourcefile(things[1]) or ""
+            yield from (
+                (path, n) for sign, n, code in changed(*things) if n and code and sign != "-"
+            )
+            continue
+        for thing in things:
+            path = inspect.getsourcefile(thing) or ""
+            lines, begin = inspect.getsourcelines(thing)
+            full = enumerate(lines, max(begin, 1))  # of a module it begins with 0
+            yield from ((path, n) for n, line in full if line.strip())

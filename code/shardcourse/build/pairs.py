@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from copy import deepcopy
 from pathlib import Path
 
 from shardtools import options
 
 from . import course, index, lessons
-from .paths import PATHS
+from .key import notebook
 from .reading import extras
 
 SCRIPTS = Path("code/lessons")
@@ -36,9 +37,9 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
     import jupytext
     from jupytext.config import load_jupytext_config
 
-    source = root / "lessons" / f"{topic}.md"
-    config = load_jupytext_config(str(source))
-    book = jupytext.reads(source.read_text("utf-8"), fmt="md:myst", config=config)
+    book = deepcopy(notebook(topic, root))  # whose own reader leaves out what follows
+    book.metadata.pop("source_map")
+    book.metadata["jupytext"]["default_lexer"] = "ipython3"
     if alone:
         wanted = extras("\n".join(cell.source for cell in book.cells if cell.cell_type == "code"))
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""
@@ -47,6 +48,7 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
         assumed = re.sub(r"\]\([^)]*\)|\[", "", index.assumed(topic, root))
         needs += f"\n\n{assumed}" * bool(assumed)
         book.cells[0].source = f"{title}\n\n{needs}\n\n{prose}"
+    config = load_jupytext_config(str(root / "lessons"))
     return jupytext.writes(book, fmt="py:percent", config=config)
 
 
@@ -92,10 +94,6 @@ def _main(chosen: argparse.Namespace) -> int:
         return 0
     late = out_of_step(root)
     for path, text in late.items():
-        name = path.relative_to(root)
-        source = f"lessons/{path.stem}.md" if name.parent == SCRIPTS else index.TOPICS
-        source = f"{PATHS} and its parts" if path.stem.startswith("path") else source
-        source = TAKE_HOME if name == TAKEN else source
-        why = "has no lesson" if text is None else f"differs from {source}"
-        print(f"{name} {why}: run `make pairs`")
+        why = "has no lesson" if text is None else "differs from its source"
+        print(f"{path.relative_to(root)} {why}: run `make pairs`")
     return 1 if late else 0

@@ -90,14 +90,13 @@ class Page:
     """What is counted of a page."""
 
     text: str
-    root: Path = field(repr=False)
     minutes: int = 0  # for all of its exercises
     later: Mapping[str, str] = field(default_factory=dict)  # what can wait: addresses, and words
 
     @cached_property
     def sections(self) -> list[pace.Section]:
         """Its sections."""
-        return pace.sections(self.text, self.root)
+        return pace.sections(self.text)
 
     @property
     def title(self) -> str:
@@ -155,7 +154,7 @@ def page(name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | Non
 
     later: the addresses of the sections that can wait, and what each of them is.
     """
-    return Page(source(name, root).read_text("utf-8"), root, minutes, later or {})
+    return Page(source(name, root).read_text("utf-8"), minutes, later or {})
 
 
 def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:
@@ -191,15 +190,12 @@ def _piece(
     name, wanted, numbers = part.pop("page"), part.pop("sections", None), part.pop("exercises", [])
     if part:
         raise ValueError(f"part {name!r}: {[*part]}: known are page, sections, exercises")
-    if name not in titles and not ("/" in name and source(name, root).is_file()):
-        raise ValueError(f"page {name!r}: allowed are lessons, and pages as book/setup")
     it = pages[name] = pages.get(name) or page(name, root)
     there, taken = it.sections if wanted is None else [], []
     for address in wanted or []:
         sections = it.of(address)
         if not sections:
-            known = ", ".join(section.name for section in it.sections[1:])
-            raise ValueError(f"page {name!r}: no section {address!r}: allowed are {known}")
+            raise ValueError(f"page {name!r}: it has no section {address!r}")
         there = [*there, *sections]
         taken.append((address, sections[0].title))
     begins = taken[0][1] if taken and name in begun else ""
@@ -209,8 +205,6 @@ def _piece(
     count = len(pace.exercises(it.text))
     if any(not 1 <= number <= count for number in numbers):
         raise ValueError(f"page {name!r}: exercises {numbers}: it has {count}")
-    if numbers and not it.minutes:
-        raise ValueError(f"page {name!r}: nothing says how long its exercises take")
     spent = round(sum(section.minutes for section in there))
     solve = it.solve(numbers)
     return Piece(name, titles.get(name, it.title), taken, numbers, spent, solve, begins)

@@ -55,17 +55,18 @@ def read(root: Path) -> dict[str, Quiz]:
 def _read(path: Path, _changed_at: int) -> dict[str, Quiz]:
     import yaml
 
-    found = yaml.safe_load(path.read_text("utf-8"))
     quizzes = {}
-    for name, quiz in found.items():
-        questions = [
-            Question(one["ask"], [Choice(**choice) for choice in one["choices"]])
-            for one in quiz["questions"]
-        ]
-        for one in questions:
+    for name, quiz in yaml.safe_load(path.read_text("utf-8")).items():
+        quizzes[name] = Quiz(
+            quiz["title"],
+            [
+                Question(one["ask"], [Choice(**choice) for choice in one["choices"]])
+                for one in quiz["questions"]
+            ],
+        )
+        for one in quizzes[name].questions:
             if sum(choice.right for choice in one.choices) != 1:
                 raise ValueError(f"{QUIZZES}: {name}: {one.ask!r}: allowed is one right choice")
-        quizzes[name] = Quiz(quiz["title"], questions)
     return quizzes
 
 

@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := _build/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf slides test rehearse lab serve record gpu pairs figures lint format clean distclean
+.PHONY: help setup book pdf test rehearse lab serve record gpu pairs figures lint format clean distclean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -74,9 +74,6 @@ pdf: book ## print the whole course into _build/html/downloads (needs Chromium o
 	"$(CHROMIUM)" --headless --no-sandbox --disable-gpu --no-pdf-header-footer --generate-pdf-document-outline \
 	  --virtual-time-budget=60000 --print-to-pdf=$(PDF) "file://$(CURDIR)/_build/singlehtml/index.html?print"
 	@echo "The PDF: $(PDF)"
-
-slides: book ## write each lesson's slides anew, with lecturer's notes, into _build/html/slides
-	$(BIN)/python book/_ext/slides.py $(SITE)
 
 test: $(INSTALLED) ## run every test (ARGS='-k ring' for some)
 	$(BIN)/python tests/phases.py $(ARGS)

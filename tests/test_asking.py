@@ -48,9 +48,9 @@ TABLE = (
 
 def test_the_number_is_the_table_s_own(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
-    import predict
+    import directives
 
-    assert predict.number(TABLE, "8", "held (GB)") == 1024.5
+    assert directives.number(TABLE, "8", "held (GB)") == 1024.5
     for row, column in (("9", "held (GB)"), ("8", "held"), ("8", "of all (%)")):
         with pytest.raises(ValueError):
-            predict.number(TABLE, row, column)
+            directives.number(TABLE, row, column)

@@ -38,9 +38,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bs4 import BeautifulSoup
 from docutils import nodes
 from docutils.parsers.rst import directives
-from finished import when_site_is_built
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -133,10 +133,6 @@ OPTIONS = {field.name for _, fields in CALCULATORS.values() for field in fields}
 # --- The directive ----------------------------------------------------------------------------
 
 
-class Calculator(nodes.General, nodes.Element):
-    """A form of one `kind`; `values`: what stands in its fields at first."""
-
-
 class CalculatorDirective(SphinxDirective):
     """A kind of CALCULATORS, and as options what stands in its fields."""
 
@@ -156,7 +152,7 @@ class CalculatorDirective(SphinxDirective):
             if fields[name].choices and value not in fields[name].choices:
                 allowed = ", ".join(fields[name].choices)
                 raise self.error(f"{name}={value}: allowed are {allowed}")
-        return [Calculator(kind=kind, values=values)]
+        return [nodes.raw("", form(kind, values), format="html")]
 
 
 def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
@@ -169,15 +165,14 @@ def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
     return found
 
 
-def form(translator: Any, node: Calculator) -> None:
-    """Write the form; its script shows the fields."""
+def form(kind: str, values: dict[str, str]) -> str:
+    """The form, with these values in its fields; its script shows them."""
     import calculators  # the file that the browser runs
 
-    kind, values = node["kind"], node["values"]
     title, fields = CALCULATORS[kind]
     line = calculators.command_line(kind, given(kind, values))
     controls = "".join(_control(field, values.get(field.name, field.default)) for field in fields)
-    translator.body.append(
+    return (
         f'<form class="calculator" data-kind="{kind}" aria-label="{escape(title)}" novalidate>\n'
         f'<p class="calculator-title">{escape(title)}</p>\n'
         '<p class="calculator-plain">Here is a form that runs the course’s Python in your browser; '
@@ -186,7 +181,6 @@ def form(translator: Any, node: Calculator) -> None:
         f'<div class="calculator-fields" hidden>{controls}</div>\n'
         "</form>\n"
     )
-    raise nodes.SkipNode
 
 
 def _control(field: Field, value: str) -> str:
@@ -200,11 +194,6 @@ def _control(field: Field, value: str) -> str:
         for choice in field.choices
     )
     return f"<label>{words}<select {about}>{choices}</select></label>"
-
-
-def skip(translator: Any, node: Calculator) -> None:
-    """Elsewhere nothing stands there."""
-    raise nodes.SkipNode
 
 
 # --- What the browser runs --------------------------------------------------------------------
@@ -302,11 +291,9 @@ def python() -> str:
 # --- In the build -----------------------------------------------------------------------------
 
 
-def load(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
+def load(app: Sphinx, body: BeautifulSoup) -> None:
     """Let a page that has calculators load their script and style, and no other."""
-    if '<form class="calculator"' in context.get("body", ""):
+    if body.find("form", class_="calculator"):
         if not hasattr(app, "calculator_python"):
             app.calculator_python = python()
         stamp = hashlib.sha256(app.calculator_python.encode()).hexdigest()[:8]
@@ -324,12 +311,3 @@ def write(app: Sphinx) -> None:
     if text is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    elsewhere = {name: (skip, None) for name in ("latex", "text", "man", "texinfo")}
-    app.add_node(Calculator, html=(form, None), **elsewhere)
-    app.add_directive("calculator", CalculatorDirective)
-    app.connect("html-page-context", load)
-    when_site_is_built(app, write)

@@ -73,10 +73,3 @@ def saved(text: str, name: str, of: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()):  # the line for scripts
             page = show.file(path, "bash").html
     return page.replace(f">{name}</p>", f">{name}, for {of}</p>", 1) if of else page
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.add_config_value("cluster_file", "", "env", [str])
-    app.connect("config-inited", read)
-    app.connect("doctree-read", make)

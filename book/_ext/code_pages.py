@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bs4 import BeautifulSoup
 from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -29,7 +30,7 @@ from shardlab.common import PACKAGES
 FOLDERS = (*(f"code/{name}" for name in PACKAGES), "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
 _KEPT = "code_pages.json"  # hashes of what they were made of, beside the doctrees
-_LINK = re.compile(rf'href="(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?"')
+_LINK = re.compile(rf"(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?")
 
 
 def sources(root: Path) -> Iterator[str]:
@@ -72,41 +73,23 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield path.removesuffix(".py"), context, "page.html"
 
 
-def keep(app: Sphinx, exception: Exception | None) -> None:
+def keep(app: Sphinx) -> None:
     """Keep what the pages were made of, when the build has ended well."""
-    if not exception and hasattr(app, "code_pages"):
-        Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
+    Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
 
 
-def redirect_outputs(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
+def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
     """Lead the links in cells' outputs to the pages."""
-    if "body" not in context:
-        return
-
-    def replace(match: re.Match[str]) -> str:
-        if not Path(app.srcdir, match[1]).is_file():
-            return match[0]
-        return f'href="{escape(target(match[1], match[2] or "", context["pathto"]))}"'
-
-    context["body"] = _LINK.sub(replace, context["body"])
+    for link in body.select('a[href^="../"]'):
+        found = _LINK.fullmatch(link["href"])
+        if found and Path(app.srcdir, found[1]).is_file():
+            link["href"] = target(found[1], found[2] or "", pathto)
 
 
 def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Lead the links in prose, which MyST takes for downloads, to the pages."""
-    if app.builder.format != "html":
-        return
     for link in list(doctree.findall(addnodes.download_reference)):
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():
             uri = target(source, "", lambda name: app.builder.get_relative_uri(docname, name))
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri))
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("html-collect-pages", pages)
-    app.connect("build-finished", keep)
-    app.connect("html-page-context", redirect_outputs)
-    app.connect("doctree-resolved", redirect_prose)

@@ -1,58 +1,224 @@
-"""A lesson's page as slides: which of its pieces a hall sees, and what the lecturer's notes say.
+"""A lesson's page as slides: which of its blocks a hall sees, and what the lecturer's notes say.
 
-Nothing here knows Sphinx: the page goes in as text, slides come out. A slide shows one block of the
-page, and its notes hold the prose around it, so no sentence and no number is written twice.
+Nothing here knows Sphinx: a page comes in as BeautifulSoup has parsed it, slides go out. A slide
+shows one block of the page, and its notes hold the prose around it, so no sentence and no number is
+written twice.
 
 The rule. Each section gets a slide of the first of these that it has and that a hall can read: a
-picture (in steps or whole), the code of its plainest form, a table, a checked claim, other code;
-without any of them, its first sentences. Then the sections that take longest get a second and a
-third, until a deck has MOST slides. A cell tagged `slide` is always taken, one tagged `skip-slide`
-never. Code, and a table's labels, come first; what the cell gave, and the sentence that says what
-it means, come with the next step, so that there is something to ask.
+picture (in steps or whole), a table that a cell made, a checked claim, code of the page;
+without any of them, its first short paragraph. Then the sections that take longest get a second and
+a third, until a deck has MOST slides. A cell tagged `slide` is always taken, one tagged
+`skip-slide` never. Code, and a table's labels, come first; what the cell gave comes with the next
+step, so that there is something to ask.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from html import escape, unescape
-from itertools import pairwise
+from html import escape
 
-from deck_page import (
-    LONG,
-    Block,
-    Exercise,
-    Page,
-    Section,
-    code_lines,
-    code_size,
-    drawn,
-    fits,
-    fitting,
-    room,
-    sentences,
-    table_size,
-)
-from markup import CELL, ROW, plain
+from bs4 import BeautifulSoup, Tag
 
-LEAST, MOST = 12, 25  # slides
-EACH = 3  # of a section, but where a deck has fewer than LEAST
-QUESTIONS = 2  # exercises that a hall answers
+from shardcourse.build import pace
+
+LEAST, MOST = 12, 25  # slides of a deck
+EACH = 3  # slides of a section
+SMALL, SMALL_DRAWN = 20, 15  # pixels of the smallest text, on a slide and in a picture
+WIDE, HIGH = 1180, 720  # pixels: between the margins, and of a whole slide
+LONG = 400  # characters of a paragraph that a slide takes
+_MONO, _PROSE = 0.603, 0.6  # width of a character in sizes of its font
+_FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # in a style of a picture
 _ASIDE = ("Exercises", "Summary", "Further reading")
-_WRONG = "What goes wrong"
-_LATER = ' data-fragment-index="0"'  # all that comes with a slide's only step
-_SENDS = re.compile(
-    r"(?:all_reduce|reduce_scatter\w*|all_gather\w*|all_to_all\w*|broadcast\w*|exchange|isend"
-    r"|irecv|send|recv|scatter|gather)\("
-)
-_LEANS = re.compile(r"(It|They|This|That|These|Those|Both|Here|Then|There|So|But|And|Each of)\b")
-_MATHS = re.compile(r'<(span|div) class="math[^"]*">(.*?)</\1>', re.DOTALL)
+RANKS = {"steps": 0, "figure": 1, "table": 3, "listed": 3, "checked": 4, "listing": 5, "code": 5}
+LAST = 6  # the rank of code of the package: it is read at home
+ASK = {
+    "steps": "before each step, what comes next?",
+    "figure": "what does the picture show? Give the hall a moment to read it.",
+    "checked": "who says true, who says false? Let hands be counted.",
+    "printed": "what will it print?",
+    "code": "what does it compute? Let somebody explain it line by line.",
+}
+
+
+# --- A page, taken apart --------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """A paragraph, a picture, a table, code or a box of a page, and what a reader reads of it."""
+
+    kind: str
+    tag: Tag
+    sub: str = ""  # the heading of its subsection
+    words: int = 0
+    lines: int = 0
+    title: str = ""  # of a box; of a folded cell what it does
+    tags: frozenset[str] = frozenset()
+    out: str = ""  # what a cell printed
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes to read."""
+        return 60 * pace.minutes(self.words, self.lines)
+
+
+@dataclass
+class Section:
+    """A section: its title, its anchor and its blocks."""
+
+    title: str
+    anchor: str
+    blocks: list[Block] = field(default_factory=list)
+    exercises: list[tuple[str, str]] = field(default_factory=list)  # titles, names of checks
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes to read."""
+        return sum(block.seconds for block in self.blocks)
+
+    @property
+    def items(self) -> list[str]:
+        """The items of its lists."""
+        found = [li for block in self.blocks if block.kind == "list" for li in block.tag("li")]
+        return [inner(li.p or li).rstrip(";") for li in found]
+
+
+def inner(tag: Tag) -> str:
+    """The HTML inside an element."""
+    return tag.decode_contents().strip()
+
+
+def text(html: str) -> str:
+    """The text of a piece of HTML."""
+    return BeautifulSoup(html, "html.parser").get_text()
+
+
+def children(tag: Tag) -> list[Tag]:
+    """The elements right inside an element."""
+    return tag.find_all(True, recursive=False)
+
+
+def words(tag: Tag) -> int:
+    """The number of words of an element, without those of code and of pictures."""
+    apart = sum(len(one.get_text(" ").split()) for one in tag.select("pre, svg"))
+    return len(tag.get_text(" ").split()) - apart
+
+
+def code_lines(pre: Tag) -> int:
+    """The number of lines of code, blank ones apart."""
+    return sum(bool(line.strip()) for line in pre.get_text().splitlines())
+
+
+def parts(body: Tag) -> list[Section]:
+    """The sections of a page, first what stands before them. `body` is changed: links go."""
+    around = "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
+    for one in body.select(around):
+        one.decompose()
+    for one in body.select("a, code span.pre"):
+        one.unwrap()
+    for one in body.select("code"):
+        one.attrs = {}
+    for one in body.select("[id]:not(section)"):
+        del one["id"]
+    heading = body.find("h1")
+    found = [Section(inner(heading), "")]
+    for child in children(heading.parent):
+        title = child.find("h2", recursive=False) if child.name == "section" else None
+        if title:
+            found.append(Section(inner(title), child.get("id", "")))
+            found[-1].blocks += [Block("title", title, words=words(title))]
+            found[-1].exercises += map(_exercise, child.select(".exercise"))
+        for one in children(child) if title else [child]:
+            if one not in (title, heading):
+                found[-1 if title else 0].blocks += _blocks(one, "")
+    return found
+
+
+def _exercise(one: Tag) -> tuple[str, str]:
+    """The title of an exercise, and the name of its check."""
+    heading = one.find(class_="admonition-title")
+    for number in heading.select(".caption-number"):
+        number.decompose()
+    code = "".join(pre.get_text() for pre in one.select(".cell_input pre")[-1:])
+    check = re.search(r'check\(\s*(\w+)\s*(?:,\s*"(\w+)")?', code)
+    name = (check[2] or check[1]) if check else ""
+    return inner(heading).removeprefix("(").removesuffix(")"), name
+
+
+def _blocks(one: Tag, sub: str) -> Iterator[Block]:
+    """The blocks of an element of a section; exercises and quizzes are none."""
+    classes = set(one.get("class", []))
+    if one.name == "section":
+        heading = one.find(["h3", "h4"], recursive=False)
+        if heading:
+            sub = inner(heading)
+            yield Block("title", heading, sub, words(heading))
+        for child in children(one):
+            if child is not heading:
+                yield from _blocks(child, sub)
+    elif classes & {"quiz", "exercise", "solution"}:
+        return
+    elif "cell" in classes:
+        yield from _cell(one, sub, frozenset(c[4:] for c in classes if c.startswith("tag_")))
+    elif "predict" in classes:  # a question, and the cell that answers it
+        for child in children(one):
+            if "predict-answer" in child.get("class", []):
+                for cell in children(child):
+                    yield from _blocks(cell, sub)
+            elif "predict-title" not in child.get("class", []):
+                yield Block("question", child, sub, words(child))
+    elif "steps" in classes:
+        yield Block("steps", one, sub, words(one))
+    elif "admonition" in classes:
+        heading = one.find(class_="admonition-title").extract()
+        kind = "checked" if "checked" in classes else "box"
+        yield Block(kind, one, sub, words(one), title=inner(heading))
+    elif one.select_one(".inline-svg"):
+        yield Block("figure", one, sub, words(one))
+    elif one.name == "table" or one.find("table"):
+        yield Block("listed", one if one.name == "table" else one.find("table"), sub, words(one))
+    elif any(name.startswith("highlight-") for name in classes):
+        yield Block("code", one.find("pre"), sub)
+    elif one.name in ("p", "div", "blockquote", "dl", "ul", "ol"):
+        yield Block("list" if one.name in ("ul", "ol") else "prose", one, sub, words(one))
+
+
+def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
+    """The code of a cell, if it is visible, and each of its outputs."""
+    summary, pre = cell.select_one("summary > p"), cell.select_one(".cell_input pre")
+    title = summary.get_text(" ", strip=True) if summary and "hide-input" in tags else ""
+    printed, shown = "", []
+    for output in cell.select(".cell_output > *"):
+        table, picture = output.find("table"), output.find("svg")
+        sources = output.select(".shown-source")
+        for one in sources:
+            caption, source = one.find(["summary", "p"]), one.find("pre")
+            if caption and caption.find("code"):  # code of the package
+                named, lines = inner(caption), code_lines(source)
+                shown.append(Block("source", source, sub, lines=lines, title=named, tags=tags))
+            else:
+                shown.append(Block("listing", source, sub, tags=tags))
+        if table or picture and not sources:
+            kind, one = ("table", table) if table else ("figure", output)
+            shown.append(Block(kind, one, sub, title=title, tags=tags))
+        elif not sources:
+            printed += "\n".join(inner(one) for one in output.select("pre"))
+    hidden = tags & {"hide-input", "hide-cell", "remove-input"}
+    if pre and not hidden and not (shown and code_lines(pre) == 1):
+        yield Block("code", pre, sub, lines=code_lines(pre), tags=tags, out=printed)
+    yield from shown
+
+
+# --- One block on a slide -------------------------------------------------------------------------
 
 
 @dataclass
 class Slide:
-    """A slide: its heading, its content, and what the lecturer sees."""
+    """A slide: its heading, its content, what the lecturer sees, and the block it stands on."""
 
     title: str
     body: str
@@ -62,8 +228,10 @@ class Slide:
     ask: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0
-    exercise: int = 0  # the number of the one that it asks
-    ways: list[str] = field(default_factory=list)  # the paths that come to it
+    paths: list[str] = field(default_factory=list)  # those that come to it
+    place: int = 0  # of its block in the section
+    rank: int = 9  # how little it is wanted
+    forced: bool = False
 
     def html(self, lesson: str) -> str:
         """The slide as an element; `lesson` is the address of its page."""
@@ -75,427 +243,261 @@ class Slide:
         notes = f"<p><strong>{minutes:g} min</strong>. {there}.</p>{ask}{''.join(self.notes)}"
         return (
             f'<section class="{self.kind}" data-timing="{int(60 * minutes)}"'
-            f' data-paths="{" ".join(self.ways)}">{kicker}'
+            f' data-paths="{" ".join(self.paths)}">{kicker}'
             f"<{level}>{self.title}</{level}>{self.body}"
             f'<aside class="notes">{notes}</aside></section>'
         )
 
 
-@dataclass
-class Candidate:
-    """What may become a slide of a section: the blocks it stands on, and how much it is wanted."""
-
-    first: int
-    last: int
-    rank: int
-    slide: Slide
-    forced: bool = False
-
-
-# --- Notes ----------------------------------------------------------------------------------------
-
-
-def readable(html: str) -> str:
-    """Prose for the lecturer's window, which sets no formulas."""
-
-    def words(match: re.Match[str]) -> str:
-        tex = unescape(match[2]).strip().removeprefix("\\(").removesuffix("\\)")
-        tex = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)", tex)
-        tex = re.sub(r"\\(?:text|mathrm|operatorname)\{([^{}]*)\}", r"\1", tex)
-        for name, sign in {"cdot": "·", "times": "×", "le": "≤", "ge": "≥", "approx": "≈"}.items():
-            tex = re.sub(rf"\\{name}\b", sign, tex)
-        tex = re.sub(r"\\([a-zA-Z]+)", r"\1", re.sub(r"\\[,;!\[\]]", " ", tex))
-        return f"<i>{escape(tex)}</i>"
-
-    return _MATHS.sub(words, html)
-
-
 def note(block: Block) -> str:
-    """What the notes say of a block that stands on no slide, or beside one."""
-    if block.kind == "prose":
-        return f"<p>{readable(block.html)}</p>"
-    if block.kind == "list":
-        return readable(block.html)
-    if block.kind in ("checked", "box"):
-        return f"<p><strong>{readable(block.title)}</strong></p>{readable(block.html)}"
-    if block.kind == "figure":
-        said = re.search(r'aria-label="([^"]*)"', block.html)
-        return f"<p><strong>The picture:</strong> {said[1]}</p>" if said else ""
-    if block.at_home and block.lines:
+    """What the notes say of a block; the lecturer's window sets no formulas."""
+    if block.kind == "title":
+        return f"<p><strong>{block.sub}</strong></p>" if block.sub else ""
+    if block.kind == "source":
         minutes = max(1, round(block.seconds / 60))
         return f"<p><em>To read at home: {block.title}, {minutes} min.</em></p>"
-    if block.title and block.kind in ("table", "printed"):
-        return f"<p><em>{escape(block.title)}</em></p>"
-    return ""
-
-
-# --- One block on a slide -------------------------------------------------------------------------
-
-
-def sentence(text: str | None, name: str, later: bool = False) -> str:
-    """A sentence as a paragraph of the slide."""
-    if not text:
+    if block.kind == "figure":
+        label = block.tag.find("svg").get("aria-label", "")
+        return f"<p><strong>The picture:</strong> {escape(label)}</p>" if label else ""
+    if block.kind not in ("prose", "list", "checked", "box"):
         return ""
-    classes, step = (f"{name} fragment", _LATER) if later else (name, "")
-    return f'<p class="{classes}"{step}>{text}</p>'
+    said = BeautifulSoup(str(block.tag), "html.parser")
+    for one in said.select("svg, pre"):
+        one.decompose()
+    for one in said.select(".math"):
+        one.name, one.string = "i", re.sub(r"\\[()\[\]]", "", one.get_text()).replace("\\", " ")
+    title = f"<p><strong>{block.title}</strong></p>" if block.title else ""
+    return f"{title}{said}"
 
 
-def around(section: Section, first: int, last: int, used: set[str]) -> tuple[str | None, ...]:
-    """The sentence that leads to the blocks `first` to `last`, and the one that follows them."""
-    sub, blocks = section.blocks[first].sub, section.blocks
-    begin = first
-    while begin and blocks[begin - 1].sub == sub and blocks[begin - 1].kind in ("prose", "title"):
-        begin -= 1
-    before = [s for b in blocks[begin:first] if b.kind == "prose" for s in fitting(b.html)]
-    before = [s for s in before if s not in used and not plain(s).endswith("?")]
-    opens = begin == 0 or blocks[begin - 1].sub != sub or blocks[begin].kind == "title"
-    order = before if opens else before[::-1]
-    lead = next((s for s in order if not _LEANS.match(plain(s))), None)
-    after: list[str] = []
-    for block in blocks[last + 1 :]:
-        if block.kind != "prose" or block.sub != sub or block.html.startswith("<strong>"):
-            break  # what begins in bold is the next thing
-        after += sentences(block.html)
-    said = [one for one in connected(after, True) if one not in used]
-    return lead, next(iter(said), None)
+def picture(tag: Tag, wide: float, high: float) -> str:
+    """The picture in an element, to fill its box; "" if it is too small there to be read."""
+    svg = copy.copy(tag.find("svg"))
+    *_, w, h = map(float, svg["viewbox"].split())
+    styles = [
+        f"{one.get('style', '')};font-size:{one.get('font-size', '')}px"
+        for one in svg.select("[style*=font], [font-size]")
+    ]
+    sizes = [float(found[1]) for style in styles if (found := _FONT.search(style))]
+    if min(sizes, default=SMALL) * min(wide / w, high / h) < SMALL_DRAWN:
+        return ""
+    svg.attrs = {
+        k: v for k, v in svg.attrs.items() if k not in ("style", "class", "width", "height")
+    }
+    return f'<div class="picture">{svg}</div>'
 
 
-def connected(said: list[str], leans: bool = False) -> Iterator[str]:
-    """The sentences that a slide takes, and that lean on none that it does not take: no answers.
+def steps(block: Block, high: float) -> str:
+    """Pictures in steps, one after the other in one place, each with its sentence beside it."""
+    every = block.tag.select("li")
+    shown = ""
+    for number, item in enumerate(every):
+        drawn = picture(item, 760, high)
+        if not drawn:
+            return ""
+        kind = "fade-out" if number == 0 else "current-visible" if number + 1 < len(every) else ""
+        said = " ".join(inner(p) for p in item.select("p") if not p.find("svg"))
+        step = f'data-fragment-index="{max(0, number - 1)}"'
+        shown += f'<div class="fragment {kind}" {step}>{drawn}<p class="said">{said}</p></div>'
+    return f'<div class="stack">{shown}</div>'
 
-    leans: whether the first may lean, on what stands before it.
+
+def table_size(rows: list[list[str]], high: float) -> int:
+    """The size of the font in which a table fits `high` pixels; 0 when it is too small.
+
+    Words of its head may stand one below the other, those of other cells may not.
     """
-    asked = False
-    for one in said:
-        follows = asked or (not leans and _LEANS.match(plain(one)))
-        asked = plain(one).endswith("?")
-        leans = fits(one) and not asked and not follows
-        if leans:
-            yield one
+    if len(rows) < 2 or len({len(row) for row in rows}) != 1:
+        return 0
+    columns = list(zip(*rows, strict=True))
+    words = [max((len(word) for word in column[0].split()), default=0) for column in columns]
+    wide = sum(
+        max(word, *map(len, column[1:])) for word, column in zip(words, columns, strict=True)
+    )
+    across = (WIDE - 26 * len(columns)) / (_PROSE * max(1, wide))
+    size = int(min(28, across, (high - 10 * len(rows)) / (1.4 * (len(rows) + 1))))
+    return size if size >= SMALL else 0
 
 
-def of_steps(block: Block) -> Slide | None:
-    """Pictures in steps, one after the other in one place, each with its sentence."""
-    items = re.findall(r"<li>(.*?)</li>", block.html, re.DOTALL)
-    pictures = [drawn(item, 0) for item in items]
-    if not items or not all(pictures):
-        return None
-    shown = []
-    for number, (item, picture) in enumerate(zip(items, pictures, strict=True)):
-        kind = "fade-out" if number == 0 else "current-visible" if number + 1 < len(items) else ""
-        step = f' data-fragment-index="{max(0, number - 1)}"'
-        text = re.sub(
-            r"<svg.*?</svg>|<span[^>]*inline-svg[^>]*>\s*</span>", "", item, flags=re.DOTALL
-        )
-        text = re.sub(r"</?p[^>]*>|<span class=\"inline-svg[^>]*>|</?div[^>]*>", " ", text)
-        text = re.sub(r"^(\s*</span>)+", "", text)
-        shown.append(
-            f'<div class="fragment {kind}"{step}><div class="picture">{picture.svg}</div>'
-            f'<p class="said">{" ".join(text.split())}</p></div>'
-        )
-    body = f'<div class="stack beside">{"".join(shown)}</div>'
-    return Slide("", body, "steps", ask="before each step, what comes next?")
-
-
-def of_figure(
-    block: Block, high: float, tall: float, lead: str | None, claim: str | None
-) -> Slide | None:
-    """A picture with at most two sentences, below and above it or beside it, `tall` pixels high."""
-    picture = drawn(block.html, high, tall)
-    if picture is None:
-        return None
-    shown = f'<div class="picture">{picture.svg}</div>'
-    said = sentence(lead, "lead"), sentence(claim, "claim", later=True)
-    if picture.beside:
-        body = f'<div class="beside">{shown}<div class="said">{"".join(said)}</div></div>'
-    else:
-        body = f"{said[0]}{shown}{said[1]}"
-    ask = "what does the picture show? Give the hall a moment to read it."
-    return Slide("", body, "figure", ask=ask)
-
-
-def of_table(
-    block: Block, title: str, high: float, lead: str | None, claim: str | None
-) -> Slide | None:
-    """A table. Of one that a cell made, the numbers come with the next step."""
-    html, what = block.html, escape(block.title.removeprefix("Table: "))
-    if what != escape(block.title) and "<caption" not in html and what.lower() != title.lower():
-        what = re.sub("`(.*?)`", r"<code>\1</code>", what)
-        html = re.sub("(<table[^>]*>)", lambda m: f"{m[1]}<caption>{what}</caption>", html, count=1)
-    size = table_size(html, high)
+def table(block: Block, high: float) -> tuple[str, str]:
+    """A table, and what to ask. Of one that a cell made, the numbers come with the next step."""
+    whole = copy.copy(block.tag)
+    rows = [row.select("th, td") for row in whole.select("tr")]
+    texts = [[cell.get_text().strip() for cell in row] for row in rows]
+    size = table_size(texts, high - 50 * bool(whole.caption))
     if not size:
-        return None
+        return "", ""
     hides = block.kind == "table"
-    head = [plain(text).strip() for tag, _, text in CELL.findall(block.html) if tag == "th"]
-
-    def row(match: re.Match[str]) -> str:
-        made = ""
-        for number, (tag, attributes, text) in enumerate(CELL.findall(match[0])):
-            right = "right" if "text-right" in attributes else ""
-            step = _LATER if hides and number and tag == "td" else ""
-            classes = " ".join(filter(None, [right, "fragment" if step else ""]))
-            scope = ' scope="col"' if tag == "th" else ""
-            named = f' class="{classes}"' if classes else ""
-            made += f"<{tag}{scope}{named}{step}>{text}</{tag}>"
-        return f"<tr>{made}</tr>"
-
-    table = ROW.sub(row, html)
-    table = re.sub(r"<table[^>]*>", f'<table style="font-size:{size}px">', table)
-    table = re.sub(r"<(thead|tbody|colgroup|caption)[^>]*>", r"<\1>", table)
-    ask = ""
-    if hides and len(head) > 1:
-        names = " and ".join(f"“{escape(name)}”" for name in head[1:][-2:])
-        ask = f"what will stand under {names}? Take a guess from the hall for one row."
-    body = f"{sentence(lead, 'lead')}{table}{sentence(claim, 'claim', later=True)}"
-    return Slide("", body, "table", ask=ask)
+    for one in whole.select("thead, tbody, tr, colgroup, caption"):
+        one.attrs = {}
+    for row in rows:
+        for number, cell in enumerate(row):
+            right = ["right"] if "text-right" in cell.get("class", []) else []
+            cell.attrs = {"scope": "col"} if cell.name == "th" else {}
+            if hides and number and cell.name == "td":
+                cell.attrs = {"class": ["fragment", *right], "data-fragment-index": "0"}
+            elif right:
+                cell["class"] = right
+    whole.attrs = {"style": f"font-size:{size}px"}
+    names = " and ".join(f"“{escape(name)}”" for name in texts[0][1:][-2:])
+    ask = f"what will stand under {names}? Take a guess from the hall for one row."
+    return str(whole), ask if hides else ""
 
 
-def of_code(
-    block: Block, printed: Block | None, high: float, lead: str | None, claim: str | None
-) -> Slide | None:
-    """Code, and with the next step what it printed."""
-    html = re.sub(r"\n{3,}", "\n\n", block.html)  # one blank line is enough
-    out = (printed.out if printed else block.out).strip("\n")
-    size = code_size(html, high, out) if out else 0
-    shows = bool(size)
-    size = size or code_size(html, high)
+def code_size(lines: list[str], high: float) -> int:
+    """The size of font in which code fits `high` pixels; 0 if it is too small."""
+    wide = (WIDE - 30) / (_MONO * max(map(len, lines), default=1))
+    size = int(min(28, wide, (high - 60) / (1.32 * max(1, len(lines)))))
+    return size if size >= SMALL else 0
+
+
+def code(block: Block, high: float) -> tuple[str, str]:
+    """Code, and with the next step what it printed, if both fit; and what to ask."""
+    pre = copy.copy(block.tag)
+    lines, out = pre.get_text().strip("\n").splitlines(), block.out.strip("\n")
+    both = code_size([*lines, *text(out).splitlines()], high) if out else 0
+    size = both or code_size(lines, high)
     if not size:
-        return None
-    pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{size}px">', html)
-    result = ""
-    if shows:
-        result = f'<pre class="out fragment"{_LATER} style="font-size:{size}px">{out}</pre>'
-    code = plain(html)
-    line = next((row.strip() for row in code.splitlines() if _SENDS.search(row)), "")
-    if line and not line.startswith(("def ", "class ", "import ", "from ")):
-        ask = f"what does each rank have before and after <code>{escape(line)}</code>?"
-    elif shows:
-        ask = "what will it print?"
-    elif block.kind == "listing":
-        ask = "what does each line do, and what happens without it?"
-    else:
-        ask = "what does it compute? Let somebody explain it line by line."
-    body = f'{sentence(lead, "lead")}<div class="highlight">{pre}</div>{result}'
-    return Slide("", body + sentence(claim, "claim", later=True), "code", ask=ask)
+        return "", ""
+    pre.attrs = {"style": f"font-size:{size}px"}
+    later = 'data-fragment-index="0"'
+    result = f'<pre class="out fragment" {later} style="font-size:{size}px">{out}</pre>'
+    body = f'<div class="highlight">{pre}</div>{result if both else ""}'
+    return body, ASK["printed" if both else "code"]
 
 
-def of_checked(block: Block) -> Slide | None:
-    """A claim that people make: true, or false?"""
-    claim = re.sub(r"^Checked:\s*", "", block.title)
-    answer = fitting(block.html.replace("<p>", "").replace("</p>", "\n"))[:3]
-    if not answer or len(plain(claim)) > LONG:
-        return None
-    body = f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>'
-    body += "".join(sentence(one, "claim", later=True) for one in answer)
-    return Slide("", body, "checked", ask="who says true, who says false? Let hands be counted.")
-
-
-def of_text(section: Section) -> Slide | None:
-    """The first sentences of a section that has nothing else to show."""
-    prose = [s for b in section.blocks if b.kind == "prose" for s in sentences(b.html)]
-    said = [*connected(prose)][:3]
-    if len(said) < 2:
-        return None
-    return Slide("", f"<ul>{''.join(f'<li>{one}</li>' for one in said)}</ul>", "text")
+def checked(block: Block) -> str:
+    """A claim that people make: true, or false? The answer comes with the next step."""
+    answer = next((inner(p) for p in block.tag.select("p") if len(p.get_text()) <= LONG), "")
+    claim = block.title.removeprefix("Checked:").strip()
+    later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
+    return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}' * bool(answer)
 
 
 # --- A section ------------------------------------------------------------------------------------
 
 
-def pieces(section: Section) -> list[Candidate]:
-    """All that could be a slide of the section."""
-    found: list[Candidate] = []
-    used: set[str] = set()
-    blocks = section.blocks
-    for place, block in enumerate(blocks):
-        if "skip-slide" in block.tags:
-            continue
-        last, printed = place, None
-        after = blocks[place + 1] if place + 1 < len(blocks) else None
-        if block.kind == "code" and not block.out and after and after.kind == "printed":
-            last, printed = place + 1, after
-        if block.kind == "code" and len(code_lines(block.html)) < 3 and not (printed or block.out):
+def candidates(section: Section) -> list[Slide]:
+    """The blocks of a section that a hall can read, each as a slide; else its first paragraph."""
+    found = []
+    for place, block in enumerate(section.blocks):
+        short = block.kind == "code" and code_lines(block.tag) < 3 and not block.out
+        if short or "skip-slide" in block.tags or block.kind not in (*RANKS, "source"):
             continue
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
-        plainest = re.search(r"\bplain|\blines\b", f"{section.title} {block.sub}".lower())
-        lead, claim = around(section, place, last, used)
-        asked = blocks[place - 1] if place and blocks[place - 1].kind == "question" else None
-        if asked and len(plain(asked.html)) <= LONG:
-            lead = asked.html
-        slide, rank = None, 9
-        one = [(lead, None), (None, claim)][:: 1 if asked else -1]
-        for said in ((lead, claim), *one, (None, None)):
-            high = room(title, kicker, *said)
-            if block.kind == "steps":
-                slide, rank = of_steps(block), 0
-            elif block.kind == "figure":
-                slide, rank = of_figure(block, high, room(title, kicker), *said), 1
-            elif block.kind in ("table", "listed"):
-                slide, rank = of_table(block, title, high, *said), 3
-            elif block.kind == "checked":
-                slide, rank = of_checked(block), 4
-            elif block.kind == "code":
-                slide, rank = of_code(block, printed, high, *said), 2 if plainest else 5
-            elif block.kind in ("source", "listing"):
-                slide, rank = of_code(block, None, high, *said), 6 - (block.kind == "listing")
-            if slide:
-                break
-        if slide is None:
+        before = section.blocks[place - 1]
+        asked = inner(before.tag) if place and before.kind == "question" else ""
+        high = HIGH - 117 - 31 * bool(kicker) - 50 * bool(asked)
+        high -= sum(36 * (len(text(one)) // 58) for one in (title, asked))
+        ask = ASK.get(block.kind, "")
+        if block.kind == "steps":
+            body = steps(block, high)
+        elif block.kind == "figure":
+            body = picture(block.tag, WIDE, high)
+        elif block.kind in ("table", "listed"):
+            body, ask = table(block, high)
+        elif block.kind == "checked":
+            body = checked(block)
+        else:
+            body, ask = code(block, high)
+        if not body:
             continue
-        slide.ask = asked.html if asked else slide.ask
-        slide.title, slide.kicker, slide.anchor = title, kicker, section.anchor
-        used |= {one for one in (lead, claim) if one and one in slide.body}
-        found.append(Candidate(place, last, rank, slide, "slide" in block.tags))
+        if asked:
+            body = f'<p class="lead">{asked}</p>{body}'
+        kind = {"listed": "table", "source": "code", "listing": "code"}.get(block.kind, block.kind)
+        slide = Slide(title, body, kind, kicker, section.anchor, asked or ask, place=place)
+        slide.rank = RANKS.get(block.kind, LAST)
+        slide.forced = "slide" in block.tags
+        found.append(slide)
+    prose = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
+    for tag in prose if not found else ():
+        if 60 < len(tag.get_text()) <= LONG:
+            return [
+                Slide(section.title, f"<p>{inner(tag)}</p>", anchor=section.anchor, rank=LAST - 1)
+            ]
     return found
 
 
-def chosen(sections: list[Section], most: int) -> list[tuple[Section, list[Candidate]]]:
-    """For each section the pieces that become slides, `most` of them."""
-    every = {id(s): sorted(pieces(s), key=lambda p: (not p.forced, p.rank)) for s in sections}
-    taken: dict[int, list[Candidate]] = {}
-    for section in sections:
-        mine = every[id(section)]
-        first = [p for p in mine if p.forced] or mine[:1]
-        if not first and (slide := of_text(section)):
-            slide.title, slide.anchor = section.title, section.anchor
-            first = [Candidate(0, 0, 8, slide)]
-        taken[id(section)] = first
-    # Too many: what says least goes first, and its prose goes into the notes before it.
-    order = sorted(
-        sections, key=lambda s: (-max((p.rank for p in taken[id(s)]), default=9), s.seconds)
-    )
-    for section in order:
-        if sum(map(len, taken.values())) > most and not any(p.forced for p in taken[id(section)]):
-            taken[id(section)] = []
-    for turn in range(2 * EACH):
-        for section in sorted(sections, key=lambda s: -s.seconds / (1 + len(taken[id(s)]))):
-            mine, count = taken[id(section)], sum(map(len, taken.values()))
-            if not mine or count >= (most if turn < EACH - 1 else most - MOST + LEAST):
-                continue
-            kinds = {piece.slide.kind for piece in mine}
-            rest = [p for p in every[id(section)] if p not in mine]
-            rest = [p for p in rest if p.rank < 6 or turn >= EACH - 1]
-            rest.sort(key=lambda p: (p.slide.kind in kinds, p.rank))
-            mine += rest[:1]
-    return [(s, sorted(taken[id(s)], key=lambda p: p.first)) for s in sections]
+def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
+    """For each section its slides, `most` of all of them."""
+    every = list(map(candidates, sections))
+    taken = [[one for one in mine if one.forced] for mine in every]
+    while (many := sum(map(len, taken))) < most:
+        worst = LAST if many >= LEAST else LAST + 1
+        rest = [[one for one in mine if one not in taken[n] and one.rank < worst]
+                for n, mine in enumerate(every)]  # fmt: skip
+        able = [n for n, mine in enumerate(rest) if mine and len(taken[n]) < EACH]
+        if not able:
+            break
+        # Each section's first slide comes before any second one, and then long sections come first.
+        n = max(able, key=lambda n: (not taken[n], sections[n].seconds / (1 + len(taken[n]))))
+        kinds = {slide.kind for slide in taken[n]}
+        taken[n].append(min(rest[n], key=lambda one: (one.kind in kinds, one.rank)))
+    return [sorted(mine, key=lambda one: one.place) for mine in taken]
 
 
-def annotated(section: Section, mine: list[Candidate]) -> list[Slide]:
-    """The slides of a section with their notes: all of its prose, each piece beside its slide."""
-    slides = [piece.slide for piece in mine]
-    ends = []  # a slide's notes reach to the end of the paragraph after it
-    for piece, after in pairwise(mine):
-        end = piece.last + 1
-        while end < after.first and section.blocks[end].kind == "prose":
-            end += 1
-        ends.append(end)
+def annotate(section: Section, slides: list[Slide]) -> None:
+    """Give slides their notes: all prose of the section, each piece beside its slide."""
+    number = 0
     for place, block in enumerate(section.blocks):
-        number = sum(end <= place for end in ends)
-        shown = any(piece.first <= place <= piece.last for piece in mine)
-        slides[number].seconds += 0 if block.at_home and not shown else block.seconds
+        after = slides[number + 1 :]
+        passed = place > slides[number].place and block.kind != "prose"  # it ends what was said
+        if after and (passed or place >= after[0].place):
+            number += 1
+        shown = any(slide.place == place for slide in slides)
+        slides[number].seconds += 0 if block.kind == "source" and not shown else block.seconds
         slides[number].notes.append(note(block))
-    return slides
 
 
 # --- A deck ---------------------------------------------------------------------------------------
 
 
-def bullets(title: str, items: Iterable[str], kind: str, later: bool = False) -> Slide:
+def bullets(title: str, items: list[str], kind: str, anchor: str = "", seconds: int = 0) -> Slide:
     """A slide with a list."""
-    step = ' class="fragment"' if later else ""
-    rows = "".join(f"<li{step}>{item}</li>" for item in items)
-    return Slide(title, f"<ul>{rows}</ul>", kind)
+    body = f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+    return Slide(title, body, kind, anchor=anchor, seconds=seconds)
 
 
-def _items(block: Block) -> list[str]:
-    found = re.findall(r"<li>(.*?)</li>", block.html, re.DOTALL)
-    return [re.sub(r"</?p[^>]*>", "", item).strip().rstrip(";") for item in found]
-
-
-def question(one: Exercise, said: list[str]) -> Slide:
-    """An exercise that a hall can answer; the solution comes with the next step."""
-    code = re.sub(r"\n[^\n]*\bcheck\b(?:<[^>]*>)*\([^\n]*(?=</pre>|\n\s*</pre>)", "", one.code)
-    size = code_size(code, 300) if code else 0
-    answer = f'<div class="fragment"{_LATER}>{one.verdict}'
-    if size and code.count("\n") <= 8:
-        pre = re.sub(r"<pre[^>]*>", f'<pre style="font-size:{min(size, 24)}px">', code)
-        answer += f'<div class="highlight">{pre}</div>'
-    slide = Slide(
-        f"Question: {one.title}", f'<p class="asked">{one.asked}</p>{answer}</div>', "question"
-    )
-    slide.ask = "Let everybody write down an answer, and compare it with a neighbour's."
-    slide.notes.append(mistakes(one, said))
-    slide.anchor, slide.seconds = "exercises", 180
-    return slide
-
-
-def mistakes(one: Exercise, said: list[str]) -> str:
+def mistakes(title: str, known: list[str]) -> str:
     """The mistakes that people make in an exercise, as its check knows them."""
-    if not said:
-        return ""
-    rows = "".join(f"<li>{escape(words)}</li>" for words in said)
-    return (
-        f"<p><strong>What people get wrong in “{readable(one.title)}”:</strong></p><ul>{rows}</ul>"
-    )
+    rows = "".join(f"<li>{escape(words)}</li>" for words in known)
+    said = f"<p><strong>What people get wrong in “{escape(text(title))}”:</strong></p>"
+    return f"{said}<ul>{rows}</ul>" if known else ""
 
 
-def deck(page: Page, said: Callable[[str], list[str]]) -> list[Slide]:
-    """The slides of a lesson. said: what the check of an exercise says of known mistakes."""
-    sections = [s for s in page.sections if s.title not in _ASIDE]
-    wrong = next((s for s in sections if s.title.startswith(_WRONG)), None)
-    subs = list(dict.fromkeys(b.sub for b in wrong.blocks if b.sub)) if wrong else []
-    summary = next((s for s in page.sections if s.title == "Summary"), None)
-    sums = [i for b in summary.blocks if b.kind == "list" for i in _items(b)] if summary else []
-    asked = [one for one in page.exercises if one.short][:QUESTIONS]
-
-    first = Slide(page.title, '<p class="course">One Model, Many GPUs</p>', "title")
-    goals = next((b for b in page.opening.blocks if b.kind == "list"), None)
-    head = [first]
-    if goals:
-        head.append(bullets("After this lesson you can", _items(goals), "goals"))
-    for block in page.opening.blocks:
-        head[-1].seconds += block.seconds
-        head[-1].notes.append(note(block) if block is not goals else "")
-
-    tail = [question(one, said(one.check)) for one in asked]
-    for slide, one in zip(tail, asked, strict=True):
-        slide.exercise = page.exercises.index(one) + 1
-    if page.exercises:
-        slide = bullets("Exercises", [one.title for one in page.exercises], "exercises")
-        slide.anchor, slide.seconds = "exercises", 60
-        slide.notes = [mistakes(one, said(one.check)) for one in page.exercises if one not in asked]
-        tail.append(slide)
-    halves = (
-        [sums] if len(sums) <= 4 else [sums[: (len(sums) + 1) // 2], sums[(len(sums) + 1) // 2 :]]
-    )
-    for half in halves if summary and sums else []:
-        slide = bullets("Summary", half, "summary")
-        slide.anchor, slide.seconds = summary.anchor, 45
-        tail.append(slide)
-
-    listed = len(subs) >= 2
-    body: list[Slide] = []
-    for section, mine in chosen(sections, MOST - len(head) - len(tail) - listed):
-        if section is wrong and listed:
-            slide = bullets(section.title, subs[:7], "wrong", later=True)
-            slide.anchor, slide.ask = (
-                section.anchor,
-                "which of these raise an error? Which are silent?",
-            )
-            body.append(slide)
+def deck(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
+    """The slides of a lesson. known: what the check of an exercise says of known mistakes."""
+    opening, *sections = parts(body)
+    first = Slide(opening.title, '<p class="course">One Model, Many GPUs</p>', "title")
+    slides, tail = [first], []
+    if opening.items:
+        slides.append(bullets("After this lesson you can", opening.items, "goals"))
+    slides[-1].notes += [note(block) for block in opening.blocks if block.kind != "list"]
+    slides[-1].seconds += opening.seconds
+    for section in sections:
+        if section.exercises:
+            titles = [title for title, _ in section.exercises]
+            tail.append(bullets("Exercises", titles, "exercises", section.anchor, 60))
+            tail[-1].notes += [mistakes(title, known(name)) for title, name in section.exercises]
+        if section.title == "Summary":
+            half = math.ceil(len(section.items) / 2) if len(section.items) > 4 else 4
+            for some in (section.items[:half], section.items[half:]):
+                tail += [bullets("Summary", some, "summary", section.anchor, 45)] if some else []
+    sections = [section for section in sections if section.title not in _ASIDE]
+    found = chosen(sections, MOST - len(slides) - len(tail))
+    for section, mine in zip(sections, found, strict=True):
         if mine:
-            body += annotated(section, mine)
+            annotate(section, mine)
+            slides += mine
             continue
-        last = (body or head)[-1]
-        last.seconds += sum(b.seconds for b in section.blocks if not b.at_home)
-        last.notes += [f"<p><strong>{section.title}</strong></p>", *map(note, section.blocks)]
-    slides = [*head, *body, *tail]
-    minutes = sum(slide.seconds for slide in slides if slide not in tail) / 60
+        slides[-1].seconds += sum(b.seconds for b in section.blocks if b.kind != "source")
+        slides[-1].notes += [f"<p><strong>{section.title}</strong></p>", *map(note, section.blocks)]
+    minutes = sum(slide.seconds for slide in slides) / 60
     first.notes.insert(0, (
-        f"<p>{len(slides)} slides; what their notes say takes about {minutes:.0f} minutes, "
-        "questions apart. Space: the next step. Esc: all slides. B: a black screen. "
+        f"<p>{len(slides) + len(tail)} slides; what their notes say takes about {minutes:.0f} "
+        "minutes. Space: the next step. Esc: all slides. B: a black screen. "
         "With <code>?print-pdf</code> behind its address the deck prints, with "
         "<code>?print-pdf&amp;notes</code> together with these notes; with "
         "<code>?path=one_day</code> it has the slides of that path alone.</p>"
     ))  # fmt: skip
-    return slides
+    return [*slides, *tail]

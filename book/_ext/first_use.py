@@ -62,8 +62,3 @@ def link(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         if pieces:
             pieces.append(nodes.Text(text.astext()[end:]))
             text.parent.replace(text, pieces)
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("doctree-resolved", link)

@@ -12,10 +12,9 @@ import math
 import re
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from bs4 import BeautifulSoup
 from docutils import nodes
-from markup import FONT
 from sphinx.application import Sphinx
 
 _ID = re.compile(r'\bid="([^"]+)"')
@@ -23,7 +22,7 @@ _USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)
 _SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
 # A file of its own needs a name and an ink of its own; in the page it has the page's.
 _OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
-_SHOWN = re.compile(r'(<figure class="shown-figure">\s*<svg\b)([^>]*)(>.*?</svg>)', re.DOTALL)
+_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')  # the size of its text
 READABLE = 9  # CSS pixels: smaller text is a matter of luck on a phone
 
 
@@ -37,8 +36,8 @@ def width(opening: str, rest: str) -> str:
         return ""
     # Points are what matplotlib writes; 4/3 pixels each.
     pixels = math.ceil(float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1) - 0.01)
-    box = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
-    sizes = [float(size) for size in FONT.findall(opening + rest)]
+    box = re.search(r'(?i)viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
+    sizes = [float(size) for size in _FONT.findall(opening + rest)]
     least = math.ceil(READABLE * float(box[1]) / min(sizes)) if box and sizes else 0
     return f"width: {pixels}px; min-width: {min(least, pixels)}px"
 
@@ -60,10 +59,8 @@ def inline(text: str, prefix: str, alt: str) -> str:
     return opening + rest
 
 
-def replace(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+def replace(app: Sphinx, doctree: nodes.document) -> None:
     """Replace the SVG images of a page by their content."""
-    if app.builder.format != "html":
-        return
     for number, image in enumerate(list(doctree.findall(nodes.image))):
         uri = image.get("uri", "")
         path = Path(app.srcdir, uri)
@@ -76,21 +73,10 @@ def replace(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         image.replace_self(raw)
 
 
-def measure(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
+def measure(body: BeautifulSoup) -> None:
     """Give pictures in the outputs of cells, which stand in the page already, their widths."""
-
-    def measured(match: re.Match[str]) -> str:
-        size = width(match[2], match[3])
-        style = f' style="{size}"' if size and " style=" not in match[2] else ""
-        return match[1] + match[2] + style + match[3]
-
-    if "shown-figure" in context.get("body", ""):
-        context["body"] = _SHOWN.sub(measured, context["body"])
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("doctree-resolved", replace)
-    app.connect("html-page-context", measure)
+    for svg in body.select("figure.shown-figure > svg:not([style])"):
+        html = str(svg)
+        opening, _, rest = html.partition(">")
+        if size := width(opening, rest):
+            svg["style"] = size

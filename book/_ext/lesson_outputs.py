@@ -32,7 +32,6 @@ from typing import Any
 
 import nbformat
 from sphinx.application import Sphinx
-from sphinx.environment import BuildEnvironment
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
@@ -71,11 +70,9 @@ class LessonFailed(SphinxError):
     category = "Lesson failed"
 
 
-def choose(
-    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
-) -> list[str]:
+def choose(app: Sphinx) -> list[str]:
     """Find outputs for all pages; return those whose outputs are not what they were."""
-    root = Path(app.srcdir)
+    env, root = app.env, Path(app.srcdir)
     before: dict[str, Any] = getattr(env, "page_outputs", {})
     now: dict[str, Any] = {}
     failures = []
@@ -221,8 +218,3 @@ def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nb
         cell.outputs = done.outputs
         cell.execution_count = done.execution_count
     return page
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("env-get-outdated", choose)

@@ -1,24 +1,30 @@
 """What stands around a lesson: what it assumes, where its outputs come from, its downloads, where
-one goes from it, and the table of all.
+one goes from it, the table of all; and its exercises' numbers.
 
 The lines under the title and at the end are put into the finished page, not into the document:
 there they would show in the search index and in previews.
+
+Exercises are numbered page by page, as in the notebooks. sphinx-exercise has Sphinx number them
+through the whole book, as it numbers figures. Titles and references take their numbers from the
+same table, so to write it anew before pages are written is enough. From build to build Sphinx
+compares that table with the one before, to see which pages to write again: it gets back the one
+that it made.
 """
 
 from __future__ import annotations
 
-import re
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import nbformat
+from bs4 import BeautifulSoup
 from docutils import nodes
-from finished import when_site_is_built
 from lesson_outputs import EXECUTIONS, shortened, with_outputs
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
+from sphinx_exercise.nodes import exercise_enumerable_node
 
 from shardcourse import build
 from shardcourse.build import index, pace, pairs, paths
@@ -34,6 +40,7 @@ _SUFFIXES = (  # of a file's name; what the link says; what it leads to
     (".py", ".py", "a plain script"),
     (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
+_ASKED = "exercise"  # what Sphinx numbers
 # Without its script, reading.js, it would do nothing: that shows it.
 SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
@@ -88,36 +95,26 @@ def line(state: dict[str, Any]) -> str:
     return text
 
 
-def add_line(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
-    """Put the line and the downloads under the title of a lesson."""
-    state = getattr(app.env, "lesson_outputs", {}).get(pagename)
-    if state is None or "body" not in context:
-        return
-    topic = pagename.removeprefix("lessons/")
-    source = Path(app.srcdir, f"{pagename}.md").read_text("utf-8")
+def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> str:
+    """The line on a lesson's outputs, its downloads, and the switch for folded code."""
+    state = app.env.lesson_outputs[docname]
+    topic, to = docname.removeprefix("lessons/"), context["pathto"]
     downloads = " ".join(
-        f'<a href="{context["pathto"](f"{DOWNLOADS}/{topic}{suffix}", 1)}" download '
-        f'title="{escape(what)}">{says}</a>'
+        f'<a href="{to(f"{DOWNLOADS}/{topic}{suffix}", 1)}" download title="{escape(what)}">'
+        f"{says}</a>"
         for suffix, says, what in _SUFFIXES
-        if suffix != EXERCISES or "{exercise-start}" in source
+        if suffix != EXERCISES or body.find(class_="exercise")
     )
     slides = (
-        f'<a href="{context["pathto"](f"{SLIDES}/{topic}.html", 1)}" title="for a hall; the key S '
+        f'<a href="{to(f"{SLIDES}/{topic}.html", 1)}" title="for a hall; the key S '
         "opens the lecturer's notes\">Slides</a>"
     )
-    how = context["pathto"](EXECUTIONS)
-    text = f'{escape(line(state))} <a href="{how}">How each page was executed</a>.'
-    note = (
+    text = f'{escape(line(state))} <a href="{to(EXECUTIONS)}">How each page was executed</a>.'
+    return (
         f'<p class="lesson-outputs" data-how="{state["how"]}">{text}'
         f'<span class="lesson-downloads">Download: {downloads}. {slides}</span></p>'
-        f"{SWITCH if 'tag_hide-input' in context['body'] else ''}"
+        f"{SWITCH if body.find(class_='tag_hide-input') else ''}"
     )
-    # sphinx-exercise gives the same id to the content of every exercise of a page.
-    body = re.sub(r' id="(exercise|solution)-content"', "", context["body"])
-    head, title_end, rest = body.partition("</h1>")
-    context["body"] = head + title_end + note + rest if title_end else note + head
 
 
 def note_ways(app: Sphinx) -> None:
@@ -195,39 +192,46 @@ def leads_to(app: Sphinx, docname: str) -> str:
     )
 
 
-def find_moved(
-    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
-) -> list[str]:
+def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Piece]]:
+    """The paths that read a page, each with what it reads of it."""
+    every = ((way.path, piece) for way in app.ways.values() for _, piece in way.pieces)
+    return [(path, piece) for path, piece in every if piece.docname == docname]
+
+
+def find_moved(app: Sphinx) -> list[str]:
     """The pages around which something else stands than in the last build."""
-    docnames = env.found_docs
+    docnames = app.env.found_docs
     now = {
         name: "".join([assumes(app, name), *waits(app, name).values(), leads_to(app, name)])
+        + repr(pieces(app, name))
         for name in docnames
     }
-    before, env.around_pages = getattr(env, "around_pages", {}), now
+    before, app.env.around_pages = getattr(app.env, "around_pages", {}), now
     return [docname for docname in docnames if before.get(docname, now[docname]) != now[docname]]
 
 
-def add_ways(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
-    """Put what a page assumes under its title, where one goes from it at its end, and what can wait
-    under the headings of those sections.
+def frame(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> None:
+    """Put what a page assumes and where its outputs come from under its title, where one goes from
+    it at its end, and what can wait under the headings of those sections.
     """
-    if doctree is None or "body" not in context:
-        return
-    head, title_end, rest = context["body"].partition("</h1>")
-    rest += leads_to(app, pagename)
-    for section, line in waits(app, pagename).items():
-        heading = re.search(rf'<section id="{section}">.*?</h[23]>', rest, re.DOTALL)
-        assert heading, f"{pagename}: no section {section}"
-        rest = rest[: heading.end()] + line + rest[heading.end() :]
-    context["body"] = head + title_end + (assumes(app, pagename) if title_end else "") + rest
+
+    def made(html: str) -> BeautifulSoup:
+        return BeautifulSoup(html, "html.parser")
+
+    for section, said in waits(app, docname).items():
+        body.find("section", id=section).find(["h2", "h3"]).insert_after(made(said))
+    head = assumes(app, docname)
+    if docname in app.env.lesson_outputs:
+        head += outputs(app, docname, body, context)
+        # sphinx-exercise gives the same id to the content of every exercise of a page.
+        for one in body.select("#exercise-content, #solution-content"):
+            del one["id"]
+    if body.h1 and head:
+        body.h1.insert_after(made(head))
+    body.append(made(leads_to(app, docname)))
 
 
-def lead_on(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
+def lead_on(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
     """After the only lesson of a part "next" leads to the next part, past what stands beside it."""
     site = getattr(app.config, "external_site_map", None)
     trees = [list(tree.files()) for tree in site.root.subtrees] if site else []
@@ -300,55 +304,60 @@ def _table(head: tuple[str, ...], rows: list[list[nodes.Node]]) -> nodes.table:
     return nodes.table("", group, classes=["executions"])
 
 
-def note_pages(app: Sphinx, env: BuildEnvironment, docnames: list[str]) -> None:
-    """Remember which pages this build reads: the others' downloads are as they were."""
-    app.pages_read = set(docnames)
+def write_downloads(app: Sphinx, docname: str) -> None:
+    """Write a lesson as .md, .ipynb (with the outputs that the page shows) and .py.
 
-
-def write_downloads(app: Sphinx) -> None:
-    """Write each lesson as .md, .ipynb (with the outputs that the page shows) and .py.
-
-    And its exercises as a notebook, for lessons that have some.
+    And its exercises as a notebook, if it has some.
     """
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
+    topic = docname.removeprefix("lessons/")
+    book = with_outputs(build.notebook(topic, root), app.lesson_books[docname])
+    asked = exercises(topic, root)
+    wanted = {
+        ".md": (root / f"{docname}.md").read_text("utf-8"),
+        ".ipynb": nbformat.writes(reading(topic, root, book, needs=index.assumed(topic, root))),
+        ".py": pairs.script(topic, root, alone=True),
+        EXERCISES: nbformat.writes(asked) if asked else "",
+    }
     folder.mkdir(exist_ok=True)
-    topics = {docname.removeprefix("lessons/"): docname for docname in app.lesson_books}
-    for path in folder.iterdir():  # the PDF lies here, too
-        known = path.name.removesuffix(EXERCISES) in topics or path.stem in topics
-        if path.suffix in (".md", ".ipynb", ".py") and not known:
-            path.unlink()  # of a lesson that is no more
-    for topic, docname in topics.items():
-        if docname not in app.pages_read and (folder / f"{topic}.py").exists():
-            continue
-        wanted = {
-            f"{topic}.md": (root / f"{docname}.md").read_text("utf-8"),
-            f"{topic}.ipynb": nbformat.writes(
-                reading(
-                    topic,
-                    root,
-                    with_outputs(build.notebook(topic, root), app.lesson_books[docname]),
-                    needs=index.assumed(topic, root),
-                )
-            ),
-            f"{topic}{EXERCISES}": (asked := exercises(topic, root)) and nbformat.writes(asked),
-            f"{topic}.py": pairs.script(topic, root, alone=True),
-        }
-        for name, text in wanted.items():
-            if text is None:
-                (folder / name).unlink(missing_ok=True)
-            else:
-                (folder / name).write_text(text.rstrip("\n") + "\n", "utf-8")
+    for suffix, text in wanted.items():
+        (folder / f"{topic}{suffix}").unlink(missing_ok=True)
+        if text:
+            (folder / f"{topic}{suffix}").write_text(text.rstrip("\n") + "\n", "utf-8")
 
 
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.add_node(ExecutionsTable)
-    app.add_directive("executions", Executions)
-    app.connect("doctree-resolved", fill_table)
-    app.connect("builder-inited", note_ways)
-    app.connect("env-get-outdated", find_moved)
-    app.connect("html-page-context", add_line)
-    app.connect("html-page-context", add_ways)
-    app.connect("html-page-context", lead_on)
-    app.connect("env-before-read-docs", note_pages)
-    when_site_is_built(app, write_downloads)
+# --- Exercises ------------------------------------------------------------------------------------
+
+_WHERE = (
+    '<p class="exercise-where">Answer it in <code>lab/{topic}.ipynb</code>, which '
+    '<code>make lab</code> opens, or in <a href="{up}{file}" download>the notebook of these '
+    "exercises</a>.</p>\n"
+)
+
+
+def as_sphinx_numbered(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Give back the numbers of exercises that Sphinx made in the build before."""
+    for docname, numbers in getattr(env, "exercises_through", {}).items():
+        if docname in env.toc_fignumbers:
+            env.toc_fignumbers[docname][_ASKED] = numbers
+    return []
+
+
+def by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Number the exercises of each page from 1."""
+    found = {name: kinds[_ASKED] for name, kinds in env.toc_fignumbers.items() if _ASKED in kinds}
+    env.exercises_through = found
+    for docname, numbers in found.items():
+        order = sorted(numbers, key=numbers.__getitem__)
+        env.toc_fignumbers[docname][_ASKED] = {label: (n,) for n, label in enumerate(order, 1)}
+    return []
+
+
+def say_where(doctree: nodes.document, docname: str) -> None:
+    """End each exercise of a lesson with a line that leads to where it is answered."""
+    topic = docname.removeprefix("lessons/")
+    if topic != docname:
+        up = f"{'../' * docname.count('/')}{DOWNLOADS}/"
+        words = _WHERE.format(topic=topic, up=up, file=f"{topic}{EXERCISES}")
+        for exercise in doctree.findall(exercise_enumerable_node):
+            exercise[-1] += nodes.raw("", words, format="html")

@@ -1,20 +1,43 @@
-"""The repository's address, and the buttons that need one.
+"""Where the course is published, and what each page says of that.
 
-The address comes from the environment alone, BOOK_REPOSITORY (https://github.com/owner/name) and
-BOOK_BRANCH (main unless said otherwise): the workflow that publishes the site sets them. A build
-that knows no address offers no such button.
+The repository's address comes from the environment alone, BOOK_REPOSITORY
+(https://github.com/owner/name) and BOOK_BRANCH (main unless said otherwise): the workflow that
+publishes the site sets them. With it lessons have buttons that open them elsewhere, and each page
+that was executed has a link that reports a wrong number: the form for a new issue, with the page
+and its build (static/reading.js adds the section that the reader is in).
+
+The foot of each page says which version of the site this is. The site of a release is kept in
+`versions/<name>/`, and `versions.json` at the top lists them all (.github/versions.py makes both);
+static/reading.js puts a button beside the line, and a page asks for that list when it is pressed.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
+import subprocess
+from functools import cache
+from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.errors import ConfigError
+
+import shardlab
+
+_FORM = """\
+Page: {page}
+Build: {build}
+Section:
+
+The number on the page, and where it stands:
+
+What it should be, and how you know:
+"""
 
 
 class Repository(NamedTuple):
@@ -22,12 +45,6 @@ class Repository(NamedTuple):
 
     url: str
     branch: str
-
-    @property
-    def github(self) -> str:
-        """ "owner/name" on GitHub, "" elsewhere."""
-        match = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)", self.url)
-        return match[1] if match else ""
 
 
 def address() -> Repository | None:
@@ -42,7 +59,7 @@ def address() -> Repository | None:
     return Repository(url, os.environ.get("BOOK_BRANCH", "").strip() or "main")
 
 
-def configure(app: Sphinx, config: Config) -> None:
+def configure(config: Config) -> None:
     """Tell the theme; take away the example address that Jupyter Book brings."""
     options = config.html_theme_options
     repository = address()
@@ -52,53 +69,66 @@ def configure(app: Sphinx, config: Config) -> None:
     options["repository_url"] = repository.url if repository else ""
     options["repository_branch"] = repository.branch if repository else ""
     options["path_to_docs"] = ""
+    options["extra_footer"] = f'<p class="versions">Version {shardlab.__version__}</p>'
 
 
-def launchers(repository: Repository, topic: str) -> list[dict[str, str]]:
-    """The buttons that open a lesson elsewhere."""
-    if not repository.github:
-        return []
-    binder = f"https://mybinder.org/v2/gh/{repository.github}/{quote(repository.branch, safe='')}"
-    colab = f"https://colab.research.google.com/github/{repository.github}"
-    return [
-        {
-            "type": "link",
-            "text": "Binder",
-            "tooltip": "Open this lesson in JupyterLab on Binder",
-            "icon": "_static/images/logo_binder.svg",
-            "url": f"{binder}?urlpath={quote(f'lab/tree/lab/{topic}.ipynb', safe='')}",
-        },
-        {
-            "type": "link",
-            "text": "Colab",
-            "tooltip": "Open this lesson on Google Colab",
-            "icon": "_static/images/logo_colab.png",
-            "url": f"{colab}/blob/notebooks/{topic}.ipynb",  # Colab opens no .md
-        },
-    ]
-
-
-def add_launchers(
-    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
-) -> None:
-    """Add the buttons to a lesson's header."""
+def add_launchers(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
+    """Add the buttons that open a lesson elsewhere to its header; they need GitHub."""
     repository = address()
-    if repository is None or pagename not in getattr(app.env, "lesson_outputs", {}):
+    github = "https://github.com/"
+    if not repository or not repository.url.startswith(github):
         return
-    buttons = launchers(repository, pagename.removeprefix("lessons/"))
-    if buttons:
-        context["header_buttons"].append(
-            {
-                "type": "group",
-                "tooltip": "Run this lesson",
-                "icon": "fas fa-rocket",
-                "buttons": buttons,
-                "label": "launch-buttons",
-            }
+    name, topic = repository.url.removeprefix(github), pagename.removeprefix("lessons/")
+    binder = f"https://mybinder.org/v2/gh/{name}/{quote(repository.branch, safe='')}"
+    binder += f"?urlpath={quote(f'lab/tree/lab/{topic}.ipynb', safe='')}"
+    colab = f"https://colab.research.google.com/github/{name}"
+    colab += f"/blob/notebooks/{topic}.ipynb"  # Colab opens no .md
+    buttons = [
+        {
+            "type": "link",
+            "text": text,
+            "tooltip": f"Open this lesson {where}",
+            "icon": icon,
+            "url": to,
+        }
+        for text, where, icon, to in (
+            ("Binder", "in JupyterLab on Binder", "_static/images/logo_binder.svg", binder),
+            ("Colab", "on Google Colab", "_static/images/logo_colab.png", colab),
         )
+    ]
+    group = {"type": "group", "tooltip": "Run this lesson", "icon": "fas fa-rocket"}
+    context["header_buttons"].append({**group, "buttons": buttons, "label": "launch-buttons"})
 
 
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("config-inited", configure)
-    app.connect("html-page-context", add_launchers, priority=502)  # after the theme's buttons
+@cache
+def build(root: Path) -> str:
+    """The version, the commit and the day of this build, as far as they are known."""
+    command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        commit = done.stdout.strip() if done.returncode == 0 else ""
+    except OSError:
+        commit = ""
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return ", ".join([shardlab.__version__, *([f"commit {commit}"] if commit else []), day])
+
+
+def form(repository: Repository, page: str, said: str) -> str:
+    """The address of the form for a new issue, filled in."""
+    names = {"title": f"A number of {page}", "body": _FORM.format(page=page, build=said)}
+    if repository.url.startswith("https://gitlab."):
+        names = {"issue[title]": names["title"], "issue[description]": names["body"]}
+        return f"{repository.url}/-/issues/new?{urlencode(names)}"
+    return f"{repository.url}/issues/new?{urlencode(names)}"
+
+
+def report(app: Sphinx, pagename: str) -> str:
+    """The link below the last section of a page that was executed; "" without a repository."""
+    repository = address()
+    if repository is None:
+        return ""
+    link = escape(form(repository, pagename, build(Path(app.srcdir))))
+    return (
+        f'<p class="report-number"><a href="{link}">Report a number of this page</a>: '
+        "the form knows the page and its build.</p>"
+    )

@@ -86,9 +86,7 @@ def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The page that searches, and what it searches; only a build that writes pages asks for it."""
-    if app.builder.name != "html":
-        return
+    """The page that searches, and what it searches."""
     write_index(app)
     body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
     yield "search", {"title": "Search", "body": body}, "page.html"
@@ -136,11 +134,3 @@ def taught(
             raise ValueError(f"taught: {link!r} in {SYNONYMS.name} is no heading of that page")
         found.append((f"{uri(docname)}#{slugs[docname][slug][1]}", phrases))
     return found
-
-
-def setup(app: Sphinx) -> None:
-    """Connect the extension."""
-    app.connect("doctree-read", remember)
-    app.connect("env-purge-doc", forget)
-    app.connect("builder-inited", without_sphinxs)
-    app.connect("html-collect-pages", search_page)

@@ -678,7 +678,6 @@ show.source(de.load, de.to_universal)
 # ## The lab: one Llama, eight ways
 #
 # So far the model was the course's. Now it is a Llama of Hugging Face's `transformers`, built from a configuration with random weights, so that nothing is downloaded: `lab.TINY`, with 3.1 million parameters ([counted below](#operations-predicted-and-counted)).
-# `model="…"` takes a name on the hub instead.
 # `python -m shardlab.deepspeed_engine.lab --ranks 2` runs all eight ways, each stage of ZeRO among them; `--precision bf16` runs them with 16-bit weights.
 #
 # Each way first generates, greedily and with a cache, and then trains the same weights.
@@ -878,7 +877,7 @@ except ValueError as error:
 # You meant to switch clipping off, and trained with 1.0.
 #
 # `de.check` also refuses configurations with which no engine starts: stage 1 or 2 without an optimizer, no batch size at all, `tp_size` for `autotp_size`.
-# A scheduler of torch's by its name, such as `CosineAnnealingLR`, is one of them: with ZeRO or 16 bits it would be given DeepSpeed's wrapped optimizer, which it refuses. Name one of DeepSpeed's own, `WarmupCosineLR` for instance, or make it in the script and pass it to `initialize` as `lr_scheduler`.
+# It does not try the names of optimizers and schedulers. A scheduler of torch's by its name, such as `CosineAnnealingLR`, is refused by DeepSpeed itself with ZeRO or 16 bits: it would be given DeepSpeed's wrapped optimizer. Name one of DeepSpeed's own, `WarmupCosineLR` for instance, or make it in the script and pass it to `initialize` as `lr_scheduler`.
 # The course's tests give a table of such configurations to `de.check` and to DeepSpeed's own engine, and both have to decide alike.
 # Write `optimizer=True` where `initialize` is given an optimizer beside the configuration. [Claims, judged](../book/claims.md) has examples from tutorials.
 #

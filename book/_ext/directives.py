@@ -1,0 +1,181 @@
+"""The directives of lessons: pictures in steps, predictions, and quizzes.
+
+Each writes plain HTML around what MyST makes of its content. Without a script, on paper and in
+notebooks all of it stands there, one below the other; a script in static/ hides and shows.
+
+Pictures in steps are an ordered list of pictures, each with a sentence (static/steps.js):
+
+    :::{step-through} What the steps show
+    1. ![What this picture shows](../figures/steps/topic_1.svg)
+
+       What happens here, and why.
+
+    2. ...
+    :::
+
+A prediction stands right before the cell that makes a table (static/predict.js). `row` is the text
+of a row's first cell, `column` a head: the number is the table's own, so it changes with it.
+
+    ```{predict}
+    :row: 1
+    :column: on 64 ranks (GB)
+
+    How many GB does a rank of 64 hold in stage 1?
+    ```
+
+A quiz asks before and after a part what people get wrong: `{quiz} NAME`, of book/quizzes.yml. Each
+choice opens, and says why it is right or wrong (static/quiz.js).
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from bs4 import BeautifulSoup
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+
+from shardcourse.build.quizzes import QUIZZES, read
+
+# A box's class, and what a page that has one loads: the name of a script, and that of a style.
+LOADS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
+
+
+def html(text: str) -> nodes.raw:
+    """A piece of HTML as a node."""
+    return nodes.raw("", text, format="html")
+
+
+class StepsDirective(SphinxDirective):
+    """A title, and in it nothing but an ordered list whose items begin with a picture."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the list; complain about anything else, with the page and the line."""
+        box = nodes.Element()
+        self.state.nested_parse(self.content, self.content_offset, box)
+        if len(box.children) != 1 or not isinstance(box[0], nodes.enumerated_list):
+            found = ", ".join(child.tagname for child in box.children) or "nothing"
+            raise self.error(f"step-through: allowed is one ordered list, and here is {found}")
+        if len(box[0].children) < 2:
+            raise self.error("step-through: one step is a picture; allowed are two or more")
+        for number, item in enumerate(box[0].children, 1):
+            first = item[0] if item.children else None
+            picture = first[0] if isinstance(first, nodes.paragraph) and first.children else None
+            if not isinstance(picture, nodes.image) or not picture.get("alt", "").strip():
+                raise self.error(
+                    f"step-through: step {number} does not begin with ![what it shows](…)"
+                )
+            if not any(text.strip() for text in item.findall(nodes.Text)):  # alt texts are none
+                raise self.error(f"step-through: step {number} has a picture and no sentence")
+        title = escape(self.arguments[0])
+        head = f'<div class="steps" role="group" aria-label="{title}, in steps">\n'
+        return [html(f'{head}<p class="steps-title">{title}</p>\n'), box[0], html("</div>\n")]
+
+
+class QuizDirective(SphinxDirective):
+    """A quiz by its name."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """The questions, with their choices."""
+        root = Path(self.env.srcdir)
+        self.env.note_dependency(str(root / QUIZZES))
+        known, name = read(root), self.arguments[0]
+        if name not in known:
+            raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
+        title = escape(known[name].title)
+        head = f'<div class="quiz" role="group" aria-label="{title}" data-quiz="{name}">\n'
+        made: list[nodes.Node] = [html(f'{head}<p class="quiz-title">{title}</p>\n')]
+        for number, question in enumerate(known[name].questions, 1):
+            label = f'role="group" aria-label="Question {number}"'
+            made += [html(f'<div class="quiz-question" {label}>\n'), *self._parsed(question.ask)]
+            for choice in question.choices:
+                # A summary is a button: what stands in it is text, without links.
+                right = ' data-right="yes"' if choice.right else ""
+                says = f"<summary>{escape(choice.says)}</summary>\n"
+                verdict = "**Right.** " if choice.right else "**No.** "
+                made += [html(f'<details class="quiz-choice"{right}>{says}')]
+                made += [*self._parsed(verdict + choice.why), html("</details>\n")]
+            made.append(html("</div>\n"))
+        return [*made, html("</div>\n")]
+
+    def _parsed(self, text: str) -> list[nodes.Node]:
+        box = nodes.Element()
+        lines = StringList(text.strip().split("\n"), source=str(QUIZZES))
+        self.state.nested_parse(lines, self.content_offset, box)
+        return box.children
+
+
+class Predict(nodes.General, nodes.Element):
+    """Holds a question until the cell after it is known: see `join`."""
+
+
+class PredictDirective(SphinxDirective):
+    """A question, and where its answer stands in the next cell's table."""
+
+    has_content = True
+    option_spec = {"row": directives.unchanged_required, "column": directives.unchanged_required}
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the question; the number is found when the page is read."""
+        for name in self.option_spec:
+            if name not in self.options:
+                raise self.error(f"predict: allowed is one with :{name}:")
+        box = Predict(row=self.options["row"], column=self.options["column"])
+        self.state.nested_parse(self.content, self.content_offset, box)
+        self.set_source_info(box)
+        if not any(child.astext().rstrip().endswith("?") for child in box.children):
+            raise self.error("predict: allowed is a question, which ends in ?")
+        return [box]
+
+
+def number(page: str, row: str, column: str) -> float:
+    """The number in that row and column of a page's tables. Raises ValueError where none is."""
+    for table in BeautifulSoup(page, "html.parser").select("table.table"):
+        rows = [[cell.get_text() for cell in one.select("th, td")] for one in table.select("tr")]
+        if rows[0].count(column) == 1:
+            for found in rows[1:]:
+                if found[0] == row:
+                    text = found[rows[0].index(column)].replace(",", "").rstrip(" %x×")
+                    return float(text)
+    raise ValueError(f"no table with one column {column!r} and a row {row!r}")
+
+
+def join(app: Sphinx, doctree: nodes.document) -> None:
+    """Give each question its number, and put the cell after it into its box."""
+    for count, box in enumerate(list(doctree.findall(Predict)), 1):
+        place = box.parent.index(box) + 1
+        cell = box.parent[place] if place < len(box.parent) else None
+        if not isinstance(cell, nodes.Element) or "cell" not in cell.get("classes", []):
+            raise ExtensionError(f"{app.env.docname}: predict stands before no cell")
+        page = "".join(raw.astext() for raw in cell.findall(nodes.raw))
+        try:
+            value = number(page, box["row"], box["column"])
+        except ValueError as error:
+            where = f"{app.env.docname}, line {box.line}: predict"
+            raise ExtensionError(f"{where}: {error}") from None
+        head = html(
+            f'<div class="predict" id="predict-{count}" role="group" aria-label="Predict first"'
+            f' data-value="{value:g}">\n<p class="predict-title">Predict first</p>\n'
+        )
+        answer = html('<div class="predict-answer">\n')
+        box.parent.remove(cell)
+        box.replace_self([head, *box.children, answer, cell, html("</div>\n</div>\n")])
+
+
+def load(app: Sphinx, body: BeautifulSoup) -> None:
+    """Let a page that has such boxes load their scripts and styles, and no other page."""
+    for kind, (script, style) in LOADS.items():
+        if body.find("div", class_=kind):
+            app.add_js_file(f"{script}.js", loading_method="defer")
+            app.add_css_file(f"{style}.css")

@@ -1,0 +1,167 @@
+"""The course's own Sphinx extension: what is done at each event of a build, in this order.
+
+Jupyter Book makes pages of lessons; what the course adds stands here, one handler an event. Each
+line of a handler is one idea, with a file that says at its top what it does and why. The HTML of a
+page is parsed once, in `page`: all that changes it gets the same tree, and its slides at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import calculator
+import cluster_site
+import code_pages
+import directives
+import first_use
+import inline_svg
+import lesson_outputs
+import lesson_page
+import repository
+import search
+import site_files
+import slides
+from bs4 import BeautifulSoup
+from bs4.dammit import EntitySubstitution
+from bs4.formatter import HTMLFormatter
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.environment import BuildEnvironment
+
+_WRITTEN = HTMLFormatter(
+    EntitySubstitution.substitute_xml,
+    void_element_close_prefix="",
+    empty_attributes_are_booleans=True,
+)
+
+
+def configured(app: Sphinx, config: Config) -> None:
+    """Tell the theme of the repository, and read the site of one centre."""
+    repository.configure(config)
+    cluster_site.read(app, config)
+
+
+def begun(app: Sphinx) -> None:
+    """Read the course's index, and take Sphinx's search away."""
+    lesson_page.note_ways(app)
+    search.without_sphinxs(app)
+
+
+def outdated(
+    app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """The pages to read again; before, all lessons that have no outputs are executed."""
+    return [
+        *lesson_outputs.choose(app),
+        *lesson_page.find_moved(app),
+        *site_files.notice(app, removed),
+    ]
+
+
+def read(app: Sphinx, doctree: nodes.document) -> None:
+    """Finish a page that was read, before it is kept."""
+    search.remember(app, doctree)
+    directives.join(app, doctree)
+    cluster_site.make(app, doctree)
+
+
+def resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Finish a page that is to be written, as a document."""
+    lesson_page.fill_table(app, doctree, docname)
+    lesson_page.say_where(doctree, docname)
+    first_use.link(app, doctree, docname)
+    inline_svg.replace(app, doctree)
+    code_pages.redirect_prose(app, doctree, docname)
+
+
+def page(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Finish a page that is to be written, as HTML, and write what is made of it."""
+    describe(app, pagename, context, doctree)
+    if doctree is None or "body" not in context:
+        return
+    body = BeautifulSoup(context["body"], "html.parser")
+    lesson_page.frame(app, pagename, body, context)
+    lesson_page.lead_on(app, pagename, context)
+    inline_svg.measure(body)
+    code_pages.redirect_outputs(app, body, context["pathto"])
+    directives.load(app, body)
+    calculator.load(app, body)
+    if pagename in app.env.page_outputs:
+        body.append(BeautifulSoup(repository.report(app, pagename), "html.parser"))
+    context["body"] = body.decode(formatter=_WRITTEN)
+    if pagename in app.env.lesson_outputs and app.builder.name == "html":
+        repository.add_launchers(app, pagename, context)
+        lesson_page.write_downloads(app, pagename)
+        slides.write(app, pagename, body)
+
+
+def describe(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Describe a page in its head by its first words, and have its scripts wait for the page."""
+    for script in context.get("script_files", []):
+        name = getattr(script, "filename", "")
+        if name and "documentation_options" not in str(name):  # scripts in the page use that one
+            script.attributes.setdefault("defer", "defer")
+    title = BeautifulSoup(str(context.get("title", "")), "html.parser").get_text()
+    title = title or {"search": "Search", "genindex": "Index"}.get(pagename, pagename)
+    limit, words = max(60, 155 - len(title)), ""
+    for paragraph in doctree.findall(nodes.paragraph) if doctree is not None else ():
+        if isinstance(paragraph.parent, nodes.section | nodes.list_item):
+            texts = paragraph.findall(nodes.Text)
+            prose = "".join(text for text in texts if not isinstance(text.parent, nodes.raw))
+            words = " ".join([*words.split(), *prose.split()])
+        if len(words) > limit // 2:
+            break
+    if len(words) > limit:
+        words = words[: limit - 1].rpartition(" ")[0] + "…"
+    words = f"{title}. {words}" if words else f"{title}: a page of {app.config.project}."
+    said = f'\n<meta name="description" content="{escape(words)}" />'
+    context["metatags"] = context.get("metatags", "") + said
+
+
+def more_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The pages that are made of no document."""
+    if app.builder.name == "html":
+        yield from code_pages.pages(app)
+        yield from search.search_page(app)
+
+
+def finished(app: Sphinx, exception: Exception | None) -> None:
+    """Write what a site has beside its pages, when the build went well."""
+    if exception is None and app.builder.name == "html":
+        calculator.write(app)
+        code_pages.keep(app)
+        site_files.write(app)
+    site_files.forget(app, exception)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect the handlers: with a priority where they come before or after Sphinx's own."""
+    app.add_config_value("cluster_file", "", "env", [str])
+    app.add_node(lesson_page.ExecutionsTable)
+    app.add_directive("executions", lesson_page.Executions)
+    app.add_directive("step-through", directives.StepsDirective)
+    app.add_directive("predict", directives.PredictDirective)
+    app.add_directive("quiz", directives.QuizDirective)
+    app.add_directive("calculator", calculator.CalculatorDirective)
+    app.connect("config-inited", configured, priority=900)
+    app.connect("builder-inited", begun)
+    app.connect("env-get-outdated", outdated)
+    app.connect("env-purge-doc", search.forget)
+    app.connect("doctree-read", read)
+    app.connect("env-get-updated", lesson_page.as_sphinx_numbered, priority=400)
+    app.connect("env-get-updated", lesson_page.by_page, priority=600)
+    app.connect("doctree-resolved", resolved)
+    app.connect("html-page-context", page, priority=510)
+    app.connect("html-collect-pages", more_pages)
+    app.connect("build-finished", finished, priority=900)
+    # sphinx_exercise names singlehtml, and Sphinx would then take no other extension's visitors.
+    app.registry.translation_handlers["singlehtml"] = app.registry.translation_handlers["html"]
+    # Sphinx starts from nothing when this number is not what it was.
+    extensions = int(site_files.digest(sorted(Path(__file__).parent.glob("*.py")))[:12], 16)
+    return {"env_version": extensions}

@@ -1,0 +1,108 @@
+"""What a finished site has beside its pages, and what Sphinx forgets when it builds only changes.
+
+- Nothing comes from another host. Jupyter Book's pages ask for thebe, which _config.yml leaves out,
+  and for MathJax: that comes from the Python package sphinx-mathjax-offline; of its 24 MB a page
+  loads some 200 kB, and the rest goes. Slides load reveal.js, from sphinx-revealjs.
+- The landing page stands at the root as well, where otherwise a bare redirection would stand.
+- A build that failed on a warning would succeed the second time, for the page is not read again.
+- A changed style sheet, or a changed source file, is not copied when no page changed.
+- Pages stay as an older version of these extensions made them, and those of removed documents stay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+from bs4 import BeautifulSoup
+from code_pages import sources
+from search import SYNONYMS
+from sphinx.application import Sphinx
+
+import shardlab
+
+_UNUSED = ("scripts/fontawesome.js*", "**/*.map")  # files in _static
+_MATHJAX = (
+    *("startup.js", "core.js", "input/tex.js", "output/chtml.js", "output/chtml/fonts/tex.js"),
+    *("a11y/assistive-mml.js", "output/chtml/fonts/woff-v2", "input/tex/extensions"),
+)
+_MATHJAX_LARGE = "all-packages.js"  # the other extensions in one file: never loaded beside them
+_REVEAL = (
+    "dist/reset.css",
+    "dist/reveal.css",
+    "dist/reveal.js",
+    "plugin/notes/notes.js",
+    "LICENSE",
+)
+
+
+def _package(name: str, folder: str) -> Path:
+    """A folder of an installed package."""
+    return Path(str(metadata.distribution(name).locate_file(folder)))
+
+
+def write(app: Sphinx) -> None:
+    """Copy the part of MathJax and of reveal.js that pages load, drop files that none loads."""
+    static = Path(app.outdir, "_static")
+    for pattern in _UNUSED:
+        for path in static.glob(pattern):
+            path.unlink()
+    source = _package("sphinx-mathjax-offline", "sphinx-mathjax-offline/static/mathjax")
+    for name in _MATHJAX:
+        goal = static / "mathjax" / name
+        if (source / name).is_dir():
+            ignore = shutil.ignore_patterns(_MATHJAX_LARGE)
+            shutil.copytree(source / name, goal, ignore=ignore, dirs_exist_ok=True)
+        else:
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, goal)
+    (static / "reveal").mkdir(exist_ok=True)
+    source = _package("sphinx-revealjs", "sphinx_revealjs/_static/revealjs")
+    for name in _REVEAL:
+        shutil.copy2(source / name, static / "reveal")
+    # This version alone: nothing is known yet of others.
+    listed = json.dumps([{"name": shardlab.__version__, "path": ""}])
+    Path(app.outdir, "versions.json").write_text(listed + "\n", "utf-8")
+    root = app.config.root_doc
+    landing = Path(app.outdir, f"{root}.html").read_text("utf-8")
+    Path(app.outdir, "index.html").write_text(moved(landing, posixpath.dirname(root)), "utf-8")
+
+
+def moved(text: str, folder: str) -> str:
+    """The page `text` of a folder below the root ("book"), so that it can stand in the root."""
+    page = BeautifulSoup(text, "html.parser")
+    for name in ("href", "src", "action", "data-content_root"):
+        for one in page.select(f"[{name}]"):
+            address = one[name]
+            if address and not address.startswith(("/", "#")) and ":" not in address.split("/")[0]:
+                end = "/" if address.endswith("/") else ""
+                one[name] = posixpath.normpath(posixpath.join(folder, address)) + end
+    return str(page)
+
+
+def notice(app: Sphinx, removed: set[str]) -> list[str]:
+    """Build the first page again, and so copy all files, when a file of no page changed."""
+    for docname in removed:
+        Path(app.builder.get_outfilename(docname)).unlink(missing_ok=True)
+    root = Path(app.srcdir)
+    static = sorted(path for path in (root / "book/static").rglob("*") if path.is_file())
+    now = digest([*(root / path for path in sources(root)), *static, SYNONYMS])
+    before = getattr(app.env, "other_files", now)
+    app.env.other_files = now
+    return [app.config.root_doc] if now != before else []
+
+
+def digest(files: list[Path]) -> str:
+    """A hash of files, with their names."""
+    return hashlib.sha256(b"".join(str(f).encode() + f.read_bytes() for f in files)).hexdigest()
+
+
+def forget(app: Sphinx, exception: Exception | None) -> None:
+    """After a build with warnings that count as errors, let the next one read all pages."""
+    strict = app.warningiserror or app.keep_going  # the latter alone with `-W --keep-going`
+    if exception or (strict and app._warncount):
+        Path(app.doctreedir, "environment.pickle").unlink(missing_ok=True)

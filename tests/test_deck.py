@@ -46,7 +46,7 @@ def test_a_table_s_numbers_come_with_the_next_step_and_its_labels_before():
     (_, made) = slides(f"<h2>Bytes</h2>{TABLE}<p>Stage one holds the least of all.</p>")
     assert "<td>one</td>" in made.body
     assert '<td class="fragment" data-fragment-index="0">12.5</td>' in made.body
-    assert "held (MB)" in made.ask
+    assert made.ask.startswith("what will stand there?")
     assert "Stage one holds" in "".join(made.notes)
 
 
@@ -101,10 +101,7 @@ def test_what_is_too_large_for_a_hall_is_not_shown():
     assert deck.code_size(["short = 1"], 400) == 28
     assert deck.code_size(["x" * 120], 400) == 0
     assert deck.code_size(["a = 1"] * 40, 600) == 0
-    assert (
-        deck.table_size([["what", "MB"], *[[f"all the parts {n}", "1"] for n in range(8)]], 460)
-        == 28
-    )
+    assert deck.table_size([["what", "MB"], *[[f"part {n}", "1"] for n in range(4)]], 460) == 28
     assert deck.table_size([["what", "MB"], ["x" * 120, "1"]], 460) == 0
     for high, small in ((900, True), (150, False)):
         drawn = f'<p><svg viewbox="0 0 300 {high}"><text style="font-size: 9px">a</text></svg></p>'

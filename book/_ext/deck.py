@@ -33,16 +33,6 @@ LONG = 400  # characters of a paragraph that a slide takes
 _MONO, _PROSE = 0.603, 0.6  # width of a character in sizes of its font
 _FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # in a style of a picture
 _ASIDE = ("Exercises", "Summary", "Further reading")
-RANKS = {"steps": 0, "figure": 1, "table": 3, "listed": 3, "checked": 4, "listing": 5, "code": 5}
-LAST = 6  # the rank of code of the package: it is read at home
-ASK = {
-    "steps": "before each step, what comes next?",
-    "figure": "what does the picture show? Give the hall a moment to read it.",
-    "checked": "who says true, who says false? Let hands be counted.",
-    "printed": "what will it print?",
-    "code": "what does it compute? Let somebody explain it line by line.",
-}
-
 
 # --- A page, taken apart --------------------------------------------------------------------------
 
@@ -230,8 +220,7 @@ class Slide:
     seconds: float = 0
     paths: list[str] = field(default_factory=list)  # those that come to it
     place: int = 0  # of its block in the section
-    rank: int = 9  # how little it is wanted
-    forced: bool = False
+    rank: int = 0  # how little it is wanted
 
     def html(self, lesson: str) -> str:
         """The slide as an element; `lesson` is the address of its page."""
@@ -319,14 +308,14 @@ def table_size(rows: list[list[str]], high: float) -> int:
     return size if size >= SMALL else 0
 
 
-def table(block: Block, high: float) -> tuple[str, str]:
-    """A table, and what to ask. Of one that a cell made, the numbers come with the next step."""
+def table(block: Block, high: float) -> str:
+    """A table. Of one that a cell made, the numbers come with the next step."""
     whole = copy.copy(block.tag)
     rows = [row.select("th, td") for row in whole.select("tr")]
     texts = [[cell.get_text().strip() for cell in row] for row in rows]
     size = table_size(texts, high - 50 * bool(whole.caption))
     if not size:
-        return "", ""
+        return ""
     hides = block.kind == "table"
     for one in whole.select("thead, tbody, tr, colgroup, caption"):
         one.attrs = {}
@@ -339,9 +328,7 @@ def table(block: Block, high: float) -> tuple[str, str]:
             elif right:
                 cell["class"] = right
     whole.attrs = {"style": f"font-size:{size}px"}
-    names = " and ".join(f"“{escape(name)}”" for name in texts[0][1:][-2:])
-    ask = f"what will stand under {names}? Take a guess from the hall for one row."
-    return str(whole), ask if hides else ""
+    return str(whole)
 
 
 def code_size(lines: list[str], high: float) -> int:
@@ -351,27 +338,45 @@ def code_size(lines: list[str], high: float) -> int:
     return size if size >= SMALL else 0
 
 
-def code(block: Block, high: float) -> tuple[str, str]:
-    """Code, and with the next step what it printed, if both fit; and what to ask."""
+def code(block: Block, high: float) -> str:
+    """Code, and with the next step what it printed, if both fit."""
     pre = copy.copy(block.tag)
     lines, out = pre.get_text().strip("\n").splitlines(), block.out.strip("\n")
     both = code_size([*lines, *text(out).splitlines()], high) if out else 0
     size = both or code_size(lines, high)
     if not size:
-        return "", ""
+        return ""
     pre.attrs = {"style": f"font-size:{size}px"}
     later = 'data-fragment-index="0"'
     result = f'<pre class="out fragment" {later} style="font-size:{size}px">{out}</pre>'
-    body = f'<div class="highlight">{pre}</div>{result if both else ""}'
-    return body, ASK["printed" if both else "code"]
+    return f'<div class="highlight">{pre}</div>{result if both else ""}'
 
 
-def checked(block: Block) -> str:
+def checked(block: Block, high: float) -> str:
     """A claim that people make: true, or false? The answer comes with the next step."""
     answer = next((inner(p) for p in block.tag.select("p") if len(p.get_text()) <= LONG), "")
     claim = block.title.removeprefix("Checked:").strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
     return f'<p class="quote">{claim}</p><p class="ask">True, or false?</p>{later}' * bool(answer)
+
+
+def figure(block: Block, high: float) -> str:
+    """A picture."""
+    return picture(block.tag, WIDE, high)
+
+
+_CODE = "what does it compute, and what will it print? Let somebody explain it line by line."
+_LAST = 5  # the rank of code of the package: it is read at home
+KINDS = {  # of blocks that become slides: how little each is wanted, how it is shown, what to ask
+    "steps": (0, steps, "before each step, what comes next?"),
+    "figure": (1, figure, "what does the picture show? Give the hall a moment to read it."),
+    "table": (2, table, "what will stand there? Take a guess from the hall for one row."),
+    "listed": (2, table, ""),
+    "checked": (3, checked, "who says true, who says false? Let hands be counted."),
+    "code": (4, code, _CODE),
+    "listing": (4, code, _CODE),
+    "source": (_LAST, code, _CODE),
+}
 
 
 # --- A section ------------------------------------------------------------------------------------
@@ -382,48 +387,36 @@ def candidates(section: Section) -> list[Slide]:
     found = []
     for place, block in enumerate(section.blocks):
         short = block.kind == "code" and code_lines(block.tag) < 3 and not block.out
-        if short or "skip-slide" in block.tags or block.kind not in (*RANKS, "source"):
+        if short or "skip-slide" in block.tags or block.kind not in KINDS:
             continue
+        rank, show, ask = KINDS[block.kind]
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         before = section.blocks[place - 1]
         asked = inner(before.tag) if place and before.kind == "question" else ""
         high = HIGH - 117 - 31 * bool(kicker) - 50 * bool(asked)
         high -= sum(36 * (len(text(one)) // 58) for one in (title, asked))
-        ask = ASK.get(block.kind, "")
-        if block.kind == "steps":
-            body = steps(block, high)
-        elif block.kind == "figure":
-            body = picture(block.tag, WIDE, high)
-        elif block.kind in ("table", "listed"):
-            body, ask = table(block, high)
-        elif block.kind == "checked":
-            body = checked(block)
-        else:
-            body, ask = code(block, high)
+        body = show(block, high)
         if not body:
             continue
         if asked:
             body = f'<p class="lead">{asked}</p>{body}'
-        kind = {"listed": "table", "source": "code", "listing": "code"}.get(block.kind, block.kind)
-        slide = Slide(title, body, kind, kicker, section.anchor, asked or ask, place=place)
-        slide.rank = RANKS.get(block.kind, LAST)
-        slide.forced = "slide" in block.tags
+        slide = Slide(title, body, block.kind, kicker, section.anchor, asked or ask)
+        slide.rank = -1 if "slide" in block.tags else rank
+        slide.place = place
         found.append(slide)
     prose = [b.tag for b in section.blocks if b.kind == "prose" and b.tag.name == "p"]
     for tag in prose if not found else ():
         if 60 < len(tag.get_text()) <= LONG:
-            return [
-                Slide(section.title, f"<p>{inner(tag)}</p>", anchor=section.anchor, rank=LAST - 1)
-            ]
+            return [Slide(section.title, f"<p>{inner(tag)}</p>", anchor=section.anchor)]
     return found
 
 
 def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
     """For each section its slides, `most` of all of them."""
     every = list(map(candidates, sections))
-    taken = [[one for one in mine if one.forced] for mine in every]
+    taken: list[list[Slide]] = [[] for _ in sections]
     while (many := sum(map(len, taken))) < most:
-        worst = LAST if many >= LEAST else LAST + 1
+        worst = _LAST if many >= LEAST else _LAST + 1
         rest = [[one for one in mine if one not in taken[n] and one.rank < worst]
                 for n, mine in enumerate(every)]  # fmt: skip
         able = [n for n, mine in enumerate(rest) if mine and len(taken[n]) < EACH]
@@ -432,7 +425,7 @@ def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
         # Each section's first slide comes before any second one, and then long sections come first.
         n = max(able, key=lambda n: (not taken[n], sections[n].seconds / (1 + len(taken[n]))))
         kinds = {slide.kind for slide in taken[n]}
-        taken[n].append(min(rest[n], key=lambda one: (one.kind in kinds, one.rank)))
+        taken[n].append(min(rest[n], key=lambda one: (one.rank >= 0, one.kind in kinds, one.rank)))
     return [sorted(mine, key=lambda one: one.place) for mine in taken]
 
 

@@ -249,39 +249,41 @@ def lead_on(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
             context[word] = {"link": link, "title": title}
 
 
-class ExecutionsTable(nodes.General, nodes.Element):
-    """Stands where the table of all lessons goes."""
-
-
 class Executions(SphinxDirective):
     """A table of all lessons: how, where, when and in what time each was executed."""
 
     def run(self) -> list[nodes.Node]:
         """Leave a mark: the table is known once all pages are read."""
-        return [ExecutionsTable()]
+        return [nodes.raw("", '<div class="executions"></div>', format="html")]
 
 
 HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
 # The last column is there as soon as anything has been recorded.
 
 
-def fill_table(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
     """Put the table in its place."""
-    for mark in list(doctree.findall(ExecutionsTable)):
+    for mark in body.select("div.executions"):
         states = app.env.page_outputs
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
-        order = [d for d in listed if d in states]
-        rows = [_row(app, docname, lesson, states[lesson]) for lesson in order]
-        columns = len(HEAD) - (not any(states[d]["reasons"] for d in order))
-        mark.replace_self(_table(HEAD[:columns], [row[:columns] for row in rows]))
+        order = [name for name in listed if name in states]
+        columns = len(HEAD) - (not any(states[name]["reasons"] for name in order))
+        head = "".join(f"<th>{word}</th>" for word in HEAD[:columns])
+        rows = ""
+        for name in order:
+            link = f'<a href="{app.builder.get_relative_uri(docname, name)}">'
+            cells = [f"{link}{escape(app.env.titles[name].astext())}</a>"]
+            cells += map(escape, _row(states[name]))
+            rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells[:columns])}</tr>\n"
+        table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
+        table = f'<table class="executions table">\n{table}</table>'
+        box = f'<div class="pst-scrollable-table-container">{table}</div>'
+        mark.replace_with(BeautifulSoup(box, "html.parser"))
 
 
-def _row(app: Sphinx, docname: str, lesson: str, state: dict[str, Any]) -> list[nodes.Node]:
+def _row(state: dict[str, Any]) -> list[str]:
     about = state["about"]
-    title = app.env.titles[lesson].astext()
-    target = app.builder.get_relative_uri(docname, lesson)
-    link = nodes.reference("", title, refuri=target, internal=True)
-    words = [
+    return [
         "recorded" if state["how"] == "recorded" else "executed by this build",
         where(about),
         versions(about),
@@ -290,18 +292,6 @@ def _row(app: Sphinx, docname: str, lesson: str, state: dict[str, Any]) -> list[
         f"{about['seconds']:.0f}",
         "; ".join(state["reasons"]) or "—",
     ]
-    return [link, *(nodes.Text(word) for word in words)]
-
-
-def _table(head: tuple[str, ...], rows: list[list[nodes.Node]]) -> nodes.table:
-    def row(cells: list[nodes.Node]) -> nodes.row:
-        return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", cell)) for cell in cells))
-
-    group = nodes.tgroup(cols=len(head))
-    group += [nodes.colspec(colwidth=1) for _ in head]
-    group += nodes.thead("", row([nodes.Text(word) for word in head]))
-    group += nodes.tbody("", *(row(cells) for cells in rows))
-    return nodes.table("", group, classes=["executions"])
 
 
 def write_downloads(app: Sphinx, docname: str) -> None:

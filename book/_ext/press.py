@@ -71,7 +71,6 @@ def read(app: Sphinx, doctree: nodes.document) -> None:
 
 def resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Finish a page that is to be written, as a document."""
-    lesson_page.fill_table(app, doctree, docname)
     lesson_page.say_where(doctree, docname)
     first_use.link(app, doctree, docname)
     inline_svg.replace(app, doctree)
@@ -87,6 +86,7 @@ def page(
         return
     body = BeautifulSoup(context["body"], "html.parser")
     lesson_page.frame(app, pagename, body, context)
+    lesson_page.fill_table(app, pagename, body)
     lesson_page.lead_on(app, pagename, context)
     inline_svg.measure(body)
     code_pages.redirect_outputs(app, body, context["pathto"])
@@ -143,7 +143,6 @@ def finished(app: Sphinx, exception: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the handlers: with a priority where they come before or after Sphinx's own."""
     app.add_config_value("cluster_file", "", "env", [str])
-    app.add_node(lesson_page.ExecutionsTable)
     app.add_directive("executions", lesson_page.Executions)
     app.add_directive("step-through", directives.StepsDirective)
     app.add_directive("predict", directives.PredictDirective)

@@ -45,7 +45,9 @@ def test_public_models_are_counted_to_the_unit(found) -> None:
     assert {name: (one.total, one.active) for name, one in found.items()} == {
         name: (int(row["total"]), int(row["active"])) for name, row in COUNTS.items()
     }
-    assert [name for name, one in found.items() if one.unplanned] == []
+    # What mixes tokens without attention is counted, and not planned.
+    mixers = {"granite-4.0-h-small", "nemotron-h-56b", "qwen3-next-80b-a3b", "qwen3.5-27b-text"}
+    assert {name for name, one in found.items() if one.unplanned} == mixers
 
 
 def kept(one: Structure) -> list[int]:
@@ -221,16 +223,12 @@ def test_they_are_counted_and_planned_by_the_commands(capsys, tmp_path: Path) ->
     path = tmp_path / "config.json"
     path.write_text(json.dumps(PLAIN | QUIRKS["latent attention"][0]))
     asked = ["--gpu", "h100", "--gpus", "1", "--batch", "8", "--seq", "1024", "--json"]
-    counts, sizes = [], []
-    for number in "0", "1":
-        more = ["--config", str(path), "--mtp", number]
-        assert main(["memory", *more, "--json"]) == 0
-        counts.append(json.loads(capsys.readouterr().out)["count"]["total"])
-        assert main(["strategy", "plan", *more, *asked]) == 0
-        first = json.loads(capsys.readouterr().out)["best"][0]
-        sizes.append(first["bytes_by_part"]["weights"])
-    module = LATENT + 2 * H + 10 * EXPERT + 8 * H + 2 * H * H + 3 * H
-    assert counts[1] - counts[0] == module and sizes[1] - sizes[0] == 2 * module
+    given = ["--config", str(path)]
+    assert main(["memory", *given, "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["count"]["total"]
+    assert main(["strategy", "plan", *given, *asked]) == 0
+    first = json.loads(capsys.readouterr().out)["best"][0]
+    assert first["bytes_by_part"]["weights"] == 2 * total
 
 
 def test_what_is_counted_and_not_understood_is_not_planned(tmp_path) -> None:

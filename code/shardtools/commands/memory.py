@@ -1,17 +1,14 @@
 """`python -m shardlab memory`: what one rank of a training job holds.
 
-    python -m shardlab memory --params 7.5e9 --dp 64 --zero 1
     python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
     python -m shardlab memory --model gpt-2 --batch 8 --json
     python -m shardlab memory --model llama-3-405b --tp 8 --pp 16 --stages megatron --stage 0
     python -m shardlab memory --config config.json --tp 8 --ep 8 --dp 64 --zero 1 --seq 8192
 
-With --params alone there is no shape, so nothing can be said about activations and buffers: they
-count as 0, and the table says so. --json prints whole bytes per rank, whatever the unit:
-parameters, gradients, optimizer, activations, buffers, their total on the device; with --model
-peak, the most that is held at one moment, which is less; and host, what is kept in the host's
-memory instead. All of it is what a program holds: what an allocator reserves with it is in
-`strategy plan --explain`.
+--json prints whole bytes per rank, whatever the unit: parameters, gradients, optimizer,
+activations, buffers, their total on the device; with --model peak, the most that is held at one
+moment, which is less; and host, what is kept in the host's memory instead. All of it is what a
+program holds: what an allocator reserves with it is in `strategy plan --explain`.
 
 --config takes any causal model of transformers, from its config.json; its class is built without
 numbers, and so torch and transformers are needed. Its states are exact. Of activations what fused
@@ -35,15 +32,9 @@ from shardlab import memory
 from shardlab.common.arguments import check_one_of, check_whole
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
-from shardlab.memory.units import whole
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-# Options that say something about activations, and so need a model's shape.
-SHAPED = (
-    "batch", "seq", "recompute", "attention", "device", "microbatches", "sequence_parallel", "cp",
-    "replicas", "stages", "stage", "schedule", "chunks", "ep", "etp",
-)  # fmt: skip
 SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
 
 
@@ -51,15 +42,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `memory` to the command line."""
     parser = options.command(commands, "memory", __doc__)
     add = partial(options.add, parser)
-    add("params", "number of parameters, for example 7.5e9", "P", float)
-    add("model", f"or a model: {', '.join(PRESETS)}", "NAME")
+    add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model of transformers", "FILE")
-    add(
-        "mtp",
-        "modules that predict further tokens, of those of the file (0); with --config",
-        "N",
-        int,
-    )
     add("dp", "data-parallel degree (1)", "D", int)
     add("tp", "tensor-parallel degree (1)", "T", int)
     add("pp", "pipeline-parallel degree (1)", "P", int)
@@ -68,26 +52,25 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("precision", "fp32, fp16, bf16, bf16-fp32-gradients or 8-bit (bf16)", "NAME")
     add("optimizer", "sgd, momentum, adam, adamw, or muon for matrices of layers (adamw)", "NAME")
     add("offload", "to the host's memory: none, optimizer or parameters (none)", "WHAT")
-    add("batch", "sequences on each rank (1); with --model", "B", int)
+    add("batch", "sequences on each rank (1)", "B", int)
     add("seq", "tokens in a sequence (the model's longest; with --config at most 8192)", "S", int)
-    words = "none, selective, full, or operators as norms+ffn (none); with --model"
-    add("recompute", words, "HOW")
-    add("attention", "fused, plain or plain-16 (fused); with --model", "HOW")
-    add("microbatches", "in a step of a pipeline (pp or more); with --model", "M", int)
-    add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b); with --model", "NAME")
-    add("chunks", "of the model on each stage, where it is interleaved; with --model", "V", int)
-    add("stages", "their layers: a rule or numbers (equal); with --model", "LAYERS", _layers)
-    add("stage", "the one to count, from 0 (the fullest); with --model", "K", int)
-    add("cp", "ranks that share each sequence (1); with --model", "C", int)
-    add("ep", "ranks, of the copies, that deal out the experts (1); with --model", "E", int)
-    add("etp", "ranks that share each matrix of an expert (as --tp); with --model", "T", int)
-    add("replicas", "groups of copies, within which ZeRO shards (1); with --model", "N", int)
-    add("device", "whose kernels keep activations: gpu or cpu (gpu); with --model", "KIND")
+    add("recompute", "none, selective, full, or operators as norms+ffn (none)", "HOW")
+    add("attention", "fused, plain or plain-16 (fused)", "HOW")
+    add("microbatches", "in a step of a pipeline (pp or more)", "M", int)
+    add("schedule", f"of a pipeline: {', '.join(SCHEDULES)} (1f1b)", "NAME")
+    add("chunks", "of the model on each stage, where it is interleaved", "V", int)
+    add("stages", "their layers: a rule or numbers (equal)", "LAYERS", _layers)
+    add("stage", "the one to count, from 0 (the fullest)", "K", int)
+    add("cp", "ranks that share each sequence (1)", "C", int)
+    add("ep", "ranks, of the copies, that deal out the experts (1)", "E", int)
+    add("etp", "ranks that share each matrix of an expert (as --tp)", "T", int)
+    add("replicas", "groups of copies, within which ZeRO shards (1)", "N", int)
+    add("device", "whose kernels keep activations: gpu or cpu (gpu)", "KIND")
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
         default=None,
-        help="cut activations between tensor-parallel regions as well; with --model",
+        help="cut activations between tensor-parallel regions as well",
     )
     add("unit", "of the table: GB (10^9 bytes), GiB (2^30 bytes), MB, MiB, … (GB)", "UNIT")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
@@ -99,37 +82,28 @@ def _main(chosen: argparse.Namespace) -> int:
     memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
     aside = "command", "json", "unit"
     given = {n: value for n, value in vars(chosen).items() if value is not None and n not in aside}
-    found, title, notes = _counted(given)
-    print(json.dumps(found) if chosen.json else _table(found, title, unit, notes))
+    found, title, unknown = _counted(given)
+    print(json.dumps(found) if chosen.json else _table(found, title, unit, unknown))
     return 0
 
 
-def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Bytes per rank by part, lines that say of what, and why parts are not known, by part.
+def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    """Bytes per rank by part, lines that say of what, and why activations are not known, or "".
 
     Raises ValueError for bad input.
     """
-    asked = [name for name in ("params", "model", "config") if name in settings]
-    if len(asked) != 1:
-        said = " and ".join(f"--{name}" for name in asked) or "neither --params nor --model"
-        raise ValueError(
-            f"{said}: allowed is exactly one of --params (a number), --model "
-            f"({', '.join(PRESETS)}) and --config (a file)"
-        )
-    if "config" not in settings:
-        options.apart(
-            settings, ["mtp"], "alone: allowed with --config, whose file has such modules"
-        )
+    if ("model" in settings) == ("config" in settings):
+        said = "--model and --config" if "model" in settings else "neither"
+        raise ValueError(f"{said}: allowed is exactly one of --model and --config")
     ranks = settings.pop("ranks", None)
-    said = [name for name in settings if name in SHAPED]
+    names = ["dp", "tp", "pp", *["cp"] * ("cp" in settings)]
     layout = _layout(settings)
     if ranks is not None:
         layout.check(ranks)
     check_whole(seq=settings.get("seq", 1))
     check_whole(0, layout.pp - 1, stage=settings.get("stage", 0))
     more: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    experts = 0
+    unknown = ""
     if "model" in settings:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
@@ -138,41 +112,29 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, dict[str, s
         more["peak"] = counted.peak
         params, seq = memory.parameter_count(config), settings.get("seq", config.seq)
         experts = config.experts
-    elif "config" in settings:
+    else:
         model, name = _model(settings)
         seq = settings.setdefault("seq", min(model.seq, SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
         params, experts = model.total, model.experts
         numbers = {"total": params, "active": model.active, "model_type": model.model_type}
         more |= {"count": numbers, "assumed": list(model.assumed)}
-        if model.unplanned:
-            notes = dict.fromkeys(PARTS[3:], f"unknown: {model.unplanned}")
-    else:
-        if said:
-            option = "--" + said[0].replace("_", "-")
-            raise ValueError(
-                f"{option} with --params: allowed with --model ({', '.join(PRESETS)}), because "
-                "activations follow from a model's shape"
-            )
-        params = whole("params", settings.pop("params"))
-        counted, name, seq = memory.states(params, layout, **settings), "a model", None
-        notes = dict.fromkeys(PARTS[3:], "unknown without --model")
+        unknown = model.unplanned and f"unknown: {model.unplanned}"
     found = {part: getattr(counted, part, 0) for part in PARTS}
     found |= {"total": sum(found.values()), **more, "host": counted.host}
-    names = ["dp", "tp", "pp", *["cp"] * ("cp" in said)]
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
     active = more.get("count", {}).get("active", params)
     some = f" ({active / 1e9:.4g} of them active)" if active < params else ""
     settings = {"precision": "bf16", "optimizer": "adamw"} | settings
-    of = f", {layout.micro_batch} × {seq:,} tokens on each rank" if seq else ""
     title = (
         f"{name} of {params / 1e9:.4g} billion parameters{some}, "
-        f"{settings['precision']}, {settings['optimizer']}{of}\n"
+        f"{settings['precision']}, {settings['optimizer']}, "
+        f"{layout.micro_batch} × {seq:,} tokens on each rank\n"
         f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
     if experts and layout.ranks > 1:
         title += f"; experts over {layout.ep}, each matrix of one over {layout.cut} (--etp)"
-    return found, title, notes
+    return found, title, unknown
 
 
 def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
@@ -182,7 +144,7 @@ def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
     if settings.pop("device", "gpu") != "gpu":
         raise ValueError("--device with --config: allowed is gpu")
     path = Path(settings.pop("config"))
-    found = hub.read(path, mtp=settings.pop("mtp", 0))
+    found = hub.read(path)
     return found, f"{found.model_type} ({path.name})"
 
 
@@ -200,12 +162,13 @@ def _layout(settings: dict[str, Any]) -> Layout:
     return Layout(**fields)
 
 
-def _table(found: dict[str, Any], title: str, unit: str, notes: dict[str, str]) -> str:
+def _table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
     """Of what `_counted` gives."""
     sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
-    rows = [(part, notes.get(part, size)) for part, size in sizes.items()]
-    if notes:
-        rows[-1] = ("total of the states", rows[-1][1])
+    if unknown:
+        sizes |= dict.fromkeys(("activations", "buffers"), unknown)
+        sizes["total of the states"] = sizes.pop("total")
+    rows = list(sizes.items())
     if "peak" in found:
         rows.append(("most at one moment", memory.format_bytes(found["peak"], unit)))
     if found["host"]:

@@ -3,20 +3,22 @@
 As Megatron-LM and torchtitan cut (transformers' own plan leaves latent attention, state spaces and
 the experts of several models whole): queries, keys and values by heads, networks by their width,
 out and down by their inputs, the vocabulary by its entries. Latent attention's down-projections,
-norms and routers are whole on every rank. What no row of the table knows is cut as transformers'
-own plan has it, and whole where that is silent, too: `said` says which. The standard library
-alone.
+norms and routers are whole on every rank, and so is what no row of the table knows: `said` says
+which.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from shardlab.layout.entries import COPIED, Entry
+
+if TYPE_CHECKING:  # these load torch
+    from .kinds import Alike, Tensor
+    from .trace import Traced
 
 # End of a name in attention or in what stands in its place: dimension, and by what.
 _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
@@ -29,7 +31,6 @@ _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
     (r"output_gate|sinks|wq_a_gate", 0, "heads"),
     (r"k_proj|v_proj|key|value|wk|wv", 0, "kv_heads"),
     (r"qkv_proj|query_key_value|c_attn|Wqkv|W_pack|qkv", 0, "both"),
-    (r"[qkv]_conv1d|conv1d|in_proj\w*|dt_bias|A_log|D|dt_proj|conv", 0, "mixer"),
     (r"o_proj|out_proj|dense|c_proj|[wW]o|out|x_proj", 1, "heads"),
 )
 _NETWORK: tuple[tuple[str, int | None, str], ...] = (
@@ -47,110 +48,79 @@ WORDS = {  # as Config calls it, where it does
     "heads": "heads",
     "kv_heads": COPIED,
     "both": f"{COPIED} of a fused matrix",
-    "mixer": "heads of a state space",
     "width": "ffn_width",
     "twice": "ffn_width",  # gate and up in one
 }
 
 
-def inside(tensor: dict[str, Any], layer: dict[str, Any]) -> Entry:
-    """A tensor of a layer, as the facts have both."""
-    name, shape = tensor["name"], tuple(tensor["shape"])
-    expert = 0 if tensor["experts"] else None
-    mixes = expert is None and _mixes(name, layer)
+def inside(tensor: Tensor, traced: Traced | None) -> Entry:
+    """A tensor of a layer, and how it is cut; traced: what its layer was seen to do."""
+    name, shape = tensor.name, tensor.shape
+    expert = 0 if tensor.experts else None
+    mixes = _mixes(tensor, traced)
     kind = "attention" if mixes else "ffn"
-    parts = name.split(".")
     if _of_norm(name):
         return Entry(name, shape, "norms", partly=True)
-    if len(parts) == 2 and len(shape) == 1 and _NORM.search(name) and not mixes:
+    if name.count(".") == 1 and len(shape) == 1 and _NORM.search(name) and not mixes:
         return Entry(name, shape, "norms", partly=True)
-    cut = _cut(tensor, layer, mixes)
-    if cut.dimension == 1 and len(shape) == 1:  # the bias behind the sum
+    dimension, along, units = _cut(tensor, traced) or (None, "", 0)
+    if dimension == 1 and len(shape) == 1:  # the bias behind the sum
         return Entry(name, shape, kind, partly=True, expert=expert)
-    if cut.dimension is None:
+    if dimension is None:
         return Entry(name, shape, kind, expert=expert)
-    along = cut.along if expert is None else "expert_width"
-    own = {"tp": cut.dimension, "along": along, "units": cut.units}
-    return Entry(name, shape, kind, **own, expert=expert)
+    along = along if expert is None else "expert_width"
+    return Entry(name, shape, kind, tp=dimension, along=along, units=units, expert=expert)
 
 
-class _Cut(NamedTuple):
-    """How a tensor of a layer is cut."""
+def _cut(tensor: Tensor, traced: Traced | None) -> tuple[int | None, str, int] | None:
+    """The dimension that is cut (None: none is), by what, and how many there are, by the table.
 
-    dimension: int | None = None  # None: not at all
-    along: str = ""
-    units: int = 0
-    known: bool = True  # by the table
-
-
-def _cut(tensor: dict[str, Any], layer: dict[str, Any], mixes: bool) -> _Cut:
-    """By the table; where that lacks the name, or how many there are, as transformers' plan has it.
-
-    By the plan a dimension is cut as it is, whatever heads lie in it.
+    None where the table lacks the name, or where it is not known how many there are.
     """
-    stem, shape = _stem(tensor), tensor["shape"]
-    if row := _row(stem, mixes):
-        dimension, by = row
-        if dimension is None or dimension >= len(shape):
-            return _Cut(dimension)
-        units = _units(by, layer, shape[dimension] // (2 if by == "twice" else 1))
-        if units and shape[dimension] % units == 0:
-            return _Cut(dimension, WORDS["mixer" if mixes and _mixer(layer) else by], units)
-    if not tensor["cut"]:
-        return _Cut(known=False)
-    dimension, matrices = tensor["cut"]
-    return _Cut(dimension, stem, shape[dimension] // matrices, known=False)
-
-
-def _row(stem: str, mixes: bool) -> tuple[int | None, str] | None:
-    """The dimension that is cut, None if none is, and by what; None: no row has the name."""
+    mixes, stem = _mixes(tensor, traced), _stem(tensor)
     for ends, dimension, by in _ATTENTION if mixes else _NETWORK:
-        if re.search(rf"(^|\.)({ends})$", stem):
-            return dimension, by
+        if not re.search(rf"(^|\.)({ends})$", stem):
+            continue
+        if dimension is None or dimension >= len(tensor.shape):
+            return dimension, "", 0
+        size = tensor.shape[dimension]
+        units = _units(by, traced, size // (2 if by == "twice" else 1))
+        return (dimension, WORDS[by], units) if units and size % units == 0 else None
     return None
 
 
-def unknown(layer: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The matrices that the table does not cut: those that are cut by the plan, and whole ones.
-
-    Of the latter those that are no small part of the layer.
-    """
-    planned, whole = [], []
-    sizes = [prod(t["shape"]) * (t["experts"] or 1) for t in layer["tensors"]]
-    for tensor, size in zip(layer["tensors"], sizes, strict=True):
-        if len(tensor["shape"]) < 2 or _of_norm(tensor["name"]):
-            continue
-        cut = _cut(tensor, layer, not tensor["experts"] and _mixes(tensor["name"], layer))
-        if not cut.known and cut.dimension is not None:
-            planned.append(tensor)
-        elif not cut.known and size > LEAST * sum(sizes):
-            whole.append(tensor)
-    return planned, whole
+def unknown(layer: Alike, traced: Traced | None) -> list[Tensor]:
+    """The matrices that the table does not cut, of those that are no small part of the layer."""
+    sizes = [prod(t.shape) * (t.experts or 1) for t in layer.tensors]
+    return [
+        tensor
+        for tensor, size in zip(layer.tensors, sizes, strict=True)
+        if len(tensor.shape) > 1
+        and size > LEAST * sum(sizes)
+        and not _of_norm(tensor.name)
+        and _cut(tensor, traced) is None
+    ]
 
 
-def said(layers: Iterable[tuple[list[dict[str, Any]], ...]]) -> Iterator[str]:
-    """What is `unknown` of several kinds of layers, in words."""
-    words = (
-        "cut by tensor ranks as in transformers' own plan",
-        "whole on every tensor rank, for no cut is known",
-    )
-    for text, tensors in zip(words, zip(*layers, strict=True), strict=False):
-        if some := list(dict.fromkeys(map(_stem, chain.from_iterable(tensors)))):
-            more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
-            yield f"{text}: {', '.join(some[:MOST])}{more}"
+def said(tensors: Iterable[Tensor]) -> list[str]:
+    """What is `unknown` of all kinds of layers, in words."""
+    if not (some := list(dict.fromkeys(map(_stem, tensors)))):
+        return []
+    more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
+    return [f"whole on every tensor rank, for no cut is known: {', '.join(some[:MOST])}{more}"]
 
 
-def outside(tensor: dict[str, Any], first: bool, last: bool) -> Entry:
+def outside(tensor: Tensor, first: bool, last: bool) -> Entry:
     """One that stands outside of the layers."""
-    name, shape = tensor["name"], tuple(tensor["shape"])
+    name, shape = tensor.name, tensor.shape
     if len(shape) == 2 and (first or last):
         kind = "embedding" if first else "head"
         cut = {"tp": 0, "along": "vocab", "units": shape[0]}
-        return Entry(name, shape, kind, tied=tensor["tied"], **cut)
+        return Entry(name, shape, kind, tied=tensor.tied, **cut)
     kind = "norms" if len(shape) == 1 and _NORM.search(name) else "ffn"
     if not first and "embed" in name:
         kind = "embedding"
-    return Entry(name, shape, kind, partly=kind == "norms", tied=tensor["tied"])
+    return Entry(name, shape, kind, partly=kind == "norms", tied=tensor.tied)
 
 
 def _of_norm(name: str) -> bool:
@@ -158,38 +128,27 @@ def _of_norm(name: str) -> bool:
     return bool(re.search(r"norm\w*\.\w+\.", name))
 
 
-def _stem(tensor: dict[str, Any]) -> str:
-    stem = re.sub(r"(\.linear)?\.(weight|bias)$", "", tensor["name"])
-    return re.sub(r"_bias$", "", stem) if tensor["experts"] else stem
+def _stem(tensor: Tensor) -> str:
+    stem = re.sub(r"(\.linear)?\.(weight|bias)$", "", tensor.name)
+    return re.sub(r"_bias$", "", stem) if tensor.experts else stem
 
 
-def _mixes(name: str, layer: dict[str, Any]) -> bool:
+def _mixes(tensor: Tensor, traced: Traced | None) -> bool:
     """Whether it belongs to what mixes tokens; Nemotron-H calls networks mixers, too."""
-    inside = _MIXES.search(name.rpartition(".")[0])
-    if not inside or inside[0] != "mixer":
-        return bool(inside)
-    traced = layer["traced"]
-    return bool(_mixer(layer) or not traced or traced["mixed"])
+    inside = None if tensor.experts else _MIXES.search(tensor.name.rpartition(".")[0])
+    if inside and inside[0] == "mixer":
+        return not traced or bool(traced.mixed)
+    return bool(inside)
 
 
-def _mixer(layer: dict[str, Any]) -> dict[str, Any] | None:
-    found = layer["mixer"]
-    return found if found and "scans" in found else None
-
-
-def _units(by: str, layer: dict[str, Any], size: int) -> int:
+def _units(by: str, traced: Traced | None, size: int) -> int:
     """How many of what is cut there are; 0: not known, so it is whole."""
     if by in ("width", "twice"):
         return size
-    if mixer := _mixer(layer):
-        heads, groups = mixer["heads"], mixer["groups"]
-        return gcd(heads, groups) if groups > 1 else heads  # one group stands on every rank
-    traced = layer["traced"]
-    if not traced or not traced["mixed"]:
+    if not traced or not traced.mixed:
         return 0
-    core = traced["mixed"][0]
-    heads, kv_heads = core["heads"], core["kv_heads"]
-    return {"heads": heads, "kv_heads": kv_heads, "both": gcd(heads, kv_heads)}.get(by, 0)
+    heads, kv_heads = traced.mixed[0].heads, traced.mixed[0].kv_heads
+    return {"heads": heads, "kv_heads": kv_heads, "both": gcd(heads, kv_heads)}[by]
 
 
 def network(entries: tuple[Entry, ...], expert: bool) -> tuple[int, int, bool] | None:

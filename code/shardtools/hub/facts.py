@@ -1,4 +1,4 @@
-"""Everything that a `Structure` needs, as plain data, from transformers' model on meta.
+"""Everything that a `Structure` needs, from transformers' model on meta.
 
 Loads torch and transformers.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from copy import deepcopy
-from dataclasses import asdict, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import transformers
 from torch import nn
 
-from .ahead import KEYS as ahead_keys
-from .ahead import said
 from .build import build, configured, offline, reads
 from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, stacks
-from .mixers import mixer
 from .plugs import PLUGGED, registered
 from .trace import TOKENS, Traced, traced
 
@@ -26,10 +23,12 @@ from .trace import TOKENS, Traced, traced
 SIZES = re.compile(
     r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
     r"|experts|per_tok)|.*_(rank|topk)|(qk_nope|qk_rope|v)_head_dim|sliding_window|max_position_embeddings|n_.*experts"
-    r"|mlp_bias|attention_bias|use_qk_norm|first_k_dense_replace|.*mamba.*|ssm_.*)$"
+    r"|mlp_bias|attention_bias|use_qk_norm|first_k_dense_replace)$"
 )
 
 
+# What files call the modules that predict further tokens, which transformers' classes leave out.
+FURTHER = "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"
 # Keys that are sizes of weights, if a class reads them.
 UNREAD = re.compile(
     r"^(vocab_size|d_model|n_(embd|layer|head|inner)|first_k_dense_replace|.*(hidden|intermediate)_size"
@@ -37,7 +36,25 @@ UNREAD = re.compile(
 )
 
 
-def facts(given: dict[str, Any], trace: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Facts:
+    """A model on meta, described."""
+
+    model_type: str
+    name: str  # of its class
+    total: int  # parameters
+    hidden: int
+    vocab: int
+    seq: int  # its longest sequence; 0: its file names none
+    tied: bool
+    order: list[int]  # the kind of each layer
+    kinds: list[tuple[Alike, Traced | None]]
+    outside: list[Tensor]
+    assumed: list[str]
+    unplanned: str
+
+
+def facts(given: dict[str, Any], trace: bool = True) -> Facts:
     """Describe the model of a config.json; trace: follow what its layers compute and keep.
 
     Raises ValueError, in one line, for a model that transformers or this package does not know.
@@ -59,7 +76,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _facts(given: dict[str, Any], config: Any, trace: bool, read: set[str]) -> dict[str, Any]:
+def _facts(given: dict[str, Any], config: Any, trace: bool, read: set[str]) -> Facts:
     """read: the settings that were asked for so far, which grows."""
     model, unplanned = _built(config)
     layers, outside = split(model)
@@ -75,31 +92,29 @@ def _facts(given: dict[str, Any], config: Any, trace: bool, read: set[str]) -> d
             unplanned = "its layers read numbers, and a model without weights has none"
     elif not unplanned:
         unplanned = "its layers were not followed"
-    found = [
-        _kind(layer, one, mixer(module))
-        for layer, one, module in zip(layers, seen, modules, strict=True)
-    ]
-    kinds: list[dict[str, Any]] = []
-    for kind in found:
-        if kind not in kinds:
-            kinds.append(kind)
+    found = list(zip(layers, seen, strict=True))
+    for layer, one in found:
+        if one and one.chosen and set(one.chosen) != {layer.chosen}:
+            said = f"through {one.chosen[0]} experts, and its file says {layer.chosen}"
+            raise ValueError(f"{layer.module}: a token goes {said}")
+    kinds = list(dict.fromkeys(found))
     vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
     ends = _ends(model, outside)
-    return {
-        "model_type": given["model_type"],
-        "class": type(model).__name__,
-        "total": sum(p.numel() for p in model.parameters()),
-        "hidden": int(setting(text, "hidden_size") or hidden),
-        "vocab": vocab,
-        "seq": _longest(text),
-        "tokens": tokens,
-        "tied": any(t.tied for t in ends),
-        "order": [kinds.index(kind) for kind in found],
-        "kinds": kinds,
-        "outside": [asdict(t) for t in ends],
-        "assumed": [*_assumed(given, config, model, kinds), *_unread(given, config, model, read)],
-        "unplanned": unplanned or _unlike(model),
-    }
+    experts = any(layer.experts for layer, _ in kinds)
+    return Facts(
+        model_type=given["model_type"],
+        name=type(model).__name__,
+        total=sum(p.numel() for p in model.parameters()),
+        hidden=int(setting(text, "hidden_size") or hidden),
+        vocab=vocab,
+        seq=_longest(text),
+        tied=any(t.tied for t in ends),
+        order=[kinds.index(kind) for kind in found],
+        kinds=kinds,
+        outside=ends,
+        assumed=[*_assumed(given, config, model, experts), *_unread(given, config, model, read)],
+        unplanned=unplanned or _unlike(model),
+    )
 
 
 def _built(config: Any) -> tuple[nn.Module, str]:
@@ -108,13 +123,6 @@ def _built(config: Any) -> tuple[nn.Module, str]:
         return build(deepcopy(config), **PLUGGED), ""
     except Exception:
         return build(config), "its attention cannot be replaced"
-
-
-def _kind(layer: Alike, seen: Traced | None, mixed: dict[str, Any] | None) -> dict[str, Any]:
-    if seen and seen.chosen and set(seen.chosen) != {layer.chosen}:
-        said = f"a token goes through {seen.chosen[0]} experts, and its file says {layer.chosen}"
-        raise ValueError(f"{layer.module}: {said}")
-    return {**asdict(layer), "traced": asdict(seen) if seen else None, "mixer": mixed}
 
 
 def _unlike(model: nn.Module) -> str:
@@ -138,16 +146,13 @@ def _unlike(model: nn.Module) -> str:
     return ""
 
 
-def _assumed(
-    given: dict[str, Any], config: Any, model: nn.Module, kinds: list[dict[str, Any]]
-) -> list[str]:
+def _assumed(given: dict[str, Any], config: Any, model: nn.Module, experts: bool) -> list[str]:
     """What the file left open, and what of it was not read."""
     text = config.get_text_config()
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
     written |= {text.attribute_map.get(key, key) for key in (*given, *inner)}
-    unused = [] if any(kind["experts"] for kind in kinds) else ["expert", "per_tok", "moe"]
-    unused += [] if any(kind["mixer"] for kind in kinds) else ["mamba", "ssm_"]
+    unused = [] if experts else ["expert", "per_tok", "moe"]
     heads = setting(text, "num_attention_heads") or 1
     found = []
     for key, value in text.to_dict().items():
@@ -167,9 +172,11 @@ def _assumed(
     towers = sum(p.numel() for name, p in model.named_parameters() if OTHERS.search(name))
     if towers:
         found.append(f"{towers:,} parameters of towers for images or sound are counted among all")
-    key, many = said(given)
-    if many:
-        found.append(f"{key}={many}: layers that predict further tokens are not counted")
+    for part in (given, *(value for value in given.values() if isinstance(value, dict))):
+        for key in FURTHER:
+            if isinstance(many := part.get(key), int) and many > 0:
+                words = "layers that predict further tokens are not counted"
+                found.append(f"{key}={many}: {words}")
     return found
 
 
@@ -182,7 +189,7 @@ def _unread(given: dict[str, Any], config: Any, model: nn.Module, read: set[str]
     """
     parts = [(given, config)]
     parts += [(given[k], getattr(config, k)) for k in config.sub_configs if k in given]
-    found, sizes, known = [], [], {"model_type", *ahead_keys}
+    found, sizes, known = [], [], {"model_type", *FURTHER}
     for part, own in (pair for pair in parts if isinstance(pair[0], dict)):
         code = inspect.getsource(type(own))
         known |= {f.name for f in fields(own)} | {*own.attribute_map, *own.attribute_map.values()}

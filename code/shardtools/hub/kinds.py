@@ -32,9 +32,6 @@ class Tensor:
     shape: tuple[int, ...]  # of one expert, where it is of several; outputs before inputs
     experts: int = 0  # how many such; 0: it is of none
     tied: str | None = None  # the one before it with the same numbers
-    # Where transformers' own plan of tensor ranks cuts it: the dimension, and of how many matrices
-    # in one it takes a part each. None: it leaves it whole, or has no word for it.
-    cut: tuple[int, int] | None = None
     table: bool = False  # a token looks some of its rows up: an embedding of n-grams, for example
 
 
@@ -90,7 +87,6 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
     outside = []
     expert = [_in_experts(layer) for layer in layers]
     flipped = [_flipped(layer) for layer in layers]
-    plan = getattr(model, "tp_plan", None) or {}
     tables = _tables(model)
     for name, p, tied in parameters(model):
         number, _, inner = name.removeprefix(f"{stack}.").partition(".")
@@ -98,13 +94,9 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
             if tied is None:
                 many = expert[int(number)].get(inner, 0)
                 shape = tuple(p.shape[1:] if many else p.shape)
-                cut = _cut(name, len(shape), plan)
                 if inner in flipped[int(number)] and len(shape) == 2:
                     shape = shape[::-1]
-                    cut = cut and (1 - cut[0], cut[1])
-                inside[int(number)].append(
-                    Tensor(inner, shape, many, cut=cut, table=name in tables)
-                )
+                inside[int(number)].append(Tensor(inner, shape, many, table=name in tables))
         else:
             outside.append(Tensor(name, tuple(p.shape), 0, tied, table=name in tables))
     patterns = _patterns(config, len(layers))
@@ -168,22 +160,6 @@ def _in_experts(layer: nn.Module) -> dict[str, int]:
         if odd := [kind for kind in odd if re.search("M[oO]E$|SparseMoeBlock$|MoeBlock$", kind)]:
             raise ValueError(f"{odd[0]}: which of its tensors are experts is not known")
     return found
-
-
-def _cut(name: str, axes: int, plan: dict[str, str]) -> tuple[int, int] | None:
-    """What transformers' plan says of a parameter, by its name or its module's, as `Tensor.cut`.
-
-    axes: how many it has, without that of experts.
-    """
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    style = plan.get(generic) or plan.get(generic.rpartition(".")[0], "")
-    if "colwise" in style:
-        dimension = max(0, axes - 2)
-    elif "rowwise" in style and not name.endswith("bias"):  # which is behind the sum
-        dimension = axes - 1
-    else:
-        return None
-    return dimension, 2 if style.startswith("packed") else 1
 
 
 def _flipped(layer: nn.Module) -> set[str]:

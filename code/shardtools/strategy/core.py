@@ -122,7 +122,7 @@ Layers = dict[Kind, tuple[_Work, _Work]]  # forward and backward of each kind
 
 def _stage(job: Job, rates: Values, layers: Layers, stage: Stage) -> _Work:
     """Return the work of a stage for one micro-batch: its layers, and the head on the last."""
-    found = _Work().plus(_head(job, rates), 1 + job.model.ahead) if stage.head else _Work()
+    found = _Work().plus(_head(job, rates), 1) if stage.head else _Work()
     for (forward, backward), n in zip(
         layers.values(), job.model.counted(stage.chunks), strict=True
     ):

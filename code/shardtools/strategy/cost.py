@@ -49,7 +49,7 @@ def flops(
     seq = model.seq if seq is None else seq
     again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
     passes = 3 + twice, 3 + (twice or "attention" in again)
-    found = 6.0 * (1 + model.ahead) * model.vocab * model.hidden
+    found = 6.0 * model.vocab * model.hidden
     for kind, layers in zip(model.kinds, model.counted((range(len(model.order)),)), strict=True):
         core = kind.core.flops(seq, causal) if kind.core else 0.0
         if "latents" in again:

@@ -78,8 +78,7 @@ def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
     if (waiting := deferred(layout, stage)) and layout.recompute == "none":
         without = replace(job, layout=replace(layout, recompute="selective"))
         kept -= (activations(job, rates, here) - activations(without, rates, here)) * waiting
-    heads = here.head * (1 + job.model.ahead)
-    logits = heads * rates.logit * job.tokens * ceil(job.model.vocab / layout.tp)
+    logits = here.head * rates.logit * job.tokens * ceil(job.model.vocab / layout.tp)
     parts = (
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffers(job, rates, here, held.all), kept * (rates.fragments - 1),

@@ -1,17 +1,14 @@
 """The models that published tables of throughputs name: what each is made of.
 
-Shapes of the course's own kind stand here; of other models, `published/models.json` holds what
-`shardtools.hub` finds in their config.json, so that reading a table loads no torch:
-
-    python -m shardtools.strategy.models tests/configs/deepseek-v3.json …
+Shapes of the course's own kind stand here. Of other models, `published/models.json` has kinds of
+layers and tensors, as they were counted in their config.json: reading a table loads no torch.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,34 +106,8 @@ def _read(name: str) -> Structure:
     return of_plain(_published()[name])
 
 
-def plain(model: Structure) -> dict[str, Any]:
-    """A structure as JSON has it: without what stands there by default, and layers in a row."""
-    found = asdict(model)
-    found["kinds"] = [_short(asdict(kind)) for kind in model.kinds]
-    for kind in found["kinds"]:
-        kind["entries"] = [_short(entry) for entry in kind["entries"]]
-    found["outside"] = [_short(asdict(entry)) for entry in model.outside]
-    found["order"] = " ".join(map(str, model.order))
-    return _short(found)
-
-
-def write(paths: Iterable[Path]) -> None:
-    """Put what the config.json of these models describe where `named` finds it, by their names.
-
-    Raises ValueError for a file that is not counted, and then writes nothing.
-    """
-    from shardtools import hub  # which loads torch
-
-    found = {path.stem: plain(hub.read(path)) for path in paths}
-    PUBLISHED.write_text(json.dumps(found, separators=(",", ":")) + "\n", "utf-8")
-
-
-def _short(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in fields.items() if x is not None and x is not False and x != ()}
-
-
 def of_plain(fields: Mapping[str, Any]) -> Structure:
-    """The structure that `plain` made this of."""
+    """The structure that published/models.json has, without what stands there by default."""
     kinds = tuple(
         Kind(
             **{
@@ -158,7 +129,3 @@ def of_plain(fields: Mapping[str, Any]) -> Structure:
 
 def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
     return tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)
-
-
-if __name__ == "__main__":
-    write(map(Path, sys.argv[1:]))

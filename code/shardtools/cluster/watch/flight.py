@@ -36,7 +36,6 @@ from shardlab.common.arguments import check_number
 PREFIX = "trace_"
 # The watchdog's files, then torch's own in ~/.cache/torch, as of torch 2.13 and before.
 PREFIXES = (PREFIX, "comm_lib_trace_rank_", "nccl_trace_rank_")
-STATES = ("scheduled", "started", "completed")  # of a call on a GPU, one after the other
 # Frames of libraries, this course's among them, on whichever machine the record was made.
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib/python3|/torch/|/shard(lab|tools|course)/(?!cluster/captured/)|^<|^\?\?"
@@ -59,7 +58,6 @@ class Call:
     created: float  # when the host queued it: seconds since 1970, by this machine's clock
     limit: float  # seconds after which its group gives up
     waiting: bool  # not finished when the record was taken
-    progress: int = 0  # on the GPU: an index into STATES; with gloo no more is known
     duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
 
     def __str__(self) -> str:
@@ -197,7 +195,6 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
                 limit=entry["timeout_ms"] / 1e3,
                 waiting=entry["state"] != "completed"
                 and entry["op_id"] > status["last_completed_collective"],
-                progress=STATES.index(entry["state"]),
                 duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
             )
         )

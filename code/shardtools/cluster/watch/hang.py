@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shardtools import options
 
-from .flight import STATES, Call, read
+from .flight import Call, read
 
 Calls = Mapping[int, Sequence[Call]]
 # Collectives into which every rank puts a tensor of one shape.
@@ -29,10 +29,8 @@ _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 class Finding:
     """A collective that does not come about."""
 
-    # "missing", "differs" (another call or size), "behind" (on the GPU), "cycle", or "together":
-    # nobody is missing, and yet it does not end.
-    kind: str
-    ranks: tuple[int, ...]  # missing, behind, or different from most; in a cycle, all of it
+    kind: str  # "missing", "differs" (another call or size) or "cycle"
+    ranks: tuple[int, ...]  # missing, or different from most; in a cycle, all of it
     call: Call  # as those called it who wait
     waiting: tuple[int, ...]  # ranks that are in it
     stands: dict[int, Call | None]  # the last call of each of `ranks` that left a record
@@ -42,16 +40,11 @@ class Finding:
         name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
         ranks, present = _named(self.ranks), _named(self.waiting)
         waits = "wait" if len(self.waiting) > 1 else "waits"
-        gpus = "all GPUs are in it" if STATES[call.progress] == "started" else "it is slow"
         differs = f"{name}: called by {present}, while {ranks} called something else:\n  {call}"
         lines = {
             "missing": f"{name}: {present} {waits} for {ranks}, whose last call is:",
             "differs": differs,
-            "behind": f"{name}: {present} {waits} for the GPU of {ranks}, which is behind:",
             "cycle": f"{ranks} wait for one another, each in another call:",
-            "together": f"{name}: {present} {waits} in it, and no rank is missing: {gpus}, or a "
-            "link or a network card does not go on\n"
-            "  (TORCH_NCCL_ENABLE_TIMING=1 notes whether all GPUs have started)",
         }
         found = [lines[self.kind]]
         for rank in self.ranks:
@@ -63,20 +56,15 @@ class Finding:
 def explain(calls: Calls) -> list[Finding]:
     """Return why the ranks stand still: the first disagreement of each group, the cause first.
 
-    Nothing is found only when no rank waits: then what stands still is no collective of torch's.
+    Nothing is found where no rank waits, and where all have come to the call in which they wait.
     """
     stuck = {r: next(c for c in mine if c.waiting) for r, mine in calls.items() if _waits(mine)}
     if cycle := _cycle(calls, stuck):
         return [Finding("cycle", cycle, stuck[cycle[0]], cycle, {r: stuck[r] for r in cycle})]
     groups = dict.fromkeys((c.group, c.members) for mine in calls.values() for c in mine)
     found = [finding for group in groups if (finding := _first(calls, *group))]
-
-    def waits_elsewhere(finding: Finding) -> bool:
-        own = finding.stands if finding.kind == "behind" else {}
-        return any(rank in stuck and stuck[rank] != own.get(rank) for rank in finding.ranks)
-
     # Whoever waits nowhere else is where the waiting begins.
-    return sorted(found, key=waits_elsewhere) or _together(calls, stuck)
+    return sorted(found, key=lambda finding: any(rank in stuck for rank in finding.ranks))
 
 
 def _waits(mine: Sequence[Call]) -> bool:
@@ -103,33 +91,17 @@ def _first(calls: Calls, name: str, members: tuple[int, ...]) -> Finding | None:
             return Finding("differs", odd, call, tuple(agree), {rank: here[rank] for rank in odd})
         if not _waits([*here.values()]):
             continue
-        if missing := tuple(rank for rank in by_number if rank not in here):
-            last = {rank: calls[rank][-1] if calls[rank] else None for rank in missing}
+        missing = tuple(rank for rank in by_number if rank not in here)
+        missing = missing or tuple(rank for rank in members if rank not in calls)
+        if missing:
+            last = {rank: next(reversed(calls[rank]), None) for rank in missing if rank in calls}
             return Finding("missing", missing, call, tuple(here), last)
-        far = max(here.values(), key=lambda call: call.progress)
-        if behind := tuple(r for r, c in here.items() if c.progress < far.progress):
-            ahead = tuple(rank for rank in here if rank not in behind)
-            return Finding("behind", behind, far, ahead, {r: here[r] for r in behind})
     return None
 
 
 def _shape(call: Call) -> tuple[object, ...]:
     """Return what has to be equal on all ranks of a group."""
     return (call.op, call.sizes, call.dtype) if call.op in _ALIKE else (call.op,)
-
-
-def _together(calls: Calls, stuck: Mapping[int, Call]) -> list[Finding]:
-    """Return the calls in which some wait, though all ranks with a record have come to them."""
-    same: dict[tuple[object, ...], list[Call]] = {}
-    for _, call in sorted(stuck.items()):
-        same.setdefault((call.group, call.members, call.number), []).append(call)
-    found = []
-    for mine in same.values():
-        silent = tuple(rank for rank in mine[0].members if rank not in calls)
-        kind = "missing" if silent else "together"
-        first = min(mine, key=lambda call: call.progress)
-        found.append(Finding(kind, silent, first, tuple(call.rank for call in mine), {}))
-    return found
 
 
 def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
@@ -141,7 +113,7 @@ def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
             other
             for other in mine.members
             for call in calls.get(other, ())
-            if (call.group, call.members, call.number) == same and call.progress >= mine.progress
+            if (call.group, call.members, call.number) == same
         }
         return [other for other in mine.members if other not in came and other in stuck]
 
@@ -170,6 +142,6 @@ def _main(chosen: argparse.Namespace) -> int:
     members = {rank for mine in calls.values() for call in mine for rank in call.members}
     if silent := sorted(members - set(calls)):
         print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
-    none = "no collective is waited for: look at sends with torchfrtrace, else with py-spy"
+    none = "no collective lacks a rank: look at sends and at GPUs with torchfrtrace, else at links"
     print(*explain(calls) or [none], sep="\n")
     return 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardlab import deepspeed_engine as de
 from shardlab import ranks
 from shardlab.common.machines import MACHINES
-from shardlab.common.shapes import PRESETS, Yarn
+from shardlab.common.shapes import PRESETS
 from shardlab.deepspeed_engine import start
 from shardlab.deepspeed_engine.core import COURSE_PLAN
 from shardlab.deepspeed_engine.pipe import layers
@@ -291,14 +291,6 @@ MEGATRONS = {
     "stages": (BIG, Layout(pp=16, zero=1, dp=8, microbatches=16, stages="megatron")),
     "tokens": (LLAMA, Layout(dp=2, cp=2, zero=1, **ALONG)),
     "experts": (MIXTRAL, Layout(dp=16, pp=4, ep=8, zero=1, microbatches=8)),
-    "some layers": (
-        replace(MIXTRAL, dense_layers=2, shared_experts=1, expert_ffn=2048, capacity=1.25),
-        Layout(dp=8, ep=4),
-    ),
-    "latents": (PRESETS["deepseek-v3"], Layout(dp=16, tp=2, ep=8, zero=1, microbatches=8)),
-    "stretched": (replace(PRESETS["deepseek-v3"], yarn=Yarn(40, 4096, sharper=1.0)), Layout(8)),
-    "windows": (replace(LLAMA, head=64, window=4096, full_every=4), Layout(dp=8)),
-    "norms of heads": (PRESETS["qwen3-30b-a3b"], Layout(dp=8, ep=8)),
 }
 
 
@@ -429,7 +421,7 @@ WRONG = [
     ("course", MIXTRAL, {}, "experts=8"),
     ("course", LLAMA, {"pp": 2}, "pp=2"),
     ("torchtitan", GPT3, {}, "norm='layer'"),
-    ("torchtitan", replace(LLAMA, yarn=Yarn(4, 2048)), {}, "yarn="),
+    ("megatron", PRESETS["deepseek-v3"], {}, "latent=512"),
     ("torchtitan", LLAMA, {"pp": 2, "schedule": "zb-h1"}, "schedule='zb-h1'"),
     ("torchtitan", LLAMA, {"dp": 2, "offload": "optimizer"}, "offload='optimizer'"),
 ]

@@ -12,7 +12,6 @@ import pytest
 from shardlab.common.shapes import PRESETS
 from shardtools.__main__ import main
 from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
-from shardtools.strategy.emit import emit
 from shardtools.strategy.job import Job
 from shardtools.strategy.profile import BY_ENGINE, ENGINES, HOW, how
 from shardtools.strategy.rates import PUBLISHED, known
@@ -169,11 +168,3 @@ def test_eager_compiled_and_captured_are_told_apart() -> None:
     assert each[0] == pytest.approx(5762, rel=0.10)
     assert each[1] == pytest.approx(6667, rel=0.10)
     assert each[0] < each[1] <= each[2]
-
-
-def test_what_is_emitted_is_what_was_predicted() -> None:
-    config, at = PRESETS["llama-3-8b"], Layout(8, zero=3, recompute="norms+ffn")
-    texts = [emit("torchtitan", config, MACHINES["h100"], at, how=name) for name in HOW]
-    assert ["compile.enable = True" in text for text in texts] == [False, True, True]
-    assert ["disable_cuda_graphs = True" in text for text in texts] == [True, True, False]
-    assert all("SelectiveAC.Config()" in text for text in texts)

@@ -27,17 +27,16 @@ from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Layout, Structure, computed_again, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
-from shardlab.layout.structure import check_expert_degree, check_tensor_degree
+from shardlab.layout.structure import check_tensor_degree
 from shardtools import options
 
 from . import report
 from .advice import told
 from .job import DTYPES
 from .plan import Plan, alone, plan, short
-from .profile import HOW, PROFILES, Profile, how, today
+from .profile import PROFILES, Profile, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
-from .space import rule
 
 # Fields of a layout that an option keeps, and the least of each, or the least and most.
 FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
@@ -61,7 +60,6 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "plan", _plan)
     _add_job(parser)
     add = partial(options.add, parser)
-    add("price", "of one GPU for an hour; with --tokens", "P", float)
     add("top", f"rows of the table ({TOP})", "N", int)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--explain", action="store_true", default=None, help="the first, by part")
@@ -126,12 +124,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add = partial(options.add, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
-    add(
-        "mtp",
-        "modules that predict further tokens, of those of the file (0); with --config",
-        "N",
-        int,
-    )
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
     add("gpus", "how many", "N", int)
     add("per-node", "GPUs of a node (as its maker builds it)", "N", int)
@@ -144,7 +136,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("offload", f"keep this: {', '.join(OFFLOADS)}", "WHAT")
     add("layout", "plan this one alone, as 'd 2 · t 8 · p 4, ZeRO-1'", "WORDS")
     add("dtype", f"products: {', '.join(DTYPES)} (bf16)", "NAME")
-    add("compile", f"how torchtitan runs it: {', '.join(HOW)} (captured)", "HOW")
     add("rates", "a file that `strategy fit` wrote (the profile's own)", "FILE")
     _add_profile(parser)
 
@@ -160,15 +151,11 @@ def _plan(given: dict[str, Any]) -> int:
 
     The table has micro-batch and how many; GB that the fullest rank reserves, and that stay free;
     seconds of a step; MFU, without the pairs of tokens that masks and windows hide; with --tokens
-    the days and GPU hours of the training, and with --price their cost. --explain shows the first
-    layout part by part.
+    the days and GPU hours of the training. --explain shows the first layout part by part.
 
     --layout takes one layout as it is, in the words of the table, and shows it part by part,
-    whether it fits or not; micro-batches that it does not name follow from --batch. --mtp plans so
-    many of the modules that predict further tokens: they are trained with the head.
+    whether it fits or not; micro-batches that it does not name follow from --batch.
     """
-    if "price" in given and "tokens" not in given:
-        raise ValueError("--price: allowed with --tokens, of which it is the price")
     asked, found, rates = _planned(given)
     first = found.fits[0] if found.fits else found.nearest
     check_whole(top=(top := given.get("top", TOP)))
@@ -192,8 +179,6 @@ def _run(given: dict[str, Any]) -> int:
     It says whether the layout equals one process, and what each rank holds and sends beside the
     prediction. The exit status is 1 where it does not equal one process.
     """
-    if "mtp" in given:
-        raise ValueError("--mtp with run: the course's own model has no such modules")
     asked, found, _ = _planned(given, own=True)
     from .trial import trained  # which loads torch
 
@@ -214,9 +199,7 @@ def _emit(given: dict[str, Any]) -> int:
     course the options of train.py; slurm a batch file for any program. --into writes the whole
     Slurm job of torchtitan, megatron or course into a folder.
 
-    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.
-    torchtitan runs a model eagerly, compiled, or captured in a CUDA graph: --compile.
-    """
+    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.    """
     from . import emitted  # which no page's calculator loads
 
     given = emitted.for_engine(given)
@@ -283,8 +266,6 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Pl
     if ("model" in given) == ("config" in given):
         said = "--model and --config" if "model" in given else "neither"
         raise ValueError(f"{said}: allowed is exactly one of --model and --config")
-    if "mtp" in given and "config" not in given:
-        raise ValueError("--mtp: allowed with --config, whose file has such modules")
     if "layout" in given:
         options.apart(given, (*FIXED, *WORDS), "with --layout, which says it")
     if "rates" in given:
@@ -292,7 +273,7 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Pl
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
-    profile = _compiled(given, today(profile))
+    profile = today(profile)
     asked = _asked(given, rates, own)
     dtype = given.get("dtype", "bf16")
     if "layout" in given:
@@ -319,27 +300,16 @@ def _fixed(given: dict[str, Any]) -> dict[str, object]:
 
 
 def _check_kept(fixed: dict[str, Any], asked: report.Asked, profile: Profile) -> None:
-    """Raise ValueError for a value that no layout of the job can have; it says which there are."""
-    gpus, config, node = asked.gpus, asked.config, asked.machine.per_node
-    tp, pp, dp = (fixed.get(name, 1) for name in ("tp", "pp", "dp"))
-    check_tensor_degree(config, tp, profile.copies)
-    check_expert_degree(config, fixed.get("ep", 1))
+    """Raise ValueError for degrees that no layout of the job can have; it says which there are."""
+    gpus, node = asked.gpus, asked.machine.per_node
+    tp = fixed.get("tp", 1)
+    check_tensor_degree(asked.config, tp, profile.copies)
     if tp > node:
         raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
-    if rule(config.layers, pp, profile) is None:
-        allowed = "divisors of" if profile.stages == "equal" else "fewer stages, of"
-        raise ValueError(
-            f"pp={pp}: allowed with {profile.name} are {allowed} {config.layers} layers"
-        )
-    for name, whole, size in (("cp", "seq", asked.seq), ("tp", "seq", asked.seq),
-                              ("dp", "batch", asked.batch)):  # fmt: skip
-        if name in fixed and size % fixed[name]:
-            raise ValueError(f"{name}={fixed[name]}: allowed are divisors of {whole}={size}")
     kept = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
     if gpus % prod(kept.values()):
         said = " with ".join(f"{name}={value}" for name, value in kept.items())
-        allowed = "products that divide" if len(kept) > 1 else "divisors of"
-        raise ValueError(f"{said}: allowed are {allowed} gpus={gpus}")
+        raise ValueError(f"{said}: allowed are products that divide gpus={gpus}")
 
 
 def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
@@ -357,16 +327,6 @@ def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
     if layout.ranks > (n := asked.machine.per_node) and layout.ranks % n:
         raise ValueError(f"gpus={layout.ranks}: allowed are 1 to {n}, and whole nodes of {n}")
     return layout
-
-
-def _compiled(given: dict[str, Any], profile: Profile) -> Profile:
-    """The profile with its model run as --compile says, where an engine has the choice."""
-    if "compile" not in given:
-        return profile
-    if profile.name != "torchtitan":
-        raise ValueError(f"compile={given['compile']!r}: allowed with --profile torchtitan")
-    check_one_of(HOW, compile=given["compile"])
-    return how(profile, given["compile"])
 
 
 def _own(path: Path, found: Structure) -> Config:
@@ -391,12 +351,12 @@ def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
     else:
         from shardtools import hub  # which no page's calculator needs
 
-        path, mtp = Path(given["config"]), given.get("mtp", 0)
-        name, config = path.name, hub.planned(path, mtp=mtp)
+        path = Path(given["config"])
+        name, config = path.name, hub.planned(path)
         for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
             print(f"assumed: {words}", file=sys.stderr)
         if own:
-            config = replace(config, own=_own(path, hub.planned(path)))
+            config = replace(config, own=_own(path, config))
     if "gpu" in given or rates.machine is None:
         machine = check_named(gpu=given.get("gpu", ""))
     else:
@@ -410,9 +370,9 @@ def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
     # By default all copies get as many.
     batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
     check_whole(batch=batch)
-    numbers = {name: given.get(name) for name in ("tokens", "price")}
-    check_number(**{name: number for name, number in numbers.items() if name in given})
-    return report.Asked(name, config, machine, gpus, batch, seq, **numbers)
+    if "tokens" in given:
+        check_number(tokens=given["tokens"])
+    return report.Asked(name, config, machine, gpus, batch, seq, given.get("tokens"))
 
 
 def _profile(given: dict[str, Any]) -> Profile:

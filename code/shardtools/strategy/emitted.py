@@ -15,10 +15,10 @@ from shardtools.cluster import site
 from . import report
 from .emit import ENGINES, Limits, emit, job
 from .emit.job import ENGINES as JOBS
-from .emit.job import FILE, SITE, here
+from .emit.job import FILE, SITE
 from .emit.target import Target
 from .plan import Plan, Planned
-from .profile import PROFILES, how_of
+from .profile import PROFILES
 
 T = TypeVar("T")
 STEPS = 1000  # of the training, unless --tokens says otherwise
@@ -54,8 +54,8 @@ def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     """The fastest layout that an engine can run, as its configuration; why not the first, aside."""
     engine, job = given["engine"], (asked.config, asked.machine)
 
-    def text(one: Planned, how: str) -> str:
-        return emit(engine, *job, one.layout, asked.seq, how).rstrip("\n")
+    def text(one: Planned) -> str:
+        return emit(engine, *job, one.layout, asked.seq).rstrip("\n")
 
     made = _able(engine, found, text)
     return given["site"].batch(made) if "site" in given else made
@@ -69,13 +69,11 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     if at and at.partition and "," not in at.partition:
         known = {"partition": at.partition, **known}
     limits, steps = Limits(**known), STEPS
-    if partitions := here():
-        limits.check(partitions)
     if asked.tokens:
         steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
 
-    def files(one: Planned, how: str) -> tuple[Planned, dict[str, str]]:
-        target = Target.of(engine, asked.config, asked.machine, one.layout, asked.seq, how)
+    def files(one: Planned) -> tuple[Planned, dict[str, str]]:
+        target = Target.of(engine, asked.config, asked.machine, one.layout, asked.seq)
         return one, job(target, limits, steps, one.seconds)
 
     planned, texts = _able(engine, found, files)
@@ -93,12 +91,12 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     return "\n".join([*said, f"  cd {quote(str(folder))} && sbatch {FILE}"])
 
 
-def _able(engine: str, found: Plan, make: Callable[[Planned, str], T]) -> T:
+def _able(engine: str, found: Plan, make: Callable[[Planned], T]) -> T:
     """What `make` makes of the fastest layout that `engine` can run; why not the first, aside."""
     why = ""
     for number, one in enumerate(found.fits or [found.nearest], 1):
         try:
-            made = make(one, how_of(found.profile))
+            made = make(one)
         except ValueError as error:
             why = why or str(error)
             continue

@@ -30,7 +30,6 @@ from .space import LACKS, LONG, Space, bases, series
 
 CROWDED = "needs more than the host's memory"
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
-MORE = 2, 4, 8, 16, 32, 64  # times as many GPUs, tried where nothing fits
 # Of a step, that a pipeline's bubble takes: above it context ranks may pay, for they make more
 # micro-batches of the same batch.
 IDLE = 0.05
@@ -289,7 +288,7 @@ def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
 
 
 def short(found: Plan) -> str:
-    """Why nothing of `found` fits: what comes nearest, and what would make it fit."""
+    """Why nothing of `found` fits: what comes nearest, and by how much."""
     gpus = found.gpus
     if found.nearest is None:
         why = "; ".join(found.ruled) or "the layouts asked for do not exist"
@@ -303,24 +302,4 @@ def short(found: Plan) -> str:
         f"{near.reserved / 1e9:,.1f} GB on its fullest GPU, {lacks / 1e9:,.1f} GB more than the "
         f"{found.room / 1e9:,.1f} GB that it may take"
     )
-    return f"{words}; {_help(found)}. Not searched: {left}"
-
-
-def _help(found: Plan) -> str:
-    """What would make something fit, in words."""
-
-    def fits(gpus: int, batch: int, seq: int) -> bool:
-        job = found.config, found.machine, gpus, batch, seq, found.profile, found.rates
-        return bool(plan(*job, None, found.dtype).fits)
-
-    gpus, batch, node = found.gpus, found.batch, found.machine.per_node
-    for times in MORE:
-        more = gpus * times
-        if more > MOST_GPUS or (more > node and more % node):
-            continue
-        if fits(more, batch * times, found.seq):
-            return f"{more} of these GPUs would be enough, with {batch * times} sequences"
-    half = found.seq // 2
-    if half and fits(gpus, batch, half):
-        return f"sequences of {half} tokens would fit"
-    return f"{MORE[-1]} times as many of these GPUs would not help; larger ones would"
+    return f"{words}. Not searched: {left}"

@@ -158,7 +158,7 @@ FSDP2 = replace(
 
 # torchtitan 0.3.0, on the same fully_shard: training.disable_cuda_graphs is False, and pipelines
 # cannot be captured (its config/configs.py and trainer.py).
-# It is emitted compiled; `how` says otherwise.
+# It is emitted compiled.
 TORCHTITAN = replace(
     FSDP2,
     name="torchtitan",
@@ -217,11 +217,6 @@ HOW = "eager", "compiled", "captured"
 def how(profile: Profile, named: str) -> Profile:
     """`profile` with its model run so, by one of HOW."""
     return replace(profile, compiled=named != "eager", captured=named == "captured")
-
-
-def how_of(profile: Profile) -> str:
-    """Which of HOW that is."""
-    return "eager" if not profile.compiled else "captured" if profile.captured else "compiled"
 
 
 PROFILES = {

@@ -60,7 +60,6 @@ class Asked:
     batch: int
     seq: int
     tokens: float | None  # of the whole training
-    price: float | None  # of one GPU and hour
 
 
 def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
@@ -86,8 +85,6 @@ def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
     if asked.tokens:
         found["days"] = asked.tokens / planned.tokens / DAY
         found["gpu_hours"] = found["days"] * 24 * asked.gpus
-        if asked.price:
-            found["cost"] = found["gpu_hours"] * asked.price
     return found
 
 
@@ -111,7 +108,6 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
     columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
     rows = [row(asked, found, planned) for planned in found.fits[:top]]
     columns += ["days", "GPU hours"] if asked.tokens else []
-    columns += ["cost"] if asked.tokens and asked.price else []
     table = [[*columns, "waits for"]]
     for one in rows:
         cells = [
@@ -125,8 +121,6 @@ def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
         ]
         if asked.tokens:
             cells += [f"{one['days']:,.1f}", f"{one['gpu_hours']:,.0f}"]
-        if "cost" in one:
-            cells.append(f"{one['cost']:,.0f}")
         table.append([*cells, one["waits_for"]])
     if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `plan --explain`, too
         table = [cells[:-1] for cells in table]

@@ -50,15 +50,13 @@ def emit(
     machine: Machine,
     layout: Layout,
     seq: int | None = None,
-    how: str = "captured",
 ) -> str:
     """The text of a file for `engine` (one of ENGINES) that runs `layout`.
 
-    seq: tokens of a sequence, by default the model's longest. how: "eager", "compiled" or
-    "captured" (in a CUDA graph, where a step can be one): torchtitan has all three.
+    seq: tokens of a sequence, by default the model's longest.
 
     Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
     nodes, and what the engine cannot express: it names the field, its value and what is nearest.
     """
     check_one_of(ENGINES, engine=engine)
-    return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq, how))
+    return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq))

@@ -10,9 +10,6 @@ queue under its number, and the engine resumes from its folder.
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,19 +100,6 @@ class Limits:
         """Of the time limit; 0 for what is none."""
         return in_seconds(self.time)
 
-    def check(self, partitions: Mapping[str, str]) -> None:
-        """Raise ValueError for a partition that is not there, or has less time.
-
-        partitions: each one's time limit; the default one is "" as well.
-        """
-        if self.partition not in partitions:
-            names = ", ".join(name for name in partitions if name)
-            raise ValueError(f"partition={self.partition!r}: allowed here are {names}")
-        most = partitions[self.partition]
-        if most != "infinite" and self.seconds > in_seconds(most):
-            where = f"partition {self.partition}" if self.partition else "the default partition"
-            raise ValueError(f"time={self.time!r}: allowed in {where} are times up to {most}")
-
 
 def in_seconds(time: str) -> int:
     """Of a time as Slurm writes it, as 90, 12:00:00 or 1-12; 0 for what is none."""
@@ -127,18 +111,6 @@ def in_seconds(time: str) -> int:
     if days is not None or three is not None:  # hours come first
         return int(days or 0) * 86_400 + first * 3600 + second * 60 + third
     return first * 60 + second  # minutes, and seconds
-
-
-def here() -> dict[str, str]:
-    """Time limits of the partitions of the Slurm that answers here, for `Limits.check`."""
-    if not shutil.which("sinfo"):
-        return {}
-    done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%P %l"], capture_output=True, text=True, timeout=60
-    )
-    found = dict(line.split() for line in done.stdout.splitlines() if line.count(" ") == 1)
-    both = [(("", name[:-1]) if name.endswith("*") else (name,), found[name]) for name in found]
-    return {name: limit for names, limit in both for name in names}
 
 
 def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str, str]:

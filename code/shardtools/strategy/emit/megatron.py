@@ -7,9 +7,6 @@ vocabulary to a multiple of 128 t.
 from __future__ import annotations
 
 from itertools import groupby
-from math import log
-
-from shardlab.common.shapes import Config
 
 from .target import Target, beside
 
@@ -26,7 +23,6 @@ SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
 def write(target: Target) -> str:
     """The text of the script; ValueError for what Megatron cannot do."""
     _check(target)
-    _check_yarn(target)
     n = target.ranks_of_node
     launch = [f"torchrun --nproc-per-node={n}"]
     if target.nodes > 1:
@@ -105,20 +101,17 @@ def _stages(target: Target) -> list[tuple[str, str]]:
     parts = target.parts()
     if len(set(parts)) > 1:
         why = "layers (t) of each part, with embedding (E) and head (L)"
-        if target.ahead:
-            why += ", and before it what predicts further tokens (m)"
-        text = _text(parts, target.ahead)
-        rows.append((f'--pipeline-model-parallel-layout "{text}"', why))
+        rows.append((f'--pipeline-model-parallel-layout "{_text(parts)}"', why))
     elif at.chunks > 1:
         why = f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"
         rows.append((f"--num-virtual-stages-per-pipeline-rank {at.chunks}", why))
     return rows
 
 
-def _text(parts: list[int], ahead: int) -> str:
+def _text(parts: list[int]) -> str:
     """Layers of each part, as Megatron writes them: Et*7|(t*8|)*14t*7L."""
     each = [f"t*{n}" if n else "" for n in parts]
-    each[0], each[-1] = f"E{each[0]}", f"{each[-1]}{'m' * ahead}L"
+    each[0], each[-1] = f"E{each[0]}", f"{each[-1]}L"
     runs = [(name, len(list(same))) for name, same in groupby(each)]
     text = "".join(f"({name}|)*{n}" if n > 1 else f"{name}|" for name, n in runs)
     return text[:-1]
@@ -174,7 +167,6 @@ def _shape(target: Target) -> list[tuple[str, str]]:
     if c.key_value_heads != c.heads:
         rows.append(("--group-query-attention", "several queries share a key and a value"))
         rows.append((f"--num-query-groups {c.key_value_heads}", "heads of keys and values"))
-    rows += _attention(c)
     rows += [
         (f"--seq-length {target.seq}", "tokens of a sequence"),
         (f"--max-position-embeddings {max(target.seq, c.seq)}", "the longest that there may be"),
@@ -193,65 +185,7 @@ def _shape(target: Target) -> list[tuple[str, str]]:
         rows.append(("--disable-bias-linear", "matrices have no bias"))
     if not c.tied:
         rows.append(("--untie-embeddings-and-output-weights", "the head is a matrix of its own"))
-    if target.ahead:
-        why = "modules that predict further tokens, with the head"
-        rows.append((f"--mtp-num-layers {target.ahead}", why))
     return rows + _experts(target)
-
-
-def _attention(c: Config) -> list[tuple[str, str]]:
-    """What is not as in the first GPTs."""
-    rows = []
-    if c.latent is not None:
-        rows.append(("--multi-latent-attention", "keys and values are made of a latent"))
-        if c.query_latent is not None:
-            rows.append((f"--q-lora-rank {c.query_latent}", "numbers of that of queries"))
-        rows += [
-            (f"--kv-lora-rank {c.latent}", "numbers of that of keys and values"),
-            (f"--qk-head-dim {c.content_size}", "size of a head of queries and keys"),
-            (f"--qk-pos-emb-head-dim {c.rotary}", "and what of it knows positions, beside it"),
-            (f"--v-head-dim {c.value_size}", "size of a head of values"),
-            *_stretched(c),
-            ("--qk-layernorm", "with latents: a norm of each"),
-        ]
-    elif c.head is not None:
-        rows.append((f"--kv-channels {c.head}", "size of a head"))
-    if c.qk_norm:
-        rows.append(("--qk-layernorm", "a norm of each head of queries, and of keys"))
-    if c.window is not None:
-        rows.append((f"--window-size {c.window - 1},0", "tokens before its own that one sees"))
-        if c.full_every is not None:
-            why = "every so-manieth layer sees all"
-            rows.append((f"--window-attn-skip-freq {c.full_every}", why))
-    return rows
-
-
-def _stretched(c: Config) -> list[tuple[str, str]]:
-    """How positions are stretched, of latent attention, which does so by itself."""
-    if c.yarn is None:
-        return [("--rope-type rope", "by itself it stretches positions for latents")]
-    each = 0.1 * log(c.yarn.factor) or 1.0  # of what mscale times that, and 1, is
-    mscale = (c.yarn.turned * (c.yarn.sharper * each + 1) - 1) / each
-    return [
-        ("--rope-type yarn", "positions of shorter sequences, stretched"),
-        (f"--rotary-scaling-factor {c.yarn.factor:g}", "so many times"),
-        (f"--mscale {mscale:.6g}", "times what is turned, over the next"),
-        (f"--mscale-all-dim {c.yarn.sharper:g}", "times the scores"),
-    ]
-
-
-def _check_yarn(target: Target) -> None:
-    """What its arguments leave open: of latents all but the factors, of others the factors."""
-    yarn = target.config.yarn
-    if yarn is None:
-        return
-    if target.config.latent is None:
-        words = "its arguments have no factor without latents"
-        raise target.refusal(f"yarn={yarn}", "is None", words)
-    for name, only in (("seq", 4096), ("fast", 32), ("slow", 1)):
-        if (value := getattr(yarn, name)) != only:
-            words = "with latents it has no argument for it"
-            raise target.refusal(f"yarn.{name}={value}", f"is {only}", words)
 
 
 def _experts(target: Target) -> list[tuple[str, str]]:
@@ -265,22 +199,6 @@ def _experts(target: Target) -> list[tuple[str, str]]:
         (f"--moe-ffn-hidden-size {c.expert_width}", "width of one"),
         ("--moe-grouped-gemm", "all experts of a rank in one launch"),
     ]
-    if c.shared_experts:
-        width = c.shared_experts * c.expert_width
-        rows.append((f"--moe-shared-expert-intermediate-size {width}", "of what all tokens go to"))
-    if c.dense_layers:
-        which = f"[0]*{c.dense_layers}+[1]*{c.layers - c.dense_layers}"
-        rows.append((f'--moe-layer-freq "{which}"', "layers that have experts"))
-    if c.expert_groups > 1:
-        rows += [
-            (f"--moe-router-num-groups {c.expert_groups}", "of experts"),
-            (f"--moe-router-group-topk {c.groups_per_token}", "of them for each token"),
-        ]
-    if c.routed_scale != 1.0:
-        rows.append((f"--moe-router-topk-scaling-factor {c.routed_scale}", "times the weights"))
-    if c.capacity:
-        words = "times a fair share of tokens: more are dropped"
-        rows.append((f"--moe-expert-capacity-factor {c.capacity}", words))
     return rows
 
 

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from shardlab.common.arguments import check_whole, listed
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, Structure, structure
+from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
 from shardtools.strategy.profile import PROFILES
 
 WIDTH = 100  # columns of what is written
+# Fields of a shape that no configuration here sets, and the only value that each may have.
+PLAIN = {
+    "qk_norm": False, "window": None, "latent": None, "yarn": None, "shared_experts": 0,
+    "dense_layers": 0, "expert_groups": 1, "routed_scale": 1.0, "capacity": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,17 +28,19 @@ class Target:
     machine: Machine
     layout: Layout
     seq: int
-    how: str = "captured"  # one of profile's HOW, where the engine has a choice
-    ahead: int = 0  # modules that predict further tokens
 
     @classmethod
     def of(
-        cls, engine: str, config: Config | Structure, machine: Machine, layout: Layout,
-        seq: int | None, how: str,
-    ) -> Target:  # fmt: skip
+        cls,
+        engine: str,
+        config: Config | Structure,
+        machine: Machine,
+        layout: Layout,
+        seq: int | None,
+    ) -> Target:
         """Of any model that the course's own GPT can be; seq: by default the model's longest."""
-        own, ahead = own_config(config, emit=engine), structure(config).ahead
-        return cls(engine, own, machine, layout, own.seq if seq is None else seq, how, ahead)
+        own = own_config(config, emit=engine)
+        return cls(engine, own, machine, layout, own.seq if seq is None else seq)
 
     def __post_init__(self) -> None:
         check_whole(seq=self.seq)
@@ -48,17 +55,8 @@ class Target:
         if self.config.experts and self.engine != "megatron":
             words = "of these engines 'megatron' has arguments for experts"
             raise self.refusal(f"experts={self.config.experts}", "is 0", words)
-        if self.ahead and self.engine != "megatron":
-            words = "of these engines 'megatron' has an argument for it"
-            raise self.refusal(f"mtp={self.ahead}", "is 0", words)
-        plain = {"qk_norm": False, "window": None, "latent": None, "yarn": None}
-        if self.config.content_size * self.config.heads != self.config.hidden:
-            plain["head"] = None  # a file may also write the size that follows from these two
-        if self.engine == "torchtitan":
-            for name, only in plain.items():
-                if (value := getattr(self.config, name)) is not only:
-                    words = "of these engines 'megatron' has arguments for it"
-                    raise self.refusal(f"{name}={value}", f"is {only}", words)
+        if self.engine in ("torchtitan", "megatron", "course"):  # whose files say the shape
+            self._check_plain()
         if at.cp > 1 and self.seq % (2 * at.cp):
             allowed = f"are multiples of 2·cp = {2 * at.cp}"
             raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")
@@ -67,6 +65,14 @@ class Target:
             raise self.refusal(f"tp={at.tp}", allowed, "sequence parallelism shares the tokens out")
         if at.pp > 1:
             self.parts()
+
+    def _check_plain(self) -> None:
+        c = self.config
+        for name, only in PLAIN.items():
+            if (value := getattr(c, name)) != only:
+                raise self.refusal(f"{name}={value}", f"is {only}", "as in Llama 3 and Mixtral")
+        if c.content_size * c.heads != c.hidden:
+            raise self.refusal(f"head={c.head}", f"is {c.hidden // c.heads}")
 
     def refusal(self, given: str, allowed: str, why: str = "") -> ValueError:
         """ValueError for a field that this engine cannot express: 'given' and what is 'allowed'."""

@@ -138,13 +138,10 @@ def _settings(target: Target) -> list[tuple[str, str]]:
     if at.offload == "parameters":
         why = "weights and optimizer in the host's memory: room, for time"
         rows.append(("training.enable_cpu_offload = True", why))
-    why = "kernels of its own for what lies between products" if target.how != "eager" else "eager"
-    rows.append((f"compile.enable = {target.how != 'eager'}", why))
+    rows.append(("compile.enable = True", "kernels of its own for what lies between products"))
     if at.pp > 1 or at.offload == "parameters":
         why = "a captured step can neither send to a stage nor fetch from the host"
         rows.append(("training.disable_cuda_graphs = True", why))
-    elif target.how != "captured":
-        rows.append(("training.disable_cuda_graphs = True", "the CPU launches each layer"))
     return [(f"config.{line}", why) for line, why in rows]
 
 

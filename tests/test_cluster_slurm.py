@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -159,37 +158,6 @@ def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None
 
 
 @NEEDS
-def test_the_signal_kills_a_torchrun_that_nobody_protects(box) -> None:
-    script = """
-        import os, pathlib, signal, time
-        saved = pathlib.Path("saved-" + os.environ["RANK"])
-        signal.signal(signal.SIGUSR1, lambda *_: saved.touch())
-        pathlib.Path("ready").touch()
-        while not saved.exists():
-            time.sleep(0.05)
-        """
-    (box.folder.parent / "waits.py").write_text(textwrap.dedent(script))
-    torchrun = "torchrun --standalone --local-addr=127.0.0.1"
-    job = submit(box, "-N1", "--wrap", f"srun {torchrun} waits.py; echo status $?")
-    until((box.folder.parent / "ready").exists)
-    box.run(["scancel", "--signal=USR1", job])
-    ended(box, job)
-    assert "status 138" in (box.folder.parent / f"slurm-{job}.out").read_text()  # 128 + SIGUSR1
-
-
-@NEEDS
-def test_one_gpu_for_each_task_is_each_task_s_device_0(box) -> None:
-    words = 'echo "$SLURM_LOCALID $CUDA_VISIBLE_DEVICES"'
-    for option, seen in ("--gpus-per-node=2", ["0 0,1", "1 0,1"]), ("--gpus-per-task=1", None):
-        done = box.run(["srun", "--nodes=1", "--ntasks=2", option, "bash", "-c", words])
-        lines = sorted(done.stdout.splitlines())
-        if seen:
-            assert lines == seen  # LOCAL_RANK is the device's index
-        else:  # one name each: the only index that cuda:… may have is 0, whatever LOCAL_RANK is
-            assert [len(line.split()[1].split(",")) for line in lines] == [1, 1]
-
-
-@NEEDS
 @pytest.mark.alone
 @pytest.mark.parametrize("name", sorted(path.stem for path in sessions.RECORDED.glob("*.txt")))
 def test_sessions_say_what_was_recorded(name: str, request) -> None:
@@ -217,18 +185,6 @@ def test_up_twice_and_down_twice(tmp_path: Path, capsys) -> None:
         status, out, _ = ran(capsys, "cluster", "down", *where)
     assert status == 0 and "has ended" in out and not any(map(slurm.is_running, started))
     assert ran(capsys, "cluster", "down", *where)[0] == 0
-
-
-@NEEDS
-def test_a_first_run_does_not_go_on_with_what_another_job_of_its_number_left(box) -> None:
-    next_one = box.run(["scontrol", "show", "config"]).stdout
-    number = re.search(r"NEXT_JOB_ID *= (\d+)", next_one)[1]
-    left = box.folder.parent / "runs" / number
-    left.mkdir(parents=True)
-    job = submit(box, "requeue.sbatch", "steps.py", "--steps", "1")
-    assert job == number and ended(box, job) == "FAILED"
-    assert list(left.iterdir()) == []
-    assert f"runs/{number}" in (box.folder.parent / f"train-{job}.out").read_text()
 
 
 @NEEDS
@@ -267,7 +223,6 @@ def test_without_slurm_it_says_what_to_install(tmp_path: Path, monkeypatch, caps
     ("given", "named"),
     [
         ({"nodes": 0}, "nodes=0"),
-        ({"gpus": 8}, "gpus=8"),
         ({"folder": "with space"}, "letters"),
         ({"folder": "full"}, "an empty"),
     ],

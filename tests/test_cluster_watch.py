@@ -48,15 +48,6 @@ def test_ranks_are_found_below_their_launcher(job):
     assert psutil.Process(found[1]).name() == "sh", "what a rank starts is not the rank"
 
 
-def test_ranks_are_found_by_their_slurm_job(leaves_nothing):
-    environment = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "3", "PATH": "/usr/bin:/bin"}
-    with subprocess.Popen(["sleep", "60"], env=environment) as process:
-        time.sleep(0.1)
-        assert sample.find(job=987654) == {3: process.pid}
-        assert sample.find(job=987655) == {}
-        process.kill()
-
-
 def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing, monkeypatch):
     """Under srun torchrun, the batch script and a watcher have numbers of Slurm's, too."""
     from_slurm = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "0", "PATH": "/usr/bin:/bin"}

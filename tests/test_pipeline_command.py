@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from commands import ran
@@ -44,14 +43,3 @@ def test_json_is_what_simulate_says(capsys, name: str) -> None:
     assert found["timeline"] == [[span._asdict() for span in row] for row in timeline.spans]
     heads = [found[key] for key in ("schedule", "stages", "microbatches", "chunks")]
     assert heads == [name, 4, 6, made.chunks]
-
-
-def test_svg_is_written(capsys, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.svg"
-    status, out, err = run(capsys, "1f1b", *SMALL, "--svg", str(path))
-    assert status == 0 and not err and out.endswith(f"\npicture: {path}\n")
-    page = path.read_text("utf-8")
-    assert page.startswith("<svg") and "1f1b, 4 stages, 6 micro-batches: bubble 33.3 %" in page
-    path.write_text("old")
-    status, out, _ = run(capsys, "1f1b", *SMALL, "--svg", str(path), "--json")
-    assert path.read_text("utf-8") == page and json.loads(out)["stages"] == 4

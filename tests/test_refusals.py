@@ -215,7 +215,6 @@ MISTAKES = {  # a command: words of the one line that it gets
     "memory --params 1e9 --dp 4 --ranks 6": "ranks=6: allowed is 4",
     "mesh --dp two": "dp='two': allowed",
     "mesh --tp 3": "heads=2: allowed",
-    "mesh --layout x2": "layout: 'x2' is no part of one",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
     "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
     "parity none.py -- true": "plain='none.py': there is no such script",

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from commands import ran
 from test_strategy_emit import MEGATRON, TORCHTITAN
-from test_strategy_emit_job import ENGINES, NEEDS
 
 from shardlab import layout
 from shardlab.common import show
@@ -18,7 +17,6 @@ from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
 from shardlab.train.take_home import Options
-from shardtools.cluster import slurm
 from shardtools.strategy import PROFILES, advice, alone
 from shardtools.strategy.emit import emit
 
@@ -74,18 +72,6 @@ def test_the_other_commands_take_the_options_that_the_page_gives(capsys):
         status, out, _ = ran(capsys, *given[1].split(), "--help")
         assert status == 0
         assert all(option in out for option in re.findall(r"--[\w-]+", given[2])), line
-
-
-@NEEDS
-def test_slurm_takes_the_page_s_jobs(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = next(line for line in PLANS if "emit torchtitan" in line)
-    with slurm.up(tmp_path / "box", cpus=32, gpus=7) as box:  # no machine has eight such devices
-        for engine in ENGINES:
-            asked = line.replace("emit torchtitan", f"emit {engine}")
-            assert ran(capsys, *words(asked))[0] == 0
-            box.run(["sbatch", "--test-only", "--gpus-per-node=7", "job.sbatch"], cwd="job")
-        assert box.run(["squeue", "--me"]).stdout.startswith(" ")
 
 
 def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import MOST, check_whole, told
+from shardlab.common.arguments import MOST, check_whole
 from shardlab.common.files import place
 
 
@@ -94,16 +94,6 @@ def given(chosen: argparse.Namespace, kind: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that are among the options given, by name."""
     there = {name: value for name, value in vars(chosen).items() if value is not None}
     return {name: there[name] for name in kind.__dataclass_fields__ if name in there}
-
-
-def number(
-    name: str, given: str | None, allowed: str = "numbers", kind: Callable[[str], Any] = float
-) -> Any:
-    """The value of an option as a number of that kind. Raises ValueError, which names it."""
-    try:
-        return kind(given or "")
-    except ValueError:
-        raise ValueError(f"{name}={told(given or '')}: allowed are {allowed}") from None
 
 
 def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:

@@ -20,7 +20,7 @@ from shardtools import options
 
 # What each part is called by its user, and the module that brings it.
 PARTS = {
-    **dict.fromkeys(("up", "status", "down"), "cluster.slurm.command"),
+    **dict.fromkeys(("up", "status", "down"), "cluster.slurm"),
     "run": "commands.elastic",
     "watch": "cluster.watch.sample",
     "hang": "cluster.watch.hang",

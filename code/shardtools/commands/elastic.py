@@ -24,7 +24,7 @@ def add_run(commands: argparse._SubParsersAction) -> None:
     add = partial(options.add, parser)
     add("at", "where the agents meet: a host that is one of the nodes, and a port", "HOST:PORT")
     add("ranks", "on this node (1)", "N", int)
-    add("nodes", "how many, or how many at least and at most (1)", "LEAST:MOST")
+    add("nodes", "how many, or how many at least and at most (1)", "LEAST:MOST", _nodes)
     add("job", "its name: agents of another job are turned away (job)", "NAME")
     add("restarts", "of all ranks after one has failed (3)", "N", int)
     add("patience", "seconds until a silent agent is left out (5)", "S", float)
@@ -55,14 +55,16 @@ def told(chosen: argparse.Namespace) -> Job:
     if script[0] != "-m" and not os.path.isfile(script[0]):
         raise ValueError(f"script={script[0]!r}: there is no such file; allowed is one that exists")
     given = {"at": ""} | options.given(chosen, Job) | {"command": (sys.executable, *script)}
-    if "nodes" in given:
-        least, _, most = given["nodes"].partition(":")
-        allowed = "LEAST:MOST, two numbers above 0, or one"
-        given["nodes"] = tuple(
-            options.number("nodes", n, allowed, int) for n in (least, most or least)
-        )
+    if isinstance(nodes := given.get("nodes"), str):
+        raise ValueError(f"nodes={nodes!r}: allowed are LEAST:MOST, two numbers, or one")
     if chosen.job is not None:
         given["name"] = chosen.job
     if "logs" in given:
         given["logs"] = options.place("logs", given["logs"])
     return Job(**given)
+
+
+def _nodes(given: str) -> tuple[int, int]:
+    """The least and the largest number of nodes, written as 2:4, or as 2 where both are equal."""
+    least, _, most = given.partition(":")
+    return int(least), int(most or least)

@@ -3,7 +3,6 @@
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --hidden 32 --steps 5
     python -m shardlab mesh --dp 2 --tp 2 --zero 3 --sequence-parallel --json
     python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
-    python -m shardlab mesh --layout "d 2 · p 2 · t 2, ZeRO-1, m 4 × b 1" --layers 4
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
 
 It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.common.arguments import check_number, check_whole
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, read
+from shardlab.layout import Layout
 from shardlab.mesh.groups import said
 from shardtools import options
 
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from shardlab.mesh.job import Job
 
 AXES = "dp", "pp", "tp"
-SAID = (
-    *AXES, "zero", "batch", "microbatches", "schedule", "chunks", "recompute", "sequence_parallel",
-    "order",
-)  # fmt: skip
 MOST = 512  # ranks whose groups are printed
 KNOBS = {  # option: its default, and what it is
     "dp": (1, "copies of the model"),
@@ -65,7 +60,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("recompute", "in backward: full, each block but its input, or none (none)", "HOW")
     add("budget", "bytes of model states that a rank may hold", "BYTES", float)
     add("node", "ranks of a node: print the groups, and train nothing", "N", int)
-    add("layout", "all of it in words, as `strategy` writes it, in place of these", "WORDS")
     add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES", _axes)
     parser.add_argument(
         "--sequence-parallel",
@@ -81,7 +75,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
         trains = [name for name in KNOBS if name not in AXES]
-        trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied", "layout"]
+        trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied"]
         options.apart(
             _given(chosen), trains, "with --node, which trains nothing: allowed are dp, pp, tp"
         )
@@ -145,10 +139,6 @@ def job_of(chosen: argparse.Namespace) -> Job:
     given |= {name: getattr(chosen, name) for name in KNOBS if getattr(chosen, name) is not None}
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
-    if chosen.layout is not None:
-        also = [name for name in _given(chosen) if name != "layout"]
-        options.apart(also, SAID, "with --layout, which says it: allowed is one of both")
-        return Job(config, read(chosen.layout), given["steps"])
     fields, batch = _fields(chosen), given["batch"]
     fields.setdefault("microbatches", given["pp"])
     if fields.get("schedule") == "interleaved" and given["pp"] != 1:

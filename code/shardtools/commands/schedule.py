@@ -3,7 +3,7 @@
     python -m shardlab schedule 1f1b --stages 4 --microbatches 8
     python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \\
         --forward 18.522 --backward-input 18.086 --backward-weight 9.337 --hop 0.601
-    python -m shardlab schedule interleaved --stages 4 --microbatches 8 --chunks 2 --svg out.svg
+    python -m shardlab schedule interleaved --stages 4 --microbatches 8 --chunks 2
     python -m shardlab schedule zb-h1 --stages 4 --microbatches 8 --forward 1,1,1,1.5 --json
 
 Times are in any one unit: of a micro-batch's passes through a whole stage, and of a message from a
@@ -47,7 +47,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("backward-weight", "time of the backward of the weights alone (1)", "TIME", _times)
     add("hop", "time of a message to another stage (0)", "TIME", _times)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    add("svg", "draw the timeline into this file as well", "FILE")
     parser.set_defaults(command=_main)
 
 
@@ -63,25 +62,13 @@ def _main(chosen: argparse.Namespace) -> int:
         what = ", ".join(f"{name}={value}" for name, value in whole.items())
         raise ValueError(f"{what}: {passes:,} forwards; allowed are {MOST:,} at most")
     times = {name: given[name] for name in TIMES if name in given}
-    if chosen.svg is not None:
-        options.written("svg", chosen.svg)  # before anything is computed
     timeline = simulate(schedule(chosen.name, **whole), **times)
-    if chosen.svg is not None:
-        _write(timeline, chosen.svg)
     if chosen.json:
         print(json.dumps(_facts(timeline)))
         return 0
-    screen = sys.stdout
-    tty = screen.isatty()
+    tty = sys.stdout.isatty()
     width = max(40, shutil.get_terminal_size().columns if tty else 80)
-    shown = f"{_head(timeline)}\n\n{text(timeline, width)}"
-    if chosen.svg is not None:
-        shown += f"\n\npicture: {chosen.svg}"
-    try:
-        shown.encode(screen.encoding or "utf-8")
-    except UnicodeEncodeError:  # a terminal of old
-        shown = shown.translate(str.maketrans("░▓▒·─", "-#=.-"))
-    print(shown)
+    print(f"{_head(timeline)}\n\n{text(timeline, width)}")
     return 0
 
 
@@ -113,19 +100,6 @@ def _facts(timeline: Timeline) -> dict[str, object]:
         "peak_activations": timeline.peak_activations,
         "timeline": [[span._asdict() for span in spans] for spans in timeline.spans],
     }
-
-
-def _write(timeline: Timeline, given: str) -> None:
-    from shardlab.common import show
-    from shardlab.pipeline.picture import WIDE, draw, summary
-
-    # A page's width, or as much more as numbers in the boxes need.
-    times = [span.end - span.begin for spans in timeline.spans for span in spans]
-    shortest = min((time for time in times if time > 0), default=timeline.cost)
-    wide = 0.8 + 0.17 * timeline.cost / shortest if shortest else WIDE
-    figure = draw(timeline, width=min(max(wide, WIDE), 4 * WIDE))
-    alt = f"Timeline of a pipeline: {summary(timeline)}. A row for each stage, a box for each pass."
-    options.written("svg", given, lambda path: show.svg(figure, path, alt))
 
 
 def _times(given: str) -> float | list[float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shardlab.common.arguments import MOST
+from shardlab.common.arguments import check_whole
 from shardtools import options
 
 PARTS = "data_parallel", "zero", "tensor_parallel", "pipeline", "experts"
@@ -38,7 +38,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("folder", help="where the five files are")
     parser.add_argument("--start", action="store_true", help="write those that are not there yet")
     options.add(parser, "part", f"one part alone: {', '.join(PARTS)}", "NAME")
-    options.add(parser, "seed", "of the hidden cases, a whole number; by default 0", "N")
+    options.add(parser, "seed", "of the hidden cases, a whole number; by default 0", "N", int)
     options.add(parser, "junitxml", "write all results there, as pytest does", "FILE")
     parser.set_defaults(command=_main)
 
@@ -50,7 +50,8 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.part is not None and chosen.part not in PARTS:
         near = options.nearest(chosen.part, PARTS)
         raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
-    seed = 0 if chosen.seed is None else options.whole("seed", chosen.seed, 0, MOST)
+    seed = 0 if chosen.seed is None else chosen.seed
+    check_whole(0, seed=seed)
     folder = options.place("folder", chosen.folder)
     if not folder.is_dir():
         raise ValueError(f"folder={chosen.folder!r}: allowed are folders; --start makes one")

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.common.arguments import MOST, check_number, check_one_of
+from shardlab.common.arguments import check_number, check_one_of, check_whole
 from shardlab.common.launcher import place
 from shardlab.common.machines import MACHINES, check_named, named
 from shardtools import options
@@ -52,13 +52,21 @@ JOINT = ("folder", "speed", "group", "clock", "pairs")  # parts in which ranks n
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's options."""
+    """The command's options. Raises ValueError for a value that cannot be."""
 
     folder: str = "."
     needs: float = 1e9  # bytes that must fit into the folder
     timeout: float = 60.0  # seconds of silence
     machine: str = ""
     device: str = "auto"
+
+    def __post_init__(self) -> None:
+        options.place("folder", self.folder)
+        check_number(needs=self.needs)
+        check_number(most=LONGEST, timeout=self.timeout)
+        check_one_of(("auto", "cpu"), device=self.device)
+        if self.machine:
+            check_named(machine=self.machine)
 
 
 # --- one rank: the parts run in a thread, so that of one that hangs all before it is known
@@ -193,12 +201,13 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `doctor` to the command line."""
     parser = options.command(commands, "doctor", __doc__)
     add = partial(options.add, parser)
-    add("ranks", "ranks to start here (one for each GPU; 2 without); not under a launcher", "N")
+    words = "ranks to start here (one for each GPU; 2 without); not under a launcher"
+    add("ranks", words, "N", int)
     add("folder", "where checkpoints will go (.)", "DIR")
-    add("needs", "bytes that shall fit in there (1e9)", "BYTES")
+    add("needs", "bytes that shall fit in there (1e9)", "BYTES", float)
     add("machine", f"what the planner assumes: {', '.join(MACHINES)} (by the GPU's name)", "NAME")
     add("device", "auto or cpu (auto)", "KIND")
-    add("timeout", "seconds of silence after which a rank is given up (60)", "S")
+    add("timeout", "seconds of silence after which a rank is given up (60)", "S", float)
     parser.add_argument("--pairs", action="store_true", help="list every link below the table")
     parser.add_argument("--json", action="store_true", help="print verdicts and facts as JSON")
     parser.set_defaults(command=_main)
@@ -213,27 +222,18 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    number = None if chosen.ranks is None else options.whole("ranks", chosen.ranks)
-    asked = {n: v for n in ("folder", "machine", "device") if (v := getattr(chosen, n)) is not None}
-    if "folder" in asked:
-        asked["folder"] = str(options.place("folder", asked["folder"]))
-    for name, most in (("needs", MOST), ("timeout", LONGEST)):
-        if (given := getattr(chosen, name)) is not None:
-            asked[name] = options.number(name, given, "numbers above 0")
-            check_number(most=most, **{name: asked[name]})
-    settings = Settings(**asked)
-    if "machine" in asked:
-        check_named(machine=settings.machine)
-    check_one_of(("auto", "cpu"), device=settings.device)
+    settings = Settings(**options.given(chosen, Settings))
+    number = torch.cuda.device_count() or 2 if chosen.ranks is None else chosen.ranks
+    check_whole(ranks=number)
     launched = place(os.environ) is not None
-    if launched and number is not None:
+    if launched and chosen.ranks is not None:
         raise ValueError(f"ranks={number}: the launcher has started the ranks; leave --ranks out")
     if not launched and not os.path.isdir(settings.folder):
         raise ValueError(f"folder={settings.folder!r}: allowed are folders that exist")
     show = partial(_show, settings, chosen.json, chosen.pairs)
     if launched:
         return _launched(settings, show)
-    return _alone(number or torch.cuda.device_count() or 2, settings, show)
+    return _alone(number, settings, show)
 
 
 def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) -> int:

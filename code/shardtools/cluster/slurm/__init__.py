@@ -1,6 +1,9 @@
 """A small Slurm of a few nodes on this machine: for trying batch files, and for tests.
 
-    python -m shardlab cluster up            # two nodes of 4 CPUs and 2 pretended GPUs each
+    python -m shardlab cluster up                      # two nodes, 4 CPUs and 2 pretended GPUs each
+    python -m shardlab cluster up --nodes 3 --cpus 8 --gpus 0 --folder ~/box
+    eval "$(python -m shardlab cluster up)"            # and this shell's sbatch means this Slurm
+    python -m shardlab cluster status
     python -m shardlab cluster down
 
     with slurm.up(folder, nodes=2) as box:   # the same for as long as the block lasts
@@ -8,7 +11,8 @@
 
 It is the real Slurm, from Debian's packages, started by any user without systemd: munged, which
 signs messages, slurmctld, which schedules, and one slurmd for each node. All of them listen on the
-loopback interface alone, at ports that were free, and keep what they write in one folder.
+loopback interface alone, at ports that were free, and keep what they write in one folder: that of
+--folder, by default ~/.cache/shardlab/slurm. It runs until `down`, which leaves the logs there.
 
 What it is not: nodes share this machine's processor and disk, none is held to the CPUs that a job
 got (that takes cgroups, and so root), and a GPU is some character device that every machine has, so
@@ -17,9 +21,11 @@ that Slurm has something to count and to number.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -27,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -35,6 +42,12 @@ from shardlab.common.arguments import PROCESSES, check_whole
 from shardtools import options
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+FOLDER = "~/.cache/shardlab/slurm"
+NUMBERS = {
+    "nodes": "how many (2)",
+    "cpus": "that each node says it has (4)",
+    "gpus": "that each node pretends to have (2)",
+}
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
 # A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -295,3 +308,37 @@ def _end(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _add(name: str, commands: argparse._SubParsersAction) -> None:
+    parser = options.command(commands, name, __doc__)
+    options.add(parser, "folder", f"where everything of it lies ({FOLDER})", "DIR")
+    for number, words in NUMBERS.items() if name == "up" else ():
+        options.add(parser, number, words, "N", int)
+    parser.set_defaults(command=partial(_main, name))
+
+
+add_up, add_status, add_down = (partial(_add, name) for name in ("up", "status", "down"))
+
+
+def _main(name: str, chosen: argparse.Namespace) -> int:
+    folder = options.place("folder", FOLDER if chosen.folder is None else chosen.folder)
+    try:
+        box = find(folder)
+        if name == "up":
+            given = {n: value for n in NUMBERS if (value := getattr(chosen, n)) is not None}
+            box = start(folder, **given) if given or not box else box
+        elif name == "down" and stop(folder):
+            print(f"Slurm has ended, and all its jobs; logs are in {folder}/log.")
+            return 0
+        if not box:
+            print(f"No Slurm runs in {folder}.")
+            return int(name == "status")
+        print("# A Slurm runs. Its commands need:")
+        print(f"export SLURM_CONF={shlex.quote(f'{box.folder}/slurm.conf')}")
+        for command in ("sinfo", "squeue") if name == "status" else ():
+            print(box.run([command]).stdout, end="")
+    except SlurmError as error:
+        print(f"python -m shardlab cluster: {error}", file=sys.stderr)
+        return 1
+    return 0

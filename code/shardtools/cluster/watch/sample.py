@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from shardlab.common import show
-from shardlab.common.arguments import check_number
+from shardlab.common.arguments import check_number, check_whole
 from shardlab.common.launcher import local_rank_of, rank_of
 from shardtools import options
 
@@ -200,10 +200,10 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
     """Add `watch` to the command line."""
     parser = options.command(commands, "watch", __doc__)
     parser.add_argument("folder", help="of the job's metrics; samples go there", metavar="FOLDER")
-    options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID")
-    options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER")
-    options.add(parser, "every", "seconds from one sample to the next (1)", "SECONDS")
-    options.add(parser, "seconds", "after which to end; else with the ranks", "SECONDS")
+    options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID", int)
+    options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER", int)
+    options.add(parser, "every", "seconds from one sample to the next (1)", "SECONDS", float)
+    options.add(parser, "seconds", "after which to end; else with the ranks", "SECONDS", float)
     parser.add_argument("--draw", action="store_true", help="draw FOLDER/report.svg, and no more")
     parser.set_defaults(command=_main)
 
@@ -218,13 +218,11 @@ def _main(chosen: argparse.Namespace) -> int:
         return 0
     if (chosen.pid is None) == (chosen.job is None):
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
-    which = {n: options.whole(n, getattr(chosen, n)) for n in ("pid", "job") if getattr(chosen, n)}
-    times = {}
-    for name in ("every", "seconds"):
-        if (given := getattr(chosen, name)) is not None:
-            times[name] = options.number(name, given, "numbers above 0")
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    check_whole(**{name: given[name] for name in ("pid", "job") if name in given})
+    times = {name: given[name] for name in ("every", "seconds") if name in given}
     check_number(most=threading.TIMEOUT_MAX, **times)
-    pids = find(which.get("pid"), which.get("job"))
+    pids = find(chosen.pid, chosen.job)
     if not pids:
         raise ValueError(f"job={chosen.job}: no ranks")
     print(f"ranks {', '.join(map(str, pids))} on {platform.node()}", flush=True)

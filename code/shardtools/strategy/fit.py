@@ -12,8 +12,8 @@ curvature says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import exp, log, sqrt
-from statistics import median
+
+import numpy as np
 
 from .rates import Rate, Rates
 
@@ -39,63 +39,30 @@ def fit(
     """
     if not measured:
         raise ValueError("measured=0: allowed are 1 or more steps that can be expressed")
-    values = dict(begin)
-    guess = dict(values)
-    spreads = {name: log(1 + begin.all[name].spread) for name in free}
-    curvature: list[list[float]] = []
+    guess = np.log([begin[name] for name in free])
+    spreads = np.log1p([begin.all[name].spread for name in free])
+    taken = np.log([value for _, value in measured])
+
+    def residuals(rates: np.ndarray) -> np.ndarray:
+        """Logarithms of predicted over measured, at these logarithms of the free rates."""
+        values = {**begin, **dict(zip(free, np.exp(rates).tolist(), strict=True))}
+        return np.log([predict(values) for predict, _ in measured]) - taken
+
+    rates, steps = guess.copy(), STEP * np.eye(len(free))
     for _ in range(rounds):
-        found = _residuals(measured, values)
-        slopes = []
-        for name in free:
-            moved = {**values, name: values[name] * exp(STEP)}
-            shifted = _residuals(measured, moved)
-            slopes.append([(y - x) / STEP for x, y in zip(found, shifted, strict=True)])
-        sigma = max(LEAST, 1.48 * median(abs(r) for r in found))
-        weights = [exp(-((r / (WELSCH * sigma)) ** 2)) / sigma**2 for r in found]
-        curvature, pull = [], []
-        for i, name in enumerate(free):
-            curvature.append([_sum(weights, slopes[i], other) for other in slopes])
-            curvature[i][i] += 1 / spreads[name] ** 2
-            away = log(values[name] / guess[name])
-            pull.append(-_sum(weights, slopes[i], found) - away / spreads[name] ** 2)
-        move = solve(curvature, [pull])[0]
-        longest = max(abs(x) for x in move)
-        for name, x in zip(free, move, strict=True):
-            values[name] *= exp(x * min(1.0, 0.5 / max(longest, 1e-12)))
+        found = residuals(rates)  # [measured]
+        slopes = np.stack([(residuals(rates + step) - found) / STEP for step in steps])
+        sigma = max(LEAST, 1.48 * np.median(np.abs(found)))
+        weights = np.exp(-((found / (WELSCH * sigma)) ** 2)) / sigma**2
+        curvature = (slopes * weights) @ slopes.T + np.diag(spreads**-2.0)  # [free, free]
+        pull = -(slopes * weights) @ found - (rates - guess) / spreads**2
+        move = np.linalg.solve(curvature, pull)
+        longest = np.abs(move).max()
+        rates = rates + move * min(1.0, 0.5 / max(longest, 1e-12))
         if longest < 1e-4:
             break
-    rates = dict(begin.all)
-    unit = [[float(i == j) for j in range(len(free))] for i in range(len(free))]
-    inverse = solve(curvature, unit)
-    for i, name in enumerate(free):
-        spread = exp(sqrt(inverse[i][i])) - 1
-        rates[name] = Rate(values[name], begin.all[name].unit, spread, origin)
-    return Rates(begin.profile, rates)
-
-
-def _residuals(measured: Sequence[tuple[Predict, float]], values: dict[str, float]) -> list[float]:
-    return [log(predict(values) / value) for predict, value in measured]
-
-
-def _sum(*factors: Sequence[float]) -> float:
-    total = 0.0
-    for numbers in zip(*factors, strict=True):
-        product = 1.0
-        for number in numbers:
-            product *= number
-        total += product
-    return total
-
-
-def solve(matrix: list[list[float]], sides: list[list[float]]) -> list[list[float]]:
-    """x of A x = y for each y of `sides`, for a symmetric, positive definite A."""
-    n = len(matrix)
-    rows = [list(matrix[i]) + [side[i] for side in sides] for i in range(n)]
-    for i in range(n):
-        best = max(range(i, n), key=lambda k: abs(rows[k][i]))
-        rows[i], rows[best] = rows[best], rows[i]
-        for k in range(n):
-            if k != i:
-                factor = rows[k][i] / rows[i][i]
-                rows[k] = [x - factor * y for x, y in zip(rows[k], rows[i], strict=True)]
-    return [[rows[i][n + j] / rows[i][i] for i in range(n)] for j in range(len(sides))]
+    fitted = dict(begin.all)
+    unsure = np.expm1(np.sqrt(np.diag(np.linalg.inv(curvature))))
+    for name, value, spread in zip(free, np.exp(rates), unsure, strict=True):
+        fitted[name] = Rate(float(value), begin.all[name].unit, float(spread), origin)
+    return Rates(begin.profile, fitted)

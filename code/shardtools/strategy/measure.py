@@ -15,7 +15,15 @@ from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardlab import ranks
 from shardlab.common.machines import Machine, named
+from shardlab.common.shapes import Config
+from shardlab.gpt.model import Block
+from shardlab.measure.count import clock
 
 from .rates import Rate, Rates, known
 
@@ -25,8 +33,6 @@ LEAST = 0.02  # of a spread: the same machine differs by as much tomorrow
 
 def measure(profile: str = "course") -> Rates:
     """`known(profile)` with what can be measured here, and the machine at hand."""
-    import torch
-
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -34,16 +40,16 @@ def measure(profile: str = "course") -> Rates:
     torch.set_num_threads(1)  # as a rank has: one of several on the CPU's cores
     try:
         found = {
-            "products": _products(torch, device),
-            "attention": _attention(torch, device),
-            "memory": _memory(torch, device),
-            "launch": _launch(torch, device),
+            "products": _products(device),
+            "attention": _attention(device),
+            "memory": _memory(device),
+            "launch": _launch(device),
         }
     finally:
         torch.set_num_threads(threads)
-    if node := _node(torch, on_gpu):
+    if node := _node(on_gpu):
         found["node"] = node
-    machine = named(name) or _unknown(torch, name, found)
+    machine = named(name) or _unknown(name, found)
     sheet = {
         "products": machine.flops,
         "attention": machine.flops,
@@ -59,7 +65,7 @@ def measure(profile: str = "course") -> Rates:
     return Rates(profile, rates.all | measured, machine)
 
 
-def _unknown(torch: Any, name: str, found: dict[str, tuple[float, float]]) -> Machine:
+def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
     """A machine whose sheet is what was measured."""
     if name == "CPU":
         memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
@@ -72,23 +78,15 @@ def _unknown(torch: Any, name: str, found: dict[str, tuple[float, float]]) -> Ma
     )  # fmt: skip
 
 
-def _timed(torch: Any, device: Any, work: Callable[[], Any], wait: bool = True) -> list[float]:
+def _timed(device: torch.device, work: Callable[[], Any], wait: bool = True) -> list[float]:
     """Seconds of `work`, several times. wait: until the GPU has done it, not only been told."""
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    clock = time.perf_counter if wait else time.monotonic  # of the CPU's own time, on purpose
+    now = (lambda: clock(device)) if wait else time.perf_counter
     taken = []
     for _ in range(REPEATS + 1):
-        synchronize()
-        begin = clock()
+        clock(device)  # nothing of what was before is left to do
+        begin = now()
         work()
-        if wait:
-            synchronize()
-        taken.append(clock() - begin)
-    synchronize()
+        taken.append(now() - begin)
     return taken[1:]
 
 
@@ -98,53 +96,47 @@ def _rate(taken: list[float], amount: float) -> tuple[float, float]:
     return amount / median(taken), max(LEAST, (high - low) / middle)
 
 
-def _products(torch: Any, device: Any) -> tuple[float, float]:
+def _products(device: torch.device) -> tuple[float, float]:
     n, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return _rate(_timed(torch, device, lambda: a @ b), 2.0 * n**3)
+    return _rate(_timed(device, lambda: a @ b), 2.0 * n**3)
 
 
-def _attention(torch: Any, device: Any) -> tuple[float, float]:
+def _attention(device: torch.device) -> tuple[float, float]:
     """Fused, causal, forward: half of the pairs."""
     heads, s, size = (16, 4096, 128) if device.type == "cuda" else (4, 512, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(1, heads, s, size, device=device).to(dtype) for _ in range(3))
-    fused = torch.nn.functional.scaled_dot_product_attention
-    taken = _timed(torch, device, lambda: fused(q, k, v, is_causal=True))
+    taken = _timed(device, lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
     return _rate(taken, 2.0 * s * s * heads * size)
 
 
-def _memory(torch: Any, device: Any) -> tuple[float, float]:
+def _memory(device: torch.device) -> tuple[float, float]:
     """One pass that reads a large tensor and writes another."""
     n = 2**29 if device.type == "cuda" else 2**24
     a = torch.randn(n // 4, device=device)
     b = torch.empty_like(a)
-    return _rate(_timed(torch, device, lambda: torch.add(a, 1.0, out=b)), 2.0 * n)
+    return _rate(_timed(device, lambda: torch.add(a, 1.0, out=b)), 2.0 * n)
 
 
-def _launch(torch: Any, device: Any) -> tuple[float, float]:
+def _launch(device: torch.device) -> tuple[float, float]:
     """Seconds in which the CPU tells the device what a layer does, forward and backward.
 
     The layer is so small that there is nothing else to wait for.
     """
-    from shardlab.common.shapes import Config
-    from shardlab.gpt.model import Block
-
     config = Config(hidden=64, heads=4, mlp="swiglu", norm="rms", bias=False)
     layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)
     x = torch.randn(1, 8, 64, device=device)
-    taken = _timed(torch, device, lambda: layers(x).sum().backward(), wait=device.type == "cpu")
+    taken = _timed(device, lambda: layers(x).sum().backward(), wait=device.type == "cpu")
     seconds, spread = _rate(taken, 8.0)
     return 1 / seconds, spread
 
 
-def _node(torch: Any, on_gpu: bool) -> tuple[float, float] | None:
+def _node(on_gpu: bool) -> tuple[float, float] | None:
     """Bytes a second of each rank in an all-reduce of all GPUs of this node, or of two processes.
 
     None on a single GPU, which has none to talk to.
     """
-    from shardlab import ranks
-
     size = torch.cuda.device_count() if on_gpu else 2
     if size < 2:
         return None
@@ -156,10 +148,7 @@ _BYTES = {True: 2**28, False: 2**22}  # of an all-reduce, on GPUs and on CPUs
 
 
 def _all_reduce() -> list[float]:
-    import torch
-    import torch.distributed as dist
-
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     x = torch.ones(_BYTES[on_gpu] // 4, device=device)
-    return _timed(torch, device, lambda: dist.all_reduce(x))
+    return _timed(device, lambda: dist.all_reduce(x))

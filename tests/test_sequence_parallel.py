@@ -96,7 +96,14 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
             assert again[1] == plain[1] * Fraction(3, 2)
 
 
-# What waits
+def dropped():
+    """Masks of a rank's tokens differ between ranks; generators agree afterwards."""
+    model = cut(gpt(dropout=0.5), dist.group.WORLD)
+    ones = here(torch.ones(1, 8, 32))
+    torch.manual_seed(1)
+    return model.blocks[0].dropout(ones) > 0, torch.get_rng_state()
 
 
-# Dropout
+def test_ranks_drop_their_tokens_by_seeds_of_their_own():
+    (one, state), (other, theirs) = run(dropped, 2)
+    assert not torch.equal(one, other) and torch.equal(state, theirs)

@@ -36,7 +36,7 @@ from shardlab.tensor_types.operator import Operator
 from .cross_entropy import check_entries, own_rows
 from .dropout import draw_apart
 from .overlap import Edge, Edges, Entrance, added_up, handed_on, used
-from .predict import check_degree, multiples, parts_of
+from .predict import check_degree, parts_of
 
 Group = dist.ProcessGroup
 
@@ -108,12 +108,12 @@ def shard_slice(name: str, size: int, group: Group, parts: int | None = None) ->
     """Which part of `size` is this rank's; `name` is what the size is called.
 
     parts: cut into so many, each of which several neighbours have; None: one for each rank. Raises
-    ValueError where they do not divide it, with the nearest sizes that they do.
+    ValueError where they do not divide it.
     """
     rank, ranks = check_group(group)
     parts = ranks if parts is None else parts
     if size % parts:
-        raise ValueError(f"{name}={size}: allowed on {parts} ranks are {multiples(size, parts)}")
+        raise ValueError(f"{name}={size}: allowed on {parts} ranks are multiples of {parts}")
     part, number = size // parts, rank * parts // ranks
     return slice(number * part, (number + 1) * part)
 

@@ -131,24 +131,13 @@ def parts_of(name: str, size: int, t: int) -> int:
     """
     if size % t == 0 or t % size == 0:
         return min(size, t)
-    allowed = f"{multiples(size, t)}, and divisors of {t}"
-    raise ValueError(f"{name}={size}: allowed on {t} ranks are {allowed}")
+    raise ValueError(f"{name}={size}: allowed on {t} ranks are multiples and divisors of {t}")
 
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
     for name in (*widths(config), COPIED):
         if (value := getattr(config, name)) % t and (name != COPIED or t % value):
-            *some, last = map(str, degrees(config))
-            fits = f"{', '.join(some)} and {last}" if some else last
-            raise ValueError(
-                f"{name}={value}: allowed on {t} ranks are {multiples(value, t)}; "
-                f"allowed ranks for this model are {fits}"
-            )
-
-
-def multiples(size: int, ranks: int) -> str:
-    """The multiples of `ranks`, by those nearest to `size`, in words."""
-    below = size - size % ranks
-    nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
-    return f"multiples of {ranks}, such as {nearest}"
+            fits = ", ".join(map(str, degrees(config)))
+            allowed = f"multiples of {t}; allowed ranks for this model are {fits}"
+            raise ValueError(f"{name}={value}: allowed on {t} ranks are {allowed}")

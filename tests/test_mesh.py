@@ -159,7 +159,6 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     saved, uninterrupted = run(lambda: go_on(first), 8)[0]
     assert same_bits(run(alone, 1)[0], saved)
     others = [
-        (first, True),
         (replace(first, pp=1), True),  # p changes no sum
         (Layout(dp=2, tp=2, zero=3), False),
         (Layout(), False),

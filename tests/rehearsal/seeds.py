@@ -112,6 +112,7 @@ SEEDS = [
         "        calls.reverse()",
         "contract.pipeline",
         finding("connection"),
+        gpus=4,
     ),
     Seed(
         "a ring in which all send first",

@@ -98,22 +98,14 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
     return bytes_per_parameter(precision, "adam", layout) + extra
 
 
-def deepspeed_zero2(
-    params: float,
-    gpus_per_node: int = 1,
-    nodes: int = 1,
-    offload: bool = True,
-    version: str = "documented",
-) -> tuple[int, int]:
-    """(host bytes per node, device bytes per GPU) by DeepSpeed's estimator of ZeRO-2 states.
+def deepspeed_zero2(params: float, gpus_per_node: int = 1, offload: bool = True) -> tuple[int, int]:
+    """(host bytes, device bytes per GPU) of a node by DeepSpeed's estimator of ZeRO-2 states.
 
     Its documentation (docs/code-docs/source/memory.rst) prints 4 + 16/n bytes a parameter without
-    offload; the code of version 0.19 has 2 + 18/n. Offloaded: 2 on the device. The factor 1.5 on
-    the host is its own reserve. What both call "GB" is 2^30.
+    offload, on n GPUs. Offloaded: 2 on the device. The factor 1.5 on the host is its own reserve.
+    What it calls "GB" is 2^30.
     """
-    n = gpus_per_node * nodes
-    params = int(params)
+    n, params = gpus_per_node, int(params)
     if offload:
         return int(params * max(4 * n, 16) * 1.5), 2 * params
-    fixed, shared = (4, 16) if version == "documented" else (2, 18)
-    return int(params * 4 * gpus_per_node * 1.5), fixed * params + int(shared * params / n)
+    return int(params * 4 * n * 1.5), 4 * params + int(16 * params / n)

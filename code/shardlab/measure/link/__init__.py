@@ -163,78 +163,24 @@ class SlowGroup(dist.ProcessGroup):
 
         self._finisher.do(finish)
 
-    # Collectives. Each begins at once on the carrier; the wire is busy for the ring's time.
+    def _collective(self, name: str, operation: str, sized: int | None, *args: Any) -> _Held:
+        """Begin `operation` by the carrier's method `name`; the wire is busy for the ring's time.
 
-    def _collective(
-        self, operation: str, tensors: Any, result: Any, begin: Callable[..., dist.Work], *args: Any
-    ) -> _Held:
+        sized: which of `args` has the bytes of the whole tensor; None for a barrier.
+        """
+        tensors = [] if sized is None else args[sized]
+        result = args[0] if sized is not None else []
         size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors))
         seconds = ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
         ready = Moment(tensors)
-        work = begin(*args)
+        work = getattr(self.carrier, name)(*args)
 
         def begun(begin: float, end: float) -> None:
             self._incoming_free = end
             self.log.append((operation, size, ready(), begin, end))
 
-        return _Held(self, work, self._wire.line_up(ready, seconds, begun), result)
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> _Held:
-        """All-reduce in place."""
-        opts = opts if opts is not None else dist.AllreduceOptions()
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
-        call = self.carrier.allreduce
-        return self._collective("all_reduce", tensors, tensors, call, tensors, opts)
-
-    def broadcast(self, tensors: Any, opts: Any) -> _Held:
-        """Broadcast in place."""
-        call = self.carrier.broadcast
-        return self._collective("broadcast", tensors, tensors, call, tensors, opts)
-
-    def reduce(self, tensors: Any, opts: Any) -> _Held:
-        """Reduce to one rank."""
-        return self._collective("reduce", tensors, tensors, self.carrier.reduce, tensors, opts)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Held:
-        """All-gather into lists."""
-        opts = opts if opts is not None else dist.AllgatherOptions()
-        call = self.carrier.allgather
-        return self._collective("all_gather", outputs, outputs, call, outputs, inputs, opts)
-
-    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> _Held:
-        opts = opts if opts is not None else dist.AllgatherOptions()
-        call = self.carrier._allgather_base
-        return self._collective("all_gather", output, [output], call, output, input, opts)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
-        """Reduce-scatter from lists."""
-        call = self.carrier.reduce_scatter
-        return self._collective("reduce_scatter", inputs, outputs, call, outputs, inputs, opts)
-
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> _Held:
-        call = self.carrier._reduce_scatter_base
-        return self._collective("reduce_scatter", input, [output], call, output, input, opts)
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> _Held:
-        """All-to-all from lists."""
-        call = self.carrier.alltoall
-        return self._collective("all_to_all", inputs, outputs, call, outputs, inputs, opts)
-
-    def alltoall_base(self, output: Any, input: Any, osplit: Any, isplit: Any, opts: Any) -> _Held:
-        """All-to-all of one tensor."""
-        call, given = self.carrier.alltoall_base, (output, input, osplit, isplit, opts)
-        return self._collective("all_to_all", input, [output], call, *given)
-
-    # torch 2.13's names for the same three.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
-
-    def barrier(self, opts: Any = None) -> _Held:
-        """Barrier."""
-        opts = opts if opts is not None else dist.BarrierOptions()
-        return self._collective("barrier", [], [], self.carrier.barrier, opts)
+        over = self._wire.line_up(ready, seconds, begun)
+        return _Held(self, work, over, [result] if isinstance(result, torch.Tensor) else result)
 
     # Point-to-point. A note of when the message was sent goes ahead of it, so that the receiver can
     # tell when it would have arrived, however long it has been waiting.
@@ -283,6 +229,39 @@ class SlowGroup(dist.ProcessGroup):
             return arrival[0]
 
         return _Held(self, self.carrier.recv(tensors, peer, tag), due, tensors)
+
+
+# Methods of a process group: the collective, and the argument with the bytes of the whole tensor.
+_COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+}
+# torch 2.13's names for three of them.
+_RENAMED = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def _method(name: str) -> Callable[..., _Held]:
+    def method(self: SlowGroup, *args: Any, opts: Any = None) -> _Held:
+        args = args if opts is None else (*args, opts)
+        return self._collective(name, *_COLLECTIVES[name], *args)
+
+    return method
+
+
+for _name in (*_COLLECTIVES, *_RENAMED):
+    setattr(SlowGroup, _name, _method(_RENAMED.get(_name, _name)))
 
 
 def _tag(tensor: torch.Tensor, tag: int) -> int:

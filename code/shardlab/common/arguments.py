@@ -104,11 +104,6 @@ def listed(names: Iterable[object]) -> str:
 
 
 def told(value: object) -> str:
-    """`value` as Python writes it, shortened, or its type where that takes lines; for a message."""
-    try:
-        text = repr(value)
-    except Exception:  # a number of 4,301 digits, or an object that cannot be shown
-        text = "\n"
-    if "\n" in text:
-        return f"{type(value).__name__}(…)"
+    """`value` as Python writes it, on one line and shortened, for a message."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:79]}…"

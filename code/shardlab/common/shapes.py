@@ -12,8 +12,6 @@ from shardlab.common.arguments import (
     LAYERS,
     RANKS,
     SIZES,
-    check_flag,
-    check_kind,
     check_number,
     check_one_of,
     check_whole,
@@ -38,8 +36,6 @@ class Yarn:
     def __post_init__(self) -> None:
         check_number(1, factor=self.factor)
         check_whole(1, SIZES, seq=self.seq)
-        check_number(fast=self.fast, slow=self.slow, turned=self.turned)
-        check_number(0, sharper=self.sharper)
 
     @property
     def scores(self) -> float:
@@ -90,7 +86,6 @@ class Config:
         check_whole(1, SIZES, **sizes, **given(ffn=self.ffn, expert_ffn=self.expert_ffn))
         check_whole(1, LAYERS, layers=self.layers, heads=self.heads)
         check_whole(1, self.heads, **given(kv_heads=self.kv_heads))
-        check_flag(bias=self.bias, tied=self.tied)
         check_number(0, 1, dropout=self.dropout)
         check_number(rotary_base=self.rotary_base)
         check_one_of(("gelu", "swiglu"), mlp=self.mlp)
@@ -109,15 +104,7 @@ class Config:
         optional |= {"query_latent": self.query_latent, "value": self.value}
         check_whole(1, SIZES, **given(window=self.window, **optional))
         check_whole(1, LAYERS, **given(full_every=self.full_every))
-        check_flag(qk_norm=self.qk_norm)
         check_number(norm_eps=self.norm_eps)
-        check_kind(Yarn, **given(yarn=self.yarn))
-        if self.yarn and self.rotary_base <= 1:
-            raise ValueError(f"rotary_base={self.rotary_base}: allowed with yarn are bases above 1")
-        if self.yarn and self.yarn.sharper and self.latent is None:
-            raise ValueError(f"yarn.sharper={self.yarn.sharper}: allowed is 0 without latent")
-        if self.full_every and not self.window:
-            raise ValueError(f"full_every={self.full_every}: allowed is None without a window")
         for name in ("query_latent", "rotary", "value") if self.latent is None else ():
             if optional[name] is not None:
                 raise ValueError(f"{name}={optional[name]}: allowed is None without latent")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ class Job:
     more nodes, once the least number is there; `join` for the least number; `grace` between SIGTERM
     and SIGKILL. logs: a folder for what each rank writes, else it goes where the agent's does.
 
-    Raises ValueError for a command without words, numbers out of range, an `at` without a port, a
-    host that has no address, or logs that is a file.
+    Raises ValueError for a command without words, numbers out of range, an `at` without a port, or
+    a host that has no address.
     """
 
     command: tuple[str, ...]
@@ -48,23 +47,20 @@ class Job:
         least, most = self.nodes
         if not 1 <= least <= most <= RANKS:
             raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, from 1 to {RANKS:,}")
-        host, port = re.fullmatch(r"(\[.+]|[^:]*):(.*)|.*", self.at, re.DOTALL).groups("")
+        host, _, port = self.at.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            allowed = "HOST:PORT, with a port from 1 to 65535, and brackets around IPv6 addresses"
-            raise ValueError(f"at={self.at!r}: allowed is {allowed}")
+            raise ValueError(f"at={self.at!r}: allowed is HOST:PORT, with a port from 1 to 65535")
         try:
             socket.getaddrinfo(*self.address)
         except OSError as error:
             words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
             raise ValueError(words) from None
-        if self.logs and self.logs.is_file():
-            raise ValueError(f"logs={str(self.logs)!r}: this is a file; allowed is a folder")
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the meeting."""
         host, _, port = self.at.rpartition(":")
-        return host.removeprefix("[").removesuffix("]"), int(port)
+        return host, int(port)
 
 
 def listen(host: str, port: int) -> socket.socket | None:

@@ -296,7 +296,7 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     except BaseException as error:  # whatever else it is, process 0 has to hear of it
         report = worker._raised(error)
         if not dist.is_initialized():  # no neighbour's end can show here but as one of these
-            report.victim = any(words in report.error for words in ("onnect", "imed out"))
+            report.victim = any(words in report.error for words in ("onnect", "imed out", "imeout"))
         return report
     finally:
         while _parting:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 from shardlab.common import show
+from shardlab.common.arguments import check_one_of
 from shardlab.common.text import Windows
 
 from .core import LitGPT
@@ -83,11 +84,8 @@ def fit(
     text are an epoch. data_ranks: over how many ranks FSDP2 shards; all, or "auto", Lightning's own
     default. also: further callbacks.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: allowed are {', '.join(map(repr, STRATEGIES))}")
+    check_one_of(STRATEGIES, strategy=strategy)
     size, notes = dist.get_world_size(), Notes()
-    if batch % size:
-        raise ValueError(f"batch={batch}: allowed are multiples of {size}, one share a rank")
     chosen: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
         chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")

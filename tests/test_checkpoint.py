@@ -533,7 +533,7 @@ def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tm
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
     first.save(small(1))
     for wait in (True, False):
-        with pytest.raises(ValueError, match=f"folder='{tmp_path}': .*process {os.getpid()} on"):
+        with pytest.raises(ValueError, match=f"folder='{tmp_path}': another process"):
             second.save(small(2), wait)
     assert read(tmp_path) == 1 and second.steps() == [1]
     first.save(small(3), wait=False)

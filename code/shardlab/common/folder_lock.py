@@ -27,7 +27,7 @@ def hold(folder: Path, what: str) -> Held:
     Raises ValueError, which names the folder, where somebody holds it already, in this process or
     in another one; OSError where the folder takes no file.
     """
-    lock = Held(folder / NAME)
+    lock = Held(folder / NAME, thread_local=False)  # another thread may release it
     try:
         lock.acquire(blocking=False)
     except Timeout:

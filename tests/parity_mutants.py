@@ -14,8 +14,6 @@ import ast
 import copy
 import importlib
 import inspect
-import pickle
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -416,7 +414,7 @@ def topic_of(seed: int) -> str:
     return [*CORES][seed % len(CORES)]
 
 
-def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
+def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutant]:
     """A mutant for each seed, none twice: of each core as many, wherever its own rows go."""
     possible: dict[str, list[Mutant]] = defaultdict(list)
     for (topic, number), ran in sorted(lines.items()):
@@ -437,49 +435,19 @@ def drawn(seeds: range, lines: dict[tuple[str, int], set]) -> list[Mutant]:
     return found
 
 
-def run(mutants: list[Mutant], records: dict, folder: Path) -> list[list[Result] | str]:
-    """Of each the ranks' results, or in words how it ended."""
-    results: list[Any] = [None] * len(mutants)
-    rows = rows_of()
-    for size in sorted({rows[m.row].ranks for m in mutants}):
-        left = [n for n, m in enumerate(mutants) if rows[m.row].ranks == size]
-        while left:
+def run(mutant: Mutant, records: dict) -> list[Result] | str:
+    """The ranks' results with the mutant in place of its function, or in words how it ended."""
 
-            def work(left: list = left) -> None:
-                ALONE[:] = [dist.new_subgroups(1)[0]]
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # gloo hears of no other end
-                for number in left:
-                    found = mutated(mutants[number], records)
-                    with open(folder / f"{number}-{dist.get_rank()}", "wb") as file:
-                        pickle.dump(found, file)
-
-            ended = ""
-            try:
-                ranks.run(work, size, device="cpu", timeout=SECONDS * len(left) + 60, show=False)
-            except ranks.RankError as error:
-                said = " ".join(str(error).split())[:200]
-                ended = "hangs" if "SIGALRM" in said else f"crashes: {said}"
-            done = [n for n in left if all((folder / f"{n}-{k}").exists() for k in range(size))]
-            for number in done:
-                each = [pickle.loads((folder / f"{number}-{k}").read_bytes()) for k in range(size)]
-                results[number] = each
-            left = left[len(done) :]
-            if ended and left:
-                results[left.pop(0)] = ended
-    return results
-
-
-def mutated(mutant: Mutant, records: dict) -> Result:
-    """What a rank has with the mutant in place of its function."""
-    function = functions(mutant.module)[mutant.function]
-    before = function.__code__
-    signal.alarm(SECONDS)
-    function.__code__ = changed(mutant)
-    try:
+    def work() -> Result:
+        ALONE[:] = [dist.new_subgroups(1)[0]]
+        functions(mutant.module)[mutant.function].__code__ = changed(mutant)
         return on_rank(mutant.row, records)
-    finally:
-        function.__code__ = before
-        signal.alarm(0)
+
+    size = rows_of()[mutant.row].ranks
+    try:
+        return ranks.run(work, size, device="cpu", timeout=SECONDS, show=False)
+    except ranks.RankError as error:
+        return f"crashes or hangs: {' '.join(str(error).split())[:200]}"
 
 
 @dataclass
@@ -487,12 +455,12 @@ class Verdict:
     """What became of a mutant."""
 
     mutant: Mutant
-    kind: str  # "crashes", "hangs", "changes nothing", "found" or "missed"
+    kind: str  # "ended", "changes nothing", "told all the same", "found" or "missed"
     words: str  # of the report
     change: float  # see `away`
 
 
-def verdicts(seeds: range, folder: Path) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
+def verdicts(seeds: Iterable[int]) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
     """Of each seed's mutant, and the controls' reports."""
     records, right, lines = controls({topic_of(seed): None for seed in seeds})
     rows = rows_of()
@@ -503,10 +471,11 @@ def verdicts(seeds: range, folder: Path) -> tuple[list[Verdict], dict[tuple[str,
         except ValueError as error:  # other names, other steps: it is told
             return error
 
-    mutants, found = drawn(seeds, lines), []
-    for mutant, result in zip(mutants, run(mutants, records, folder), strict=True):
+    found = []
+    for mutant in drawn(seeds, lines):
+        result = run(mutant, records)
         if isinstance(result, str):
-            found.append(Verdict(mutant, result.split(":")[0], result, 0.0))
+            found.append(Verdict(mutant, "ended", result, 0.0))
             continue
         pairs = zip(result, right[mutant.row], strict=True)
         far = max(away(mine, theirs) for (_, mine), (_, theirs) in pairs)

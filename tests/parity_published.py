@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 
 WIDTH, INNER, WORDS, EXPERTS, BATCH, LENGTH = 8, 16, 12, 4, 8, 8
@@ -52,6 +51,7 @@ ELSEWHERE = {  # by thread: what shows its mistake
     "Megatron-LM 5916": "mesh: a norm that counts numbers twice",
     "Megatron-LM 5956": LESSON,
     "Megatron-LM 7452, finding 3": "data: a mean of means over other counts",
+    "Megatron-LM 7452, finding 7": "context: targets are not in zig-zag",
     "Megatron-LM 7452, finding 11": LESSON,
     "Megatron-LM 7513": "data: divided twice",
     "TransformerEngine 1557": "tensor: sum of the input's gradient forgotten",
@@ -228,11 +228,6 @@ def average_gradients(model: nn.Module) -> None:
         p.grad = summed(p.grad) / dist.get_world_size()
 
 
-def pairs(of: list[list[int]]) -> Any:
-    """This rank's group."""
-    return dist.new_subgroups_by_enumeration(of)[0]
-
-
 # Matrices and sequences
 
 
@@ -289,39 +284,6 @@ def permuted_part(watch: Any, wrong: bool) -> None:
     net = cut(Net())
     net.up.weight.data.copy_(permuted(net.up.weight.data, 4 if wrong else 8))
     train(watch, net)
-
-
-class Scattered(Net):
-    """After the embedding each rank goes on with its positions."""
-
-    scatter: Any = None
-
-    def body(self, x: Tensor) -> Tensor:
-        x = self.scatter(self.embedding(x))
-        return x + self.down(self.act(self.up(self.norm(x))))
-
-
-@thread("Megatron-LM 7452, finding 7", 4, plain, "forward up$", "rows are wrong",
-        "scattered over one tensor-parallel group, gathered over another")  # fmt: skip
-def other_group(watch: Any, wrong: bool) -> None:
-    given, known = pairs([[0, 2], [1, 3]]), pairs([[0, 1], [2, 3]])
-    edges, net = sp.AlongSequence(), Scattered()
-    net.up = tp.ColumnLinear.from_plain(net.up, given, edges.enter)
-    net.down = tp.RowLinear.from_plain(net.down, given, edges.leave)
-    at = lambda x, group: x.chunk(2, 1)[dist.get_rank(group)]  # noqa: E731
-    net.scatter = lambda x: at(x, known if wrong else given)
-    copy = dist.get_rank() % 2
-
-    def backward(net: Net, step: int) -> None:
-        x, y = tokens(step).chunk(2)[copy], targets(tokens(step)).chunk(2)[copy]
-        (cross_entropy(net(x), at(y, given), "sum") / (BATCH * LENGTH)).backward()
-
-    def after(net: Net) -> None:
-        for name, p in net.named_parameters():
-            cut_here = name.startswith("up") or name == "down.weight"
-            p.grad = summed(p.grad, known if cut_here else None)
-
-    train(watch, net, backward, after)
 
 
 # Pipelines

@@ -101,26 +101,8 @@ def begin_alike(x: Tensor) -> None:
     x[:, 0] = 1
 
 
-def come_twice(x: Tensor) -> None:
-    x[1::2] = x[::2]
-
-
-def images(step: int) -> tuple[Tensor, Tensor]:
-    seed = torch.Generator().manual_seed(step)
-    x, y = torch.randn(8, 3, 8, 8, generator=seed), torch.randint(5, (8, 1), generator=seed)
-    return here(x), here(y)
-
-
 def language() -> nn.Module:
     return ROW.model(GPT2)
-
-
-def convnet() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(8, 5), nn.Unflatten(1, (1, 5)),
-    )  # fmt: skip
 
 
 def same(model: nn.Module) -> nn.Module:
@@ -274,12 +256,11 @@ def nothing(_: nn.Module) -> None:
     """What was forgotten."""
 
 
-PLAIN, FULL, CAST, CONV = Job(), Kind(), Kind(cast=True), Kind(convnet, images)
+PLAIN, FULL, CAST = Job(), Kind(), Kind(cast=True)
 LONG, FEW_BITS = Summed(2**18), Summed(64, torch.bfloat16)
 MUON, DEEP = by_muon(), deep(nothing)
 ALIKE = {  # plain programs
     "rows begin alike": Kind(batch=alike(begin_alike)),
-    "rows come twice": Kind(batch=alike(come_twice)),
 }
 RIGHT: dict[str, tuple[Program, Program]] = {
     "uneven counts, accumulated": (PLAIN, Job(micro=2)),
@@ -305,7 +286,6 @@ WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, i
     "no epoch told to the order": (
         PLAIN, Job(order=lambda epoch: 0), "3 samples ", "they are step 1's",
     ),
-    "batch norm, each its own": (CONV, replace(CONV, wrap=ddp), "0 forward 1", "another one"),
     "one row of 2^18 is lost": (LONG, replace(LONG, lost=1), "0 backward 1", "1 of"),
     "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), "0 gradient ", ""),
     "Muon in fewer iterations": (MUON, by_muon(ns_steps=2), "0 update ", ""),

@@ -40,10 +40,10 @@ def test_random_right_programs_are_silent(which, request):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", MUTANTS)
-def test_mutants_that_change_a_gradient_are_found(how, request, tmp_path):
+def test_mutants_that_change_a_gradient_are_found(how, request):
     if how == "weekly" and not request.config.getoption("--whole"):
         pytest.skip("--whole tries all of them")
-    found, controls = verdicts(MUTANTS[how], tmp_path)
+    found, controls = verdicts(MUTANTS[how])
     assert all(control.equal for control in controls.values()), controls
     missed = [str(one.mutant) for one in found if one.kind == "missed"]
     seen = sum(one.kind == "found" for one in found)

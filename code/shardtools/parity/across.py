@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .causes import listed, spans
+from .causes import spans
 from .noise import Tolerance, ratio, size_of, tolerance
 from .places import apart
 from .record import Record
 from .recording import BEFORE, Key, Part
+from .report import listed, of_ranks
 
 NOTHING = 1e-3  # of the largest gradient's size: what rounding alone makes is as small
 
@@ -93,8 +94,8 @@ def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
         (have.keys() - wanted.keys(), "are none of this step's"),
     ):
         if found:
-            who = listed([rank for rank, mine in at.items() if found & mine.keys()])
-            where = f" (ranks {who})" if who else ""
+            who = [rank for rank, mine in at.items() if found & mine.keys()]
+            where = f" ({of_ranks(who)})" if who else ""
             said.append(f"{spans(torch.tensor(sorted(found)))} {words}{where}")
     for step in {k.step for k in plain.parts if k.phase == "samples"} - {key.step}:
         if not have - ids(plain.parts[key._replace(step=step)]):

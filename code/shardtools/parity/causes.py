@@ -6,7 +6,7 @@ row of CAUSES. Beside them: FACTORS, what a factor may come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .noise import Tolerance, gap, ratio, rms
 from .places import Place, by_rows
 from .record import Record
 from .recording import BEFORE, Key, Part, sampled
+from .report import listed
 
 SAME = 0.01  # factors that differ by less are the same
 ANOTHER = "is another one"
@@ -76,6 +77,12 @@ def same(one: float, other: float) -> bool:
     return abs(one - other) <= SAME * max(abs(one), abs(other))
 
 
+def all_same(factors: Iterable[float]) -> bool:
+    """Whether all of them are."""
+    first, *others = [*factors] or [1.0]
+    return all(same(factor, first) for factor in others)
+
+
 def spans(index: Tensor, most: int = 3) -> str:
     """Numbers in order, in words: 0 to 3, 8."""
     found: list[list[int]] = []
@@ -86,11 +93,6 @@ def spans(index: Tensor, most: int = 3) -> str:
             found.append([i, i])
     said = [f"{a}" if a == b else f"{a} to {b}" for a, b in found[:most]]
     return ", ".join(said) + (", …" if len(found) > most else "")
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Ranks, in words: each once."""
-    return ", ".join(map(str, dict.fromkeys(numbers)))
 
 
 # What a factor may come from: for n ranks and m micro-batches.
@@ -111,13 +113,11 @@ def _nothing(case: Case) -> str:
 def _start(case: Case) -> str:
     if case.key.phase != "weights":
         return ""
-    first = case.wrong[0]
-    agree = all(case.alike(v.found, first.found) for v in case.wrong[1:])
-    others = len(case.wrong) == len(case.values) or not agree
-    why = "another seed, or rank 0's were not sent to all" if not others or not agree else (
-        "another seed, or other weights were loaded"
-    )  # fmt: skip
-    return f"are other ones than the plain program begins with: {why}"
+    first, *others = case.wrong
+    agree = all(case.alike(v.found, first.found) for v in others)
+    everywhere = agree and len(case.wrong) == len(case.values)
+    why = "other weights were loaded" if everywhere else "rank 0's were not sent to all"
+    return f"are other ones than the plain program begins with: another seed, or {why}"
 
 
 def _dice(case: Case) -> str:
@@ -164,7 +164,7 @@ def _factor(case: Case) -> str:
     if not (by_rank := factors(case)):
         return ""
     c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
-    if not all(same(factor, c) for factor in by_rank.values()):
+    if not all_same(by_rank.values()):
         if all(value.found.numel() == 1 for value in case.wrong):
             return ""  # any number is another one times some factor
         own = f"is the right one times a factor of each rank's own: {told(by_rank)}"
@@ -172,9 +172,9 @@ def _factor(case: Case) -> str:
     said = f"is {times(c)} times the right one"
     if case.key.phase == "update":
         return f"{said}: the step's size (learning rate?)"
-    began = [f for r in case.ranks for f in r.factors(case.key.step)]
-    even = began and all(same(f, began[0]) for f in began)
-    if case.key.phase == "gradient" and even and same(c * n, began[0]) and not same(c * n, 1.0):
+    began = [f for r in case.ranks for f in r.factors(case.key.step)] or [1.0]
+    already = all_same([c * n, *began]) and not same(c * n, 1.0)
+    if case.key.phase == "gradient" and already:
         return (
             f"{said}: averaged over {n} ranks as it should be, but the loss was {c:.4g} times "
             "the right one already (micro-batches? a division done twice?)"
@@ -267,7 +267,7 @@ def _mixed(case: Case) -> str:
         return ""
     if len(used) == 1:
         return f"is rank {used[0]}'s own gradient: the other ranks' are not in it"
-    if all(same(share, max(by_rank.values())) for share in by_rank.values()):
+    if all_same(by_rank.values()):
         return ""
     each = ", ".join(f"{s:.3g}" for s in by_rank.values())
     return (

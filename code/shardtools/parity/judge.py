@@ -25,6 +25,7 @@ class Judge:
         for matcher in ranks:
             matcher.plain = plain
         self.report = Report(len(ranks), fewer=plain.fewer)
+        self.order = self._in_time()
         self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
         self.gradients_fit = cache(partial(across.gradients_fit, plain=plain, ranks=ranks))
 
@@ -37,17 +38,17 @@ class Judge:
             bad = [m.rank for m in self.ranks if m.steps != self.end]
             self._say(Key(across.skipped(self.ranks), "update", ""), bad, words)
             return self.report
-        for key in self.order():
+        for key in self.order:
             if self.report.findings and self.report.first.key[:2] != key[:2]:
                 break  # what comes after may be its consequence
             self._one(key)
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
                 self.report.worst[phase] = max(self.report.worst.get(phase, 0.0), off)
-        self.report.clues = clues(self.report, self.addends, self.ranks, self.order())
+        self.report.clues = clues(self)
         return self.report
 
-    def order(self) -> list[Key]:
+    def _in_time(self) -> list[Key]:
         """Time: phases of each step; modules by their last call; gradients from the end."""
         first, steps = self.begin or BEFORE, range(self.begin, self.end)
         mine = (k for k in self.plain.parts

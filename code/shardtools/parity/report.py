@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .recording import BEFORE, Key
@@ -21,6 +22,16 @@ def called(key: Key) -> str:
     return OF[key.phase].format(key.name or "the model")
 
 
+def listed(ranks: Iterable[int]) -> str:
+    """Numbers of ranks, each once: 0, 1, 3."""
+    return ", ".join(map(str, dict.fromkeys(ranks)))
+
+
+def of_ranks(ranks: list[int]) -> str:
+    """Ranks in words: rank 1, or ranks 0, 1, 3."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
 def when(key: Key) -> str:
     """In which step, in words."""
     return "before the first step, " if key.step == BEFORE else f"step {key.step + 1}, "
@@ -38,8 +49,8 @@ class Finding:
     factors: dict[int, float] = field(default_factory=dict)  # of ranks, if nothing else is wrong
 
     def __str__(self) -> str:
-        who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}: "
-        said = f"{when(self.key)}{called(self.key)}{', ' + who if self.ranks else ': '}{self.words}"
+        who = f", {of_ranks(self.ranks)}" if self.ranks else ""
+        said = f"{when(self.key)}{called(self.key)}{who}: {self.words}"
         if self.error is None:
             return said
         explains = f"rounding explains {self.allowed:.1e}"
@@ -82,6 +93,11 @@ class Report:
         """What is wrong first; what comes behind may be its consequence."""
         return self.findings[0] if self.findings else None
 
+    @property
+    def like_first(self) -> list[Finding]:
+        """It, and the others of its step and phase."""
+        return [f for f in self.findings if f.key[:2] == self.first.key[:2]]
+
     def __str__(self) -> str:
         if self.equal:
             worst = max(self.worst.values(), default=0.0)
@@ -107,9 +123,6 @@ class Report:
                 lines.append(f"  compared at {self.fewer}")
             return "\n".join(lines)
         lines = [str(self.first), *(f"  {clue}" for clue in self.clues)]
-        alike = [f for f in self.findings if f.key[:2] == self.first.key[:2]]
-        if len(alike) > 1:
-            lines.append(
-                f"  and {len(alike) - 1} more like it in this step; what follows is not judged"
-            )
+        if (more := len(self.like_first) - 1) > 0:
+            lines.append(f"  and {more} more like it in this step; what follows is not judged")
         return "\n".join(lines)

@@ -89,7 +89,7 @@ CLIPPED = {
 
 
 def all_clips():
-    dtypes = torch.float32, torch.float64, torch.bfloat16
+    dtypes = torch.float32, torch.bfloat16
     return {(way, dtype): clips(way, dtype) for way in CLIPPED for dtype in dtypes}
 
 
@@ -102,7 +102,7 @@ def clips(way, dtype):
     before = [gradient.clone() for gradient in mine]
     exact = 3e-2 if dtype == torch.bfloat16 else 1e-5  # as many digits as the dtype has
     like_torch, refused = [], []
-    for limit in (0.1, 0, 0.0, math.inf, 1e9, -0.1, -math.inf, math.nan):
+    for limit in (0.1, 0, math.inf, -0.1, math.nan):
         torch._foreach_copy_(mine, before)
         # What torch makes of gradients that have the norm of one process's.
         norm = nn.utils.get_total_norm([p.grad for p in serial.parameters()]).to(torch.float64)
@@ -127,9 +127,9 @@ def clips(way, dtype):
 def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused():
     for found in ranks.run(all_clips, 2, timeout=90):
         for case, (like_torch, refused) in found.items():
-            assert like_torch == ["0.1", "0", "0.0", "inf", "1000000000.0"], case
-            # torch turns gradients round with the first two, and makes nan of them with the third.
-            assert refused == ["-0.1", "-inf", "nan"], case
+            assert like_torch == ["0.1", "0", "inf"], case
+            # torch turns gradients round with the first, and makes nan of them with the second.
+            assert refused == ["-0.1", "nan"], case
 
 
 # Arguments that differ between ranks: one error, the same on all, before any step.
@@ -172,7 +172,6 @@ DIFFER = {
         wrapped(zero.shard, 1),
         {
             "stage": wrapped(zero.shard, 2),
-            "reduction": wrapped(zero.shard, 1, reduction="library"),
         },
     ),
     "zero 3": (
@@ -195,17 +194,10 @@ DIFFER = {
             "edges": wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
         },
     ),
-    "sequence parallel": (
-        wrapped(tp.parallelize, sp.ALONG_SEQUENCE, model=THREE),
-        {
-            "edges": wrapped(tp.parallelize, sp.AlongSequence(keep=True), model=THREE),
-        },
-    ),
     "context parallel": (
         wrapped(cp.distribute, model=THREE),
         {
             "attention": wrapped(cp.distribute, "ulysses", model=THREE),
-            "layout": wrapped(cp.distribute, layout="contiguous", model=THREE),
         },
     ),
     "experts": (
@@ -218,9 +210,7 @@ DIFFER = {
         cube(),
         {
             "layout.dp": cube(pp=3),
-            "layout.zero": cube(1),
             "seed": cube(seed=1),
-            "config": cube(model=replace(DENSE, dropout=0.1)),
         },
     ),
 }
@@ -286,8 +276,8 @@ def attend(function, layout="zigzag", causal=True):
     return lambda group, x=x: function(x, x, x, group, causal, layout)
 
 
-def clipped(limit, make, act=lambda model, limit: model.clip_grad_norm_(limit)):
-    return lambda group: act(make(group), limit)
+def clipped(limit):
+    return lambda group: cube()(group).clip_grad_norm_(limit)
 
 
 def summed(reduction):
@@ -295,35 +285,12 @@ def summed(reduction):
     return lambda group: tp.loss(logits, targets, group, reduction)
 
 
-def joined(layout="zigzag", dim=1):
-    return lambda group: cp.gather(here(torch.ones(4, 4)), group, layout, dim)
-
-
 def calls():
     """By technique and argument: the call of the first two ranks, and that of the third."""
-    cut = wrapped(tp.parallelize, model=THREE)
-    dealt = wrapped(experts.parallelize, model=THREES)
     return {
         ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
-        ("ulysses", "layout"): (
-            attend(cp.all_to_all_attention),
-            attend(cp.all_to_all_attention, "contiguous"),
-        ),
-        ("gather", "dim"): (joined(), joined(dim=0)),
         ("loss", "reduction"): (summed("mean"), summed("sum")),
-        ("zero 1", "limit"): (
-            clipped(1.0, wrapped(zero.shard, 1)),
-            clipped(2.0, wrapped(zero.shard, 1)),
-        ),
-        ("tensor", "limit"): (
-            clipped(1.0, cut, tp.clip_grad_norm_),
-            clipped(2.0, cut, tp.clip_grad_norm_),
-        ),
-        ("experts", "limit"): (
-            clipped(1.0, dealt, experts.clip_grad_norm_),
-            clipped(2.0, dealt, experts.clip_grad_norm_),
-        ),
-        ("mesh", "limit"): (clipped(1.0, cube()), clipped(2.0, cube())),
+        ("mesh", "limit"): (clipped(1.0), clipped(2.0)),
     }
 
 

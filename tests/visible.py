@@ -11,14 +11,12 @@ put into a format, a print of several lines.
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardcourse.build.pace import outside, sections
+from shardcourse.build.pace import imported, outside, sections, shown
 from shardlab.common import PACKAGES
-from shardlab.common.show.changes import changed
 
 ROOT = Path(__file__).resolve().parents[1]
 _MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
@@ -90,42 +88,13 @@ def share_of_proof(text: str) -> tuple[int, int]:
     return proof, total
 
 
-def shown(text: str) -> dict[Path, set[int]]:
-    """By file, the numbers of the lines that show.source puts on the page, blank ones apart.
-
-    So does `changes`, of what a function became: its lines without those that went.
-    """
-    names: dict[str, object] = {}
-    for cell in cells(text):
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                exec(compile(ast.Module([node], []), "imports", "exec"), names)
-    seen: dict[Path, set[int]] = {}
-    for cell in cells(text):
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "changes":
-                pair = (eval(ast.unparse(thing), names) for thing in node.args)
-                old, new = map(inspect.unwrap, pair)
-                path = Path(inspect.getsourcefile(new) or "").resolve()
-                full = {n for sign, n, code in changed(old, new) if n and code and sign != "-"}
-                seen.setdefault(path, set()).update(full)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.source":
-                for thing in node.args:
-                    try:
-                        found = inspect.unwrap(eval(ast.unparse(thing), names))
-                    except (NameError, SyntaxError):  # made by the lesson itself
-                        continue
-                    path = Path(inspect.getsourcefile(found) or "").resolve()
-                    code, start = inspect.getsourcelines(found)
-                    full = {n for n, line in enumerate(code, max(start, 1)) if line.strip()}
-                    seen.setdefault(path, set()).update(full)
-    return seen
-
-
 def share_of_core(text: str, core: Path) -> tuple[int, int]:
     """(lines of the file `core` that the lesson shows, its lines), blank ones apart."""
-    full = sum(bool(line.strip()) for line in core.read_text("utf-8").splitlines())
-    return len(shown(text).get(core.resolve(), ())), full
+    sources = [cell.source for cell in cells(text)]
+    names = imported(sources)
+    lines = {line for source in sources for line in shown(source, names)}
+    there = sum(Path(path).resolve() == core.resolve() for path, _ in lines)
+    return there, sum(bool(line.strip()) for line in core.read_text("utf-8").splitlines())
 
 
 def words(text: str) -> int:

@@ -992,7 +992,9 @@ show.source(core.Matcher._output, core.Matcher._best)
 # Its gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
 
 # %%
-show.source(core.Matcher._output_gradient, core.Matcher._twins, core.Matcher._fits)
+show.source(
+    core.Matcher._output_gradient, core.Matcher._factor, core.Matcher._twins, core.Matcher._fits
+)
 
 # %% [markdown]
 # At the ends there is nothing to decide.

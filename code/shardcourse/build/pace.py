@@ -69,7 +69,7 @@ def sections(text: str) -> list[Section]:
     """The sections of a page in order, exercises apart."""
     found = [Section("", "", 1)]
     cells = [part for part in outside(text) if part.kind == "code"]
-    names = _imported([part.text for part in cells])
+    names = imported([part.text for part in cells])
     seen: set[tuple[str, int]] = set()  # a line that is shown twice is read once
     for part in outside(text):
         if part.kind == "title":
@@ -77,7 +77,7 @@ def sections(text: str) -> list[Section]:
         elif part.kind == "code":
             if not {"hide-input", "hide-cell"} & {*part.cell.metadata.get("tags", [])}:
                 found[-1].lines += sum(bool(line.strip()) for line in part.text.splitlines())
-            new = set(_shown(part.text, names)) - seen
+            new = set(shown(part.text, names)) - seen
             found[-1].lines += len(new)
             seen |= new
         else:
@@ -95,7 +95,7 @@ def exercises(text: str) -> list[int]:
     return [LEVELS[level[1] if level else "medium"] for level in levels]
 
 
-def _imported(cells: list[str]) -> dict[str, Any]:
+def imported(cells: list[str]) -> dict[str, Any]:
     """What the cells import from the course's packages, by its name there."""
     space: dict[str, Any] = {}
     for cell in cells:
@@ -105,7 +105,7 @@ def _imported(cells: list[str]) -> dict[str, Any]:
     return space
 
 
-def _shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """The lines (file, number) that a cell shows by show.source and `changes`, blank ones apart."""
     calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "changes(" in cell else []
     for node in calls:

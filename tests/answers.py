@@ -31,30 +31,6 @@ def nothing(*_: Any) -> None:
     """A function that does and returns nothing."""
 
 
-ZERO = {
-    "zero_bytes": (13e9 * 16, "stage 0"),
-    "my_shard_bounds": (Swap("-(-elements // size)", "elements // size"), "belong to nobody"),
-    "my_mixed_step": (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
-    "my_global_norm": (
-        Swap("dist.all_reduce", "square.sqrt_()\n    dist.all_reduce", "square.sqrt()", "square"),
-        "sum of the ranks' norms",
-    ),
-    "my_stage": (Swap("held + activations", "held"), "leaves out the activations"),
-}
-
-DATA_PARALLEL = {
-    "ddp_bytes": (217e6, "four bytes"),
-    "overlap_floor": (0.10, "before forward"),
-    "my_exact_average": (
-        Swap("dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
-        "the sum over the ranks, 2 times",
-    ),
-    "my_joined_loss": (lambda s, n, g: s / n, "average of the ranks' own means"),
-    "my_accumulate": (Swap("with model.no_sync():", "if True:"), "messages for"),
-    "my_micro_batches": (Swap(" - backward)", ")"), "let nothing overlap"),
-}
-
-
 def all_send_first(tensor, group):
     """With gloo it works."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -65,8 +41,93 @@ def all_send_first(tensor, group):
     return received
 
 
+def corners(saved, offset, size):
+    """The first number of every file, whether it is wanted or not."""
+    first = slice(0, 1), slice(0, 1)
+    return [(file, first, first) for file, *_ in saved]
+
+
 FORMULA = "size * latency * bandwidth * (1 - fraction) / fraction"
-COLLECTIVES = {
+C = 4 * 4096 * 11008
+REDUCE = "dist.all_reduce(c_MN, group=group)"
+PASSING = "passing = ranks.exchange(kv, (rank + 1) % N, coming, (rank - 1) % N, group)"
+ONE_BY_ONE = (
+    "sent = ranks.isend(kv, (rank + 1) % N, group)\n"
+    "            ranks.irecv(coming, (rank - 1) % N, group).wait(), sent.wait()"
+)
+WIRE = 2 * 4096 * 8 * 7168 * 2
+SBH = 2048 * 12_288
+H, WIDE = 4096, 16384
+FOUR = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
+WORDS = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
+PLAN = {
+    "copy_to forgotten": "types",
+    "loss divided by N twice, before backward": "loss",
+    "a rank's tokens begin at position 0": "loss",
+    "gradients of norms not summed, sequence cut": "types",
+    "each epoch in the same order": None,
+    "gradients averaged over tp in place of dp": "types",
+}
+SCRIPT = Path(__file__).resolve().parents[1] / "code/shardlab/train"
+LACKS = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
+
+
+UNEVEN = {"rank": 2, "collective": "all_reduce", "line": 17}
+ORDER = {"rank 0": "norm", "rank 1": "loss"}
+TENSOR = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27}
+SECTION: dict[str, Any] = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 125_000}
+SETTINGS = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_optimization": SECTION,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def settings(without="", **changes):
+    changed = SETTINGS | changes
+    return {name: value for name, value in changed.items() if name != without}
+
+
+AHEAD = "ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages"
+LAST = "F.mse_loss(out, y) / m"
+EVEN = "[len(costs) // parts + (i < len(costs) % parts) for i in range(parts)]"
+SKIP = 'name != "head.weight" and (name in cut or first)'
+LINK = 4 * 2 * 7 * 2 * 989e12 / (6 * 12 * 8192)
+DAYS = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
+
+
+def stages(**changes):
+    return Layout(**{"tp": 8, "pp": 8, "microbatches": 256, "sequence_parallel": True} | changes)
+
+
+ONCE = "once = 2 * params * (d - 1) // d"
+TO_TENSOR = "    dist.all_reduce(loss, group=tensor_group)\n"
+TO_DATA = "    dist.all_reduce(loss, group=data_group)\n"
+
+
+ROWS: dict[str, tuple[Any, str]] = {
+    # zero
+    "zero_bytes": (13e9 * 16, "stage 0"),
+    "my_shard_bounds": (Swap("-(-elements // size)", "elements // size"), "belong to nobody"),
+    "my_mixed_step": (Swap("master -= lr", "master = master - lr"), "`master = …` gives the name"),
+    "my_global_norm": (
+        Swap("dist.all_reduce", "square.sqrt_()\n    dist.all_reduce", "square.sqrt()", "square"),
+        "sum of the ranks' norms",
+    ),
+    "my_stage": (Swap("held + activations", "held"), "leaves out the activations"),
+    # data_parallel
+    "ddp_bytes": (217e6, "four bytes"),
+    "overlap_floor": (0.10, "before forward"),
+    "my_exact_average": (
+        Swap("dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
+        "the sum over the ranks, 2 times",
+    ),
+    "my_joined_loss": (lambda s, n, g: s / n, "average of the ranks' own means"),
+    "my_accumulate": (Swap("with model.no_sync():", "if True:"), "messages for"),
+    "my_micro_batches": (Swap(" - backward)", ")"), "let nothing overlap"),
+    # collectives
     "ring_bytes": (60, "average over the ranks"),
     "all_reduce_max": (
         Swap("torch.stack(everyones)", "torch.stack([0 * tensor, *everyones])"),
@@ -78,11 +139,7 @@ COLLECTIVES = {
         "is off by",
     ),
     "my_bucket_bytes": (Swap(FORMULA, FORMULA[7:]), "it has to be N times as large"),
-}
-
-C = 4 * 4096 * 11008
-REDUCE = "dist.all_reduce(c_MN, group=group)"
-GEMM = {
+    # gemm
     "gemm_bytes": (0.75 * C, "a reduce-scatter"),
     "gemm_pays": (4000, "a multiply-add as one"),
     "my_backward_of_columns": (
@@ -99,15 +156,7 @@ GEMM = {
     ),
     "my_ring_product": (Swap("(rank - step)", "(rank + step)"), "those of rank (r + i)"),
     "my_way": (Swap("M * k + k * N + M * N", "M * k + k * N + m * N"), "as large as all of C"),
-}
-
-
-PASSING = "passing = ranks.exchange(kv, (rank + 1) % N, coming, (rank - 1) % N, group)"
-ONE_BY_ONE = (
-    "sent = ranks.isend(kv, (rank + 1) % N, group)\n"
-    "            ranks.irecv(coming, (rank - 1) % N, group).wait(), sent.wait()"
-)
-CONTEXT_PARALLEL = {
+    # context_parallel
     "my_zigzag": (lambda s, r, n: range(r * s // n, (r + 1) * s // n), "the contiguous cut"),
     "my_pass": (
         Swap("(rank + 1)", "(rank+1)", "(rank - 1)", "(rank + 1)", "(rank+1)", "(rank - 1)"),
@@ -119,10 +168,7 @@ CONTEXT_PARALLEL = {
     ),
     "my_ring": (Swap(PASSING, ONE_BY_ONE, "passing.wait()", "..."), "Let even ranks send first"),
     "my_context": (Swap("states + kept", "states / N + kept"), "divides no states"),
-}
-
-WIRE = 2 * 4096 * 8 * 7168 * 2
-EXPERTS = {
+    # experts
     "experts_tokens": (300 * 256, "eight experts"),
     "experts_wire": (WIRE, "does not leave it"),
     "my_admit": (
@@ -135,26 +181,15 @@ EXPERTS = {
     "my_exchange": (nothing, "returned None"),
     "my_average": (Swap("own /= data", "own /= copies"), "four ranks brought tokens"),
     "my_balancing": (Swap("dist.all_reduce(load_E, group=group)", "..."), "each rank's own tokens"),
-    "my_expert_ranks": (Swap(" >= rows", " >= 0"), "gets 32 rows"),
-}
-
-SBH = 2048 * 12_288
-AGAIN = "Column.gather(x_BsH, ctx.group)"
-SEQUENCE_PARALLEL = {
+    "my_expert_ranks": (Swap(" >= rows", " >= 0"), "Right is"),
+    # sequence_parallel
     "sequence_bytes": (SBH * 13, "tensor parallelism alone"),
-    "my_summands": (Swap(" or name.endswith(late)", ""), "behind the reduce-scatter"),
+    "my_summands": (Swap(" or name.endswith(late)", ""), "behind the reduce-scatter is missing"),
     "my_column": (
         Swap("dist.all_reduce(dx_BSH, group=ctx.group)", "..."),
         "this rank's part alone",
     ),
-}
-
-H, WIDE = 4096, 16384
-ENTER, LEAVE = (
-    "    x_BSH = tp.copy_to(x_BSH, group)\n",
-    "    return tp.reduce_from(y_BSH, group) + bias_H\n",
-)
-TENSOR_PARALLEL = {
+    # tensor_parallel
     "tp_bytes": (16 * (2 * H * WIDE + WIDE + H), "one process holds"),
     "tp_other_order": (4.5, "SwiGLU has two"),
     "my_ffn_shards": (Swap("up_FH[own]", "up_FH[:, own]"), "Weights of nn.Linear are [out, in]"),
@@ -167,35 +202,20 @@ TENSOR_PARALLEL = {
             "return held(rank),",
             "return range(kv_heads // size * rank, kv_heads // size * (rank + 1)),",
         ),
-        "some have to hold the same one",
+        "Right is",
     ),
     "my_greedy": (
         Swap("    number_BS[own", "    return number_BS\n    number_BS[own"),
         "own likeliest entry",
     ),
-    "my_degree": (Swap("return None", "return 0"), "None fits, thus None"),
-}
-
-FOUR = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
-PARITY = {
+    "my_degree": (Swap("return None", "return 0"), "Right is None"),
+    # parity
     "times_allowed": (1.9e-3 / 2.1e-7, "twelve times the noise is still allowed"),
     "four_reports": ({**FOUR, "A": "seed"}, "before the first step"),
     "my_cut": (Swap("pairs[:, (first + r) % n]", "pairs[:, r]"), "Begin with it"),
     "my_program": (Swap("dist.all_reduce(p.grad)", "..."), "gradient of 4.bias"),
     "own_parity": (True, "is what parity.check returns"),
-}
-
-
-WORDS = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
-PLAN = {
-    "copy_to forgotten": "types",
-    "loss divided by N twice, before backward": "loss",
-    "a rank's tokens begin at position 0": "loss",
-    "gradients of norms not summed, sequence cut": "types",
-    "each epoch in the same order": None,
-    "gradients averaged over tp in place of dp": "types",
-}
-TENSOR_TYPES = {
+    # tensor_types
     "type_words": ({**WORDS, "norm": "RI"}, "a rank's norm sees its own tokens alone"),
     "my_operator": (
         Swap("return total.", "return (total / ctx.group.size())."),
@@ -203,63 +223,32 @@ TENSOR_TYPES = {
     ),
     "my_sum": (
         Swap("len(found) == 1", "len(found) == 1 and words[0] != 'P'"),
-        "Addends of two sums",
+        "Right is 'P'",
     ),
     "my_network": (
         Swap("copy_to(scale, group)", "scale"),
         "gradient of scale is not one process's",
     ),
     "type_plan": ({**PLAN, "copy_to forgotten": "gradients"}, "something cheaper does"),
-}
-
-SCRIPT = Path(__file__).resolve().parents[1] / "code/shardlab/train"
-LACKS = {"A": "sampler", "B": "set_epoch", "C": "all_reduce", "D": "wrapper"}
-TRAIN = {
+    # train
     "my_ddp_script": ("none.py", "allowed are scripts"),
     "my_fsdp_script": (SCRIPT / "core.py", "Of 17 steps 15 are made. Step 16, FSDP2"),
     "validation_filled_up": (5.5, "That is the right mean"),
     "my_mean": (Swap("[total, count]", "[total / max(count, 1), 1.0]"), "mean of the ranks' means"),
-    "my_rest": (Swap("done * batch :", ":"), "read again"),
+    "my_rest": (Swap("done * batch :", ":"), "read before the stop"),
     "states_of_a_job": ({"ddp": 20.8, "fsdp2": 20.8}, "FSDP2 divides"),
     "missing_lines": (
         LACKS | {"A": "wrapper", "D": "sampler"},
         "up to which step are the weights right",
     ),
-}
-
-TRAINERS = {
+    # trainers
     "lightning_steps": (256, "a rank's"),
     "my_decision": (
         Swap("dist.all_reduce(bad, dist.ReduceOp.MAX, group)", "..."),
         "their scales differ",
     ),
     "skipped_steps": (16, "a hysteresis of 2"),
-}
-
-
-def pieces(theirs_from="theirs", directions=2, empty=False):
-    """An answer to `my_pieces`, right unless told otherwise."""
-
-    def answer(saved, offset, size):
-        plan = []
-        for file, corner, extent in saved:
-            both = list(zip(offset, size, corner, extent, strict=True))
-            cuts = [(max(a, b), min(a + n, b + m)) for a, n, b, m in both]
-            for i in range(directions, 2):  # forgotten: takes all that there is
-                cuts[i] = (offset[i], offset[i] + size[i])
-            if all(low < high for low, high in cuts) or empty:
-                start = {"theirs": corner, "whole": (0, 0), "mine": offset}[theirs_from]
-                cut = [
-                    tuple(slice(a - c, max(a, b) - c) for (a, b), c in zip(cuts, at, strict=True))
-                    for at in (start, offset)
-                ]
-                plan.append((file, *cut))
-        return plan
-
-    return answer
-
-
-CHECKPOINT = {
+    # checkpoint
     "checkpoint_bytes": (16 * 8.03e9, "Gradients are computed anew"),
     "checkpoint_interval": ((90 * 180_000) ** 0.5, "A factor is missing under the root"),
     "my_write": (
@@ -267,17 +256,12 @@ CHECKPOINT = {
         "no file at all",
     ),
     "my_windows": (Swap("samples + ", ""), "beginning of the data again"),
-    "my_pieces": (pieces(empty=True), "nothing in 2.pt is of use: leave it out"),
+    "my_pieces": (corners, "is of use: leave it out"),
     "my_save_interval": (Swap(", size / write)", ", 0)"), "there is a shortest interval, too"),
-}
-
-UNEVEN = {"rank": 2, "collective": "all_reduce", "line": 17}
-ORDER = {"rank 0": "norm", "rank 1": "loss"}
-TENSOR = {"runs": "zero3", "rank": 1, "collective": "all_gather", "line": 27}
-CLUSTER = {
+    # cluster
     "cluster_ranks": ((8, 2, 3), "count from 0"),
     "cluster_batch": ({3, 8, 9, 12}, "Line 12 is right"),
-    "my_ranks": (Swap('int(slurm["SLURM_PROCID"])', 'slurm["SLURM_PROCID"]'), "variables are text"),
+    "my_ranks": (Swap('int(slurm["SLURM_PROCID"])', 'slurm["SLURM_PROCID"]'), "gives {'RANK': '0'"),
     "hang_uneven": (UNEVEN | {"collective": "barrier"}, "where the missing rank waits"),
     "hang_order": (ORDER | {"rank 0": "loss"}, "has finished all of its calls"),
     "hang_tensor": (TENSOR | {"runs": "tensor"}, "That is what it says"),
@@ -286,48 +270,23 @@ CLUSTER = {
         lambda n: [[pair] for pair in combinations(range(n), 2)],
         "4 ranks need 3 rounds",
     ),
-}
-
-ELASTIC = {
+    # elastic
     "my_first_ranks": (
         Swap("sum(sizes[:node])", "sum(sizes[: node + 1])"),
         "Ranks 0 to 3 are on the first",
     ),
     "my_silent": (Swap("last[agent][0] != beat", "True"), "though the host has read it again"),
     "my_cause": (Swap("one[2] in (0, 4, 6, 7, 8, 11)", "False"), "killed with SIGKILL"),
-}
-
-SECTION: dict[str, Any] = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 125_000}
-SETTINGS = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 0.0,
-    "zero_optimization": SECTION,
-    "zero_allow_untested_optimizer": True,
-}
-
-
-def settings(without="", **changes):
-    changed = SETTINGS | changes
-    return {name: value for name, value in changed.items() if name != without}
-
-
-DEEPSPEED_ENGINE = {
+    # deepspeed_engine
     "deepspeed_accumulation": (2, "only the copies count"),
     "deepspeed_cost": (2.5 * 50 / 3600, "All eight GPUs"),
     "deepspeed_log": ("data", "Give three things"),
-    "my_accumulation": (Swap("if rest or not steps", "if False"), "raise ValueError rather than"),
+    "my_accumulation": (Swap("if rest or not steps", "if False"), "Right is 'a ValueError'"),
     "deepspeed_config": (settings("gradient_clipping"), "when it is not told"),
-    "my_choice": (Swap("0.7 * gpu", "gpu"), "more than 70 % of it"),
-}
-
-
-AHEAD = "ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages"
-LAST = "F.mse_loss(out, y) / m"
-EVEN = "[len(costs) // parts + (i < len(costs) % parts) for i in range(parts)]"
-PIPELINE = {
+    "my_choice": (Swap("0.7 * gpu", "gpu"), "70 % of a GPU"),
+    # pipeline
     "pipeline_bubble": (32 / 39, "in which a stage works"),
-    "my_interleaved": (Swap(AHEAD, "ahead = stages - 1 - stage"), "1F1B's number"),
+    "my_interleaved": (Swap(AHEAD, "ahead = stages - 1 - stage"), "Right is"),
     "my_live": (Swap("return most", "return live"), "most at any time"),
     "my_balance": (
         Swap("return best(len(costs), parts)[1]", f"return {EVEN}"),
@@ -339,11 +298,7 @@ PIPELINE = {
         "name all that stand",
     ),
     "my_microbatches": (Swap("batch % m == 0 and ", ""), "divides the batch"),
-}
-
-
-STEP = "(loss(model(x), y) / 4)"
-MEMORY = {
+    # memory
     "state_gigabytes": (3, "the weights in bfloat16 alone"),
     "largest_model": (5.0, "activations need their 20 GB"),
     "my_states_bytes": (
@@ -352,7 +307,7 @@ MEMORY = {
     ),
     "my_largest_batch": (
         Swap("return batch", "return max(batch, 1)"),
-        "Not even the states fit there: the answer",
+        "Right is 0",
     ),
     "my_evaluate": (Swap("with torch.no_grad()", "if True"), "autograd still saves activations"),
     "my_backward": (Swap(" / 4", ""), "about 4 times as long"),
@@ -360,37 +315,17 @@ MEMORY = {
         Swap("microbatches=batch // size", "microbatches=1"),
         "are there from the start",
     ),
-}
-
-SKIP = 'name != "head.weight" and (name in cut or first)'
-MESH = {
-    "my_groups": (Swap("return data,", "return data[::-1],"), "they should ascend"),
+    # mesh
+    "my_groups": (Swap("return data,", "return data[::-1],"), "Right is"),
     "mesh_budget": ("--tp 2", "There are 6 ranks left"),
     "my_norm": (Swap(SKIP, "True"), "and the twin as well"),
-    "my_mesh": (Swap("> limit", "> 1e99"), "A rank holds too much"),
-}
-
-LINK = 4 * 2 * 7 * 2 * 989e12 / (6 * 12 * 8192)
-DAYS = 6 * 8e9 * 15e12 / (512 * 989e12 * 0.4) / 86400
-
-
-def stages(**changes):
-    return Layout(**{"tp": 8, "pp": 8, "microbatches": 256, "sequence_parallel": True} | changes)
-
-
-STRATEGY = {
+    "my_mesh": (Swap("> limit", "> 1e99"), "a rank holds too much"),
+    # strategy
     "strategy_wire": (LINK / 2, "twice"),
     "strategy_days": (DAYS * 86400, "seconds"),
-    "strategy_corner": (Swap("return launch, rate", "return rate, launch"), "other order"),
+    "strategy_corner": (Swap("max(operations", "min(operations"), "made these measurements"),
     "strategy_layout": (stages(pp=4), "there are 64 GPUs"),
-}
-
-
-ONCE = "once = 2 * params * (d - 1) // d"
-TO_TENSOR = "    dist.all_reduce(loss, group=tensor_group)\n"
-TO_DATA = "    dist.all_reduce(loss, group=data_group)\n"
-FEEDBACK = "loss / copies, gradient_fH / copies"
-MODEL_PARALLELISM = {
+    # model_parallelism
     "zero_states": (112e9, "Which of them does stage 2 divide"),
     "gradient_traffic": (14e9, "How often does each piece"),
     "my_busy_microbatches": (Swap("-percent * (p - 1)", "-100 * (p - 1)"), "the whole step"),
@@ -401,28 +336,4 @@ MODEL_PARALLELISM = {
         "nothing was added up",
     ),
     "my_layout": (Layout(64, microbatches=8), "cut the model into more parts"),
-}
-
-ROWS: dict[str, tuple[Any, str]] = {
-    **CHECKPOINT,
-    **CLUSTER,
-    **ELASTIC,
-    **COLLECTIVES,
-    **CONTEXT_PARALLEL,
-    **DATA_PARALLEL,
-    **DEEPSPEED_ENGINE,
-    **EXPERTS,
-    **GEMM,
-    **MEMORY,
-    **MESH,
-    **MODEL_PARALLELISM,
-    **PARITY,
-    **PIPELINE,
-    **SEQUENCE_PARALLEL,
-    **STRATEGY,
-    **TENSOR_PARALLEL,
-    **TENSOR_TYPES,
-    **TRAIN,
-    **TRAINERS,
-    **ZERO,
 }

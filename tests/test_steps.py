@@ -113,12 +113,6 @@ def test_steps_are_a_list_that_reads_without_a_script(book: Book) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_pages_without_steps_load_nothing_for_them(book: Book) -> None:
-    assert re.search(r'<script defer[^>]* src="\.\./_static/steps\.js', book.page("book/index"))
-    assert re.search(r'<link[^>]* href="\.\./_static/steps\.css', book.page("book/index"))
-    assert "_static/steps." not in book.page()
-
-
 def test_what_is_no_list_of_pictures_is_refused(book: Book) -> None:
     assert book.status != 0
     errors = [line for line in book.log.splitlines() if "ERROR" in line or "WARNING" in line]

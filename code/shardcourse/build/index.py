@@ -113,21 +113,11 @@ def _check(index: Index, root: Path) -> None:
 
 
 def pages(index: Index, root: Path) -> dict[str, paths.Page]:
-    """The lessons' pages, by their names.
-
-    Raises ValueError where what can wait is no section of its page, or a part of another.
-    """
-    found = {}
-    for topic in index.here:
-        page = paths.page(topic.topic, root, topic.exercises, topic.later)
-        found[topic.topic], waiting = page, []
-        for address in topic.later:
-            sections = page.of(address)
-            if not sections or any(section in waiting for section in sections):
-                wrong = f"later {address!r}: allowed are addresses of its sections, each once"
-                raise ValueError(f"{TOPICS}: topic {topic.topic!r}: {wrong}")
-            waiting += sections
-    return found
+    """The lessons' pages, by their names."""
+    return {
+        topic.topic: paths.page(topic.topic, root, topic.exercises, topic.later)
+        for topic in index.here
+    }
 
 
 def ways(index: Index, root: Path, lessons: dict[str, paths.Page]) -> dict[str, paths.Way]:

@@ -51,25 +51,20 @@ class Turns:
 
     def __init__(self) -> None:
         self._door = asyncio.Lock()  # whoever came first gets it first
-        self._running, self._none = 0, asyncio.Event()
-        self._none.set()
+        self._places = asyncio.Semaphore(AT_ONCE)
 
     @asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
         """Wait for a turn and hold it within the block. `alone`: while nobody else holds one."""
+        wanted = AT_ONCE if alone else 1
         async with self._door:
-            if alone:
-                await self._none.wait()
-                yield  # and the door stays closed
-                return
-            self._running += 1
-            self._none.clear()
+            for _ in range(wanted):
+                await self._places.acquire()
         try:
             yield
         finally:
-            self._running -= 1
-            if not self._running:
-                self._none.set()
+            for _ in range(wanted):
+                self._places.release()
 
 
 def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:

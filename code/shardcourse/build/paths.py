@@ -130,10 +130,10 @@ class Page:
         return next((section for section in after if section not in self.waiting), None)
 
     def of(self, name: str) -> list[pace.Section]:
-        """The section of that address, and those below it; [] when there is none."""
+        """The section of that address, and those below it. Raises ValueError for no section."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
         if not here:
-            return []
+            raise ValueError(f"{self.title}: it has no section {name!r}")
         first, *rest = self.sections[here[0] :]
         ends = [i for i, section in enumerate(rest) if section.level <= first.level]
         return [first, *rest[: ends[0] if ends else len(rest)]]
@@ -194,8 +194,6 @@ def _piece(
     there, taken = it.sections if wanted is None else [], []
     for address in wanted or []:
         sections = it.of(address)
-        if not sections:
-            raise ValueError(f"page {name!r}: it has no section {address!r}")
         there = [*there, *sections]
         taken.append((address, sections[0].title))
     begins = taken[0][1] if taken and name in begun else ""

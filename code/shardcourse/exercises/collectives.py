@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcourse.exercises.forms import (
-    REAL,
     Part,
     Seen,
     Trial,
@@ -144,7 +143,6 @@ cases(
     "my_bucket_bytes",
     ((8, 1e-5, 25e9, 0.1), (64, 5e-6, 50e9, 0.2)),
     _bucket,
-    kind=REAL,
     equal=close(1e-3),
     says="Right: N α B (1 - fraction)/fraction, so twice the ranks want buckets of twice the size.",
     mistakes={
@@ -153,5 +151,4 @@ cases(
         "That compares latency with the time of the bytes. The share is of all the time, latency "
         "included.": lambda n, a, b, s: n * a * b / s,
     },
-    why=lambda args, got, want: f"It is too {'large' if got > want else 'small'}.",
 )

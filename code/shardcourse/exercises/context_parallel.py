@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from shardcourse.exercises.forms import (
-    Kind,
     Part,
-    Seen,
     Trial,
+    bytes_at_most,
     calls_at_most,
     cases,
     nobody_waits,
@@ -29,16 +28,6 @@ def _positions(got: Any) -> list[int]:
     return [int(position) for position in got]
 
 
-def _why(args: tuple[int, int, int], got: Any, want: list[int]) -> str:
-    seq, rank, size = args
-    if len(_positions(got)) != seq // size:
-        return f"Each rank has {seq // size} of the {seq} positions."
-    return (
-        f"Of {2 * size} pieces rank {rank} has numbers {rank} and {2 * size - 1 - rank}, in order."
-    )
-
-
-_LIST: Kind = ("a list of positions", lambda x: hasattr(x, "__iter__"))
 cases(
     "my_zigzag",
     [
@@ -47,7 +36,6 @@ cases(
         for rank in range(size)
     ],
     _zigzag,
-    kind=_LIST,
     equal=lambda got, want: _positions(got) == _positions(want),
     says="Right for 1, 2, 4 and 8 ranks: each has an early piece and a late one.",
     mistakes={
@@ -58,7 +46,6 @@ cases(
             lambda seq, rank, size: range(rank, seq, size)
         ),
     },
-    why=_why,
 )
 
 
@@ -103,29 +90,16 @@ def _cache(rank: int, large: bool) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-_KEYS = 2 * 2 * 64 * 4 * 8  # bytes of a rank's keys, float64
-
-
-def _handed(seen: list[Seen]) -> int:
-    return max(sum(one.sent.payload.values()) + one.sent.bytes for one in seen)
-
-
-def _no_keys(seen: list[Seen]) -> str:
-    if _handed(seen) < _KEYS:
-        return ""
-    return (
-        "The output is right, but a rank hands over as many bytes as its keys have. Send what came "
-        "of them: an output and a logarithm for each head."
-    )
-
-
 @on_ranks(
     "my_decode",
     ((2, False), (4, False), (4, True)),
-    rules=[_no_keys],
-    says=lambda seen: (
-        f"Right on 2 and 4 ranks: {_handed(seen)} bytes in place of {2 * _KEYS:,} of keys."
-    ),
+    rules=[
+        bytes_at_most(
+            lambda n: 2 * 2 * 64 * 4 * 8 - 1,  # less than a rank's keys, in float64
+            "send what came of the keys, an output and a logarithm for each head.",
+        )
+    ],
+    says="Right on 2 and 4 ranks, and no rank sends its keys.",
 )
 def _(size: int, large: bool) -> Trial:
     given = [_cache(rank, large) for rank in range(size)]
@@ -195,17 +169,6 @@ def _plan(
     return None
 
 
-def _why_plan(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> str:
-    if want is None:
-        return "Do the states fit, and do 64 ranks suffice?"
-    if got is not None and got[0] == want[0]:
-        return (
-            "The ranks are right. Of each of its tokens a rank sends 2K (N-1) heads in the ring, "
-            "(2a + 2K) (N-1)/N in the all-to-all."
-        )
-    return ""
-
-
 # Tokens, bytes of states, heads, heads of keys and values.
 _JOBS = ((8192, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
 _JOBS += ((65_536, 20e9, 32, 8), (131_072, 20e9, 32, 8), (262_144, 20e9, 32, 8))
@@ -216,12 +179,7 @@ cases(
     # 2 MB a token, and 80 GB of memory
     [(seq, 2e6, states, 80e9, heads, kv_heads) for seq, states, heads, kv_heads in _JOBS],
     _plan,
-    kind=("a pair, such as (4, 'ring'), or None", lambda x: isinstance(x, tuple) and len(x) == 2),
     says="Right for 10 jobs, two of which fit on no number of ranks.",
-    told=lambda seq, kept, states, memory, heads, kv_heads: (
-        f"{seq:,} tokens, {states / 1e9:.0f} GB of states, {heads} heads, {kv_heads} of keys and "
-        "values"
-    ),
     mistakes={
         "Cutting the sequence divides no states: each rank holds the whole model.": partial(
             _plan, shared=True
@@ -230,5 +188,4 @@ cases(
             _plan, indivisible=True
         ),
     },
-    why=_why_plan,
 )

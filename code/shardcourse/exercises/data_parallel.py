@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardcourse.exercises import Wrong
-from shardcourse.exercises.forms import Kind, Part, Seen, Trial, cases, number, on_ranks
+from shardcourse.exercises.forms import Part, Seen, Trial, cases, number, on_ranks
 from shardlab.data_parallel import DataParallel
 from shardlab.measure import count
 
@@ -201,7 +201,6 @@ def _micro_batches(
     raise AssertionError
 
 
-_FROM_1: Kind = ("a whole number of micro-batches, 1 up", lambda x: type(x) is int and x > 0)
 cases(
     "my_micro_batches",
     # Bytes of gradients, ranks, bytes/s, seconds of a micro-batch forward and backward, the share.
@@ -211,9 +210,7 @@ cases(
         (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # hidden altogether: one is enough
     ),
     _micro_batches,
-    kind=_FROM_1,
     says="Right: waiting stays, and is shared by ever more micro-batches.",
-    told=lambda size, n, *_: f"With {size / 1e9:g} GB on {n} ranks",
     mistakes={
         "You let nothing overlap: the last backward hides what it can.": partial(
             _micro_batches, hidden=lambda m, backward: 0.0
@@ -221,5 +218,4 @@ cases(
         "You let every backward hide a part. Inside no_sync() nothing is sent: the last one alone "
         "hides anything.": partial(_micro_batches, hidden=lambda m, backward: m * backward),
     },
-    why=lambda job, got, want: f"That is too {'few' if got < want else 'many'}.",
 )

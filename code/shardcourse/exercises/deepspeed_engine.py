@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,18 +82,6 @@ def _accumulation(train: int, micro: int, world: int, tp: int, pp: int) -> int |
     return steps if steps and not rest and not more else "a ValueError"
 
 
-def _why_steps(given: tuple[int, ...], got: Any, want: int | str) -> str:
-    if want == "a ValueError":
-        return (
-            "These numbers do not fit together: raise ValueError rather than train with another "
-            "batch than the one asked for."
-        )
-    train, micro, world, _, _ = given
-    copies = " The ranks that share a copy of the model count once."
-    words = "Micro-batches times that do not make the batch."
-    return words + (copies if got == train // (micro * world) else "")
-
-
 def _raising(answer: Callable[..., Any], *given: int) -> Any:
     try:
         return answer(*given)
@@ -115,8 +104,6 @@ cases(
     _accumulation,
     call=_raising,
     says="Right, on 8 batches, of which three cannot be.",
-    told="train_batch={}, micro_batch={}, world_size={}, tp={}, pp={}".format,
-    why=_why_steps,
 )
 
 
@@ -208,24 +195,14 @@ def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, flo
     return states.total, gpus * states.host
 
 
-def _choice(params: float, gpus: int, size: float, host: float) -> tuple[int, str] | None:
+def _choice(
+    params: float, gpus: int, size: float, host: float, share: float = 0.7
+) -> tuple[int, str] | None:
     for choice in _CHOICES:
         device, below = _held(params, gpus, choice)
-        if device <= 0.7 * size and below <= host:
+        if device <= share * size and below <= host:
             return choice
     return None
-
-
-def _why_choice(job: tuple[Any, ...], got: tuple[int, str] | None, want: Any) -> str:
-    if got is None:
-        return "There is a setting that fits."
-    params, gpus, size, host = job
-    device, below = _held(params, gpus, got)
-    if device > 0.7 * size:
-        return f"It keeps {device / 1e9:.1f} GB of states on each GPU, more than 70 % of it."
-    if below > host:
-        return f"It puts {below / 1e9:.0f} GB of states into the host: all GPUs share its memory."
-    return "It fits, but something earlier in the list does too."
 
 
 # Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
@@ -236,11 +213,6 @@ cases(
     "my_choice",
     _JOBS,
     _choice,
-    kind=(f"one of {_CHOICES}, or None", lambda x: x in _CHOICES),
+    mistakes={"States may take 70 % of a GPU.": partial(_choice, share=1.0)},
     says="Right, for 9 jobs.",
-    told=lambda params, gpus, size, host: (
-        f"{params / 1e9:g} billion parameters on {gpus} GPUs of {size / 1e9:g} GB, host of "
-        f"{host / 1e9:g} GB"
-    ),
-    why=_why_choice,
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcourse.exercises import Wrong
-from shardcourse.exercises.forms import WHOLE, Kind, Part, Trial, cases, number, on_ranks
+from shardcourse.exercises.forms import Part, Trial, cases, number, on_ranks
 from shardlab import experts, ranks
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.router import drop
@@ -39,15 +39,6 @@ def _chosen(tokens: int, choices: int, count: int) -> Tensor:
     return scores_TE.topk(choices).indices
 
 
-def _why_admitted(args: tuple[Tensor, int, int], got: Tensor, want: Tensor) -> str:
-    _, count, places = args
-    if (most := max(int((got == e).sum()) for e in range(count))) > places:
-        return f"An expert gets {most} tokens; it has {places} places."
-    t, c = (got != want).nonzero()[0].tolist()
-    return f"Token {t}'s choice {c} is {int(got[t, c])}, and should be {int(want[t, c])}."
-
-
-_TENSOR: Kind = ("a tensor", lambda x: isinstance(x, Tensor))
 cases(
     "my_admit",
     lambda: [
@@ -60,19 +51,13 @@ cases(
         )
     ],
     lambda chosen_TC, count, places: drop(chosen_TC[None], count, places)[0],
-    kind=_TENSOR,
     equal=torch.equal,
     says="Right, with one, two and three choices, and where nothing falls.",
-    told=lambda chosen_TC, count, places: (
-        "Of {} tokens with {} choices".format(*chosen_TC.shape)
-        + f" among {count} experts of {places} places"
-    ),
     mistakes={
         "You fill places token by token; all first choices come before any second.": (
             lambda x, n, places: drop(x.reshape(1, -1, 1), n, places).view_as(x)
         ),
     },
-    why=_why_admitted,
 )
 
 
@@ -180,26 +165,13 @@ def _(size: int) -> Trial:
     return Trial(parts, size=size)
 
 
-def _each(config: Config, tokens: int, size: int) -> float:
-    """Rows of an expert, on so many ranks."""
-    return tokens * size * config.experts_per_token / config.experts
-
-
 def _smallest(config: Config, tokens: int, limit: float, rows: int) -> int | None:
     for size in range(1, config.experts + 1):
         if config.experts % size or 16 * experts.held(config, size) > limit:
             continue
-        if _each(config, tokens, size) >= rows:
+        if tokens * size * config.experts_per_token / config.experts >= rows:
             return size
     return None
-
-
-def _why_ranks(job: tuple[Config, int, float, int], got: int | None, want: int | None) -> str:
-    config, tokens, *_ = job
-    text = f"Right is {want!r}."
-    if not got or config.experts % got:
-        return text
-    return f"{text} With {got} each expert gets {_each(config, tokens, got):,.0f} rows."
 
 
 _MIXTRAL = PRESETS["mixtral-8x7b"]
@@ -212,11 +184,5 @@ cases(
         (replace(_MIXTRAL, experts=64, expert_ffn=1792, experts_per_token=6), 512, 300e9, 300),
     ),
     _smallest,
-    kind=WHOLE,
     says="Right for four jobs, of which one does not fit, however many ranks share the experts.",
-    told=lambda config, tokens, limit, rows: (
-        f"Mixtral with {config.experts} experts, {tokens:,} tokens, {limit / 1e9:.0f} GB, {rows} "
-        "rows"
-    ),
-    why=_why_ranks,
 )

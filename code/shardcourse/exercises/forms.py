@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,19 +128,10 @@ def blanks(
 
 # A table of cases.
 
-Kind = tuple[str, Callable[[Any], bool]]  # what an answer should be, in words and as a test
-WHOLE: Kind = ("a whole number", lambda x: isinstance(x, int) and not isinstance(x, bool))
-REAL: Kind = ("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool))
-
-
-def pair(words: str) -> Kind:
-    """A tuple or a list of two."""
-    return words, lambda x: isinstance(x, tuple | list) and len(x) == 2
-
 
 def close(rel: float) -> Callable[[Any, Any], bool]:
     """Whether two numbers differ by `rel` at most."""
-    return lambda a, b: REAL[1](a) and math.isclose(a, b, rel_tol=rel)
+    return lambda a, b: math.isclose(a, b, rel_tol=rel)
 
 
 def cases(
@@ -148,20 +140,18 @@ def cases(
     right: Callable[..., Any] | None = None,
     *,
     says: str,
-    kind: Kind | None = None,
     mistakes: Mapping[str, Callable[..., Any]] | None = None,
     why: Callable[[tuple[Any, ...], Any, Any], str] | None = None,
     equal: Callable[[Any, Any], bool] = operator.eq,
-    call: Callable[..., Any] = lambda answer, *args: answer(*args),
-    told: Callable[..., str] | None = None,
+    call: Callable[..., Any] | None = None,
 ) -> None:
     """An exercise whose answer is a function, compared with a reference case by case.
 
     calls: the arguments of each case; without `right`, (arguments, right value, sentence that
-    helps). kind: what each value should be. mistakes: sentence -> function that makes a well-known
-    mistake; the sentence is said when all values are those. why: the sentence on the first case
-    that is wrong, from its arguments, the value and the right one. call: makes the value from the
-    answer and the arguments. told: a case in words, from its arguments.
+    helps). mistakes: sentence -> function that makes a well-known mistake; the sentence is said
+    when all values are those. why: the sentence on the first case that is wrong, from its
+    arguments, the value and the right one, in place of "Right is …". call: makes the value from the
+    answer and the arguments.
     """
     slips = mistakes or {}
 
@@ -174,7 +164,8 @@ def cases(
             return False
 
     def asked(args: tuple[Any, ...]) -> str:
-        return f"{told(*args)}: it" if told else f"{name}({', '.join(map(_short, args))})"
+        words = ", ".join(map(_short, args))
+        return f"{name}, tried with {words}," if call else f"{name}({words})"
 
     def judge(answer: Any) -> str:
         if not callable(answer):
@@ -185,23 +176,21 @@ def cases(
         for args, *_ in rows:
             try:
                 given = copy.deepcopy(args)  # the answer may change what it is given
-                found.append(called(call, answer, *given, asked=asked(args)))
+                run = partial(call, answer) if call else answer
+                found.append(called(run, *given, asked=asked(args)))
             except Wrong as wrong:
                 found.append(wrong)
         if all(value is None for value in found) and any(want is not None for _, want, _ in rows):
-            be = f", which should be {kind[0]}" if kind else ""
-            raise Wrong(f"{asked(rows[0][0])} returned None{be}: does it end in `return`?")
+            raise Wrong(f"{asked(rows[0][0])} returned None: does it end in `return`?")
         for (args, want, words), value in zip(rows, found, strict=True):
             if isinstance(value, Wrong):
                 raise value
-            text = f"{asked(args)} returned {_short(value)}"
-            if value is not None and kind and not kind[1](value):
-                raise Wrong(f"{text}; it should be {kind[0]}.")
+            text = f"{asked(args)} gives {_short(value)}"
             if not alike(value, want):
                 each = [(v, row[0]) for v, row in zip(found, rows, strict=True)]
                 made = (s for s, how in slips.items() if all(alike(v, how(*a)) for v, a in each))
-                hint = next(made, words) or (why(args, value, want) if why else "")
-                raise Wrong(f"{text}. {hint}".rstrip())
+                right_is = why(args, value, want) if why else f"Right is {_short(want)}."
+                raise Wrong(f"{text}. {next(made, words) or right_is}")
         return says
 
     exercise(name, slips)(judge)
@@ -253,7 +242,7 @@ def on_ranks(
     name: str,
     settings: Iterable[Any],
     *,
-    says: str | Callable[[list[Seen]], str],
+    says: str,
     rules: Sequence[Rule] = (),
     work: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Trial]], Callable[..., Trial]]:
@@ -266,7 +255,6 @@ def on_ranks(
 
     def register(trial_of: Callable[..., Trial]) -> Callable[..., Trial]:
         def judge(answer: Any) -> str:
-            seen: list[Seen] = []
             for setting in settings:
                 chosen = setting if isinstance(setting, tuple) else (setting,)
                 trial = trial_of(*chosen)
@@ -274,7 +262,7 @@ def on_ranks(
                 for rule in rules:
                     if words := rule(seen):
                         raise Wrong(words)
-            return says(seen) if callable(says) else says
+            return says
 
         exercise(name)(judge)
         return trial_of
@@ -431,6 +419,22 @@ def calls_at_most(most: int, words: str) -> Rule:
                 names = " and ".join(one.sent.collectives)
                 few = f", {calls} collectives where {most} will do" if most else " of torch"
                 return f"The values are right, but rank {rank} calls {names}{few}: {words}"
+        return ""
+
+    return rule
+
+
+def bytes_at_most(most: Callable[[int], int], words: str) -> Rule:
+    """No rank hands over more bytes than `most` of the number of ranks."""
+
+    def rule(seen: list[Seen]) -> str:
+        enough = most(len(seen))
+        for rank, one in enumerate(seen):
+            if (sent := sum(one.sent.payload.values()) + one.sent.bytes) > enough:
+                return (
+                    f"The values are right. But with {len(seen)} ranks, rank {rank} sends {sent} "
+                    f"bytes, and {enough} are enough: {words}"
+                )
         return ""
 
     return rule

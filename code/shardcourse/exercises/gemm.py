@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardcourse.exercises.forms import (
-    Kind,
     Part,
-    Seen,
     Trial,
+    bytes_at_most,
     calls_at_most,
     cases,
     nobody_waits,
@@ -122,24 +121,15 @@ def _(size: int) -> Trial:
 _RING = (8, 12, 5)  # M, K, N: 2, 3 and 4 divide K
 
 
-def _pieces_once(seen: list[Seen]) -> str:
-    size, (_, K, N) = len(seen), _RING
-    enough = (size - 1) * K // size * N * 8
-    for rank, one in enumerate(seen):
-        if one.sent.bytes > enough:
-            return (
-                f"The values are right. But with {size} ranks, rank {rank} sends {one.sent.bytes} "
-                f"bytes, and {enough} are enough: after N - 1 steps everybody has seen every piece."
-            )
-    return ""
-
-
 @on_ranks(
     "my_ring_product",
     (2, 4, 3),
     rules=[
         calls_at_most(0, "let pieces of B go around by ranks.exchange, so that no rank has all."),
-        _pieces_once,
+        bytes_at_most(
+            lambda n: (n - 1) * 12 // n * 5 * 8,
+            "after N - 1 steps everybody has seen every piece.",
+        ),
         nobody_waits,
     ],
     says="Right on 2, 3 and 4 ranks: the bytes of an all-gather, and never all of B on a rank.",
@@ -171,30 +161,24 @@ def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[s
     return {"rows": m * K + K * N + m * N, "columns": M * K + K * n + M * n, "inner": inner}
 
 
-def _least(*case: int) -> dict[str, int]:
-    held = _held(*case)
+def _least(*case: int, cut_result: bool = False) -> dict[str, int]:
+    held = _held(*case, cut_result)
     return {way: size for way, size in held.items() if size == min(held.values())}
-
-
-def _why(case: tuple[int, ...], got: str, want: dict[str, int]) -> str:
-    (better, least), forgotten = next(iter(want.items())), _held(*case, cut_result=True)
-    words = f"The fullest rank has {_held(*case)[got]:,} elements; by {better!r} it has {least:,}."
-    if got == "inner" and forgotten[got] == min(forgotten.values()):
-        words += " By the inner dimension every rank's result is as large as all of C."
-    return words
 
 
 # M, K, N, ranks
 _PRODUCTS = ((8192, 4096, 4096, 4), (4096, 4096, 16384, 4), (1024, 65536, 1024, 8))
 _PRODUCTS += ((512, 512, 512, 1), (100_000, 64, 64, 16), (64, 64, 100_000, 16))
 _PRODUCTS += ((1001, 30_011, 1003, 7),)
-_WAY: Kind = ("one of 'rows', 'columns' and 'inner'", lambda x: x in ("rows", "columns", "inner"))
 cases(
     "my_way",
     _PRODUCTS,
     _least,
-    kind=_WAY,
+    mistakes={
+        "By the inner dimension every rank's result is as large as all of C.": lambda *case: _least(
+            *case, cut_result=True
+        )
+    },
     equal=lambda got, want: got in want,
     says="Right for all 7 products: the largest matrix is the one to cut.",
-    why=_why,
 )

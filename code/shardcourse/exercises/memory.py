@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import REAL, WHOLE, Kind, called, cases, number
+from shardcourse.exercises.forms import called, cases, number
 from shardlab import memory
 from shardlab.common import text
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
@@ -31,18 +31,9 @@ number("largest_model", 3.75, "billion parameters", rel=0.005,
 })  # fmt: skip
 
 
-def _why_states(recipe: tuple[int, str, str], got: float, want: float) -> str:
-    params, precision, optimizer = recipe
-    if got is None:
-        return ""
-    more, mixed = (got - want) / params, precision != "fp32"
-    words = f"Those are {got / params:.2f} bytes for each parameter, which is too "
-    words += "many." if more > 0 else "few."
-    if mixed and abs(more + 4) < 1e-3:
-        return f"{words} Does the optimizer have its float32 copy of the weights?"
-    if not mixed and abs(more - 4) < 1e-3:
-        return f"{words} In float32 the weights need no second copy."
-    return words
+def _states(params: int, precision: str, optimizer: str, master: bool = True) -> float:
+    copy = 0 if master or precision == "fp32" else 4 * params
+    return memory.states(params, precision=precision, optimizer=optimizer).total - copy
 
 
 cases(
@@ -52,12 +43,11 @@ cases(
         for precision in ("fp32", "bf16", "bf16-fp32-gradients")
         for optimizer in ("sgd", "momentum", "adamw")
     ],
-    lambda n, precision, optimizer: (
-        memory.states(n, precision=precision, optimizer=optimizer).total
-    ),
-    kind=REAL,
+    _states,
+    mistakes={
+        "Does the optimizer have its float32 copy of the weights?": partial(_states, master=False)
+    },
     says="Right: nine recipes, equal to the calculator to the byte.",
-    why=_why_states,
 )
 
 
@@ -110,14 +100,6 @@ def _largest_batch(config: Config, limit: float) -> int:
     return batch
 
 
-def _why_batch(machine: tuple[Config, float], got: int, want: int) -> str:
-    if not want:
-        return "Not even the states fit there: the answer is 0."
-    peak = memory.estimate(machine[0], Layout(micro_batch=got)).peak if got > 0 else 0
-    side = "more than there is" if got > want else "and one sequence more would still fit"
-    return f"The estimate says {memory.format_bytes(peak)} for that, {side}."
-
-
 cases(
     "my_largest_batch",
     (  # one that fits many times, one with large logits, one that cannot
@@ -126,12 +108,7 @@ cases(
         (PRESETS["llama-3-8b"], 80e9),
     ),
     _largest_batch,
-    kind=WHOLE,
     says="Right: as many sequences as fit, and none where the states do not.",
-    told=lambda config, limit: (
-        f"A GPT of {config.layers} layers of {config.hidden} on {limit / 1e9:.0f} GB"
-    ),
-    why=_why_batch,
 )
 
 
@@ -185,45 +162,15 @@ def _pieces(
     return None
 
 
-def _why_pieces(
-    job: tuple[Config, int, float], got: tuple[int, str] | None, want: tuple[int, str] | None
-) -> str:
-    config, batch, limit = job
-    if got is None:
-        return "There is a way."
-    piece, recompute = got
-    if batch % piece:
-        return f"Pieces of {piece} do not share out {batch} evenly."
-    layout = Layout(micro_batch=piece, microbatches=batch // piece, recompute=recompute)
-    needs = memory.estimate(config, layout)
-    if needs.peak > limit:
-        return f"It needs {needs.peak / 1e6:.0f} MB at its peak."
-    if want is not None and recompute == "full" and want[1] == "none":
-        return (
-            "It fits, and computes a third more. Smaller pieces fit without recomputing, and cost "
-            "no arithmetic."
-        )
-    return "It fits, and larger pieces do as well."
-
-
-def _is_a_way(x: Any) -> bool:
-    whole = isinstance(x, tuple) and len(x) == 2 and type(x[0]) is int
-    return whole and 1 <= x[0] <= 12 and x[1] in ("none", "full")
-
-
-_WAY: Kind = ("(1 to 12 sequences, 'none' or 'full') or None", _is_a_way)
 cases(
     "my_micro_batch",
     # Bytes there are: room for all; for pieces of 4, where 5 do not divide 12 and 6 forget the
     # gradients that wait; for single ones; for recomputed ones; for none.
     [(PRESETS["mini"], 12, limit) for limit in (260e6, 190e6, 140e6, 135e6, 130e6)],
     _pieces,
-    kind=_WAY,
     mistakes={
         "It would fit if each piece were a step. The gradients of earlier pieces are there from "
         "the start: microbatches says how many pieces there are.": partial(_pieces, steps=True)
     },
     says="Right: smaller pieces first, recomputation only where single sequences need it.",
-    told=lambda config, batch, limit: f"'mini', {batch} sequences and {limit / 1e6:.0f} MB",
-    why=_why_pieces,
 )

@@ -6,6 +6,7 @@ import argparse
 import io
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import Kind, cases, run_answer, same
+from shardcourse.exercises.forms import cases, close, run_answer, same
 from shardlab import mesh
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
@@ -27,21 +28,6 @@ def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXE
     return [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
 
 
-def _why_group(args: tuple[int, ...], groups: Any, right: list[Any]) -> str:
-    flat = _groups(*args, order=("tp", "pp", "dp"))
-    for axis, got, want, turned in zip(mesh.AXES, map(list, groups), right, flat, strict=True):
-        name = mesh.groups.WORDS[axis]
-        if got == want:
-            continue
-        if sorted(got) == want:
-            return f"The {name} group's ranks are right; they should ascend."
-        if got == turned:
-            return f"The {name} group would be right with tensor outermost; it is innermost."
-        return f"{got} is not the {name} group: which digit of the rank's number changes in it?"
-    return ""
-
-
-_THREE: Kind = ("three lists", lambda x: isinstance(x, tuple | list) and len(x) == 3)
 cases(
     "my_groups",
     [
@@ -50,11 +36,13 @@ cases(
         for rank in range(d * p * t)
     ],
     _groups,
-    kind=_THREE,
     equal=lambda got, want: list(map(list, got)) == want,
+    mistakes={
+        "That would be right with tensor outermost; it is innermost.": partial(
+            _groups, order=("tp", "pp", "dp")
+        )
+    },
     says="Right for every rank of four meshes.",
-    told="Rank {} of d={}, p={}, t={}".format,
-    why=_why_group,
 )
 
 
@@ -154,10 +142,8 @@ def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
     return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
 
 
-def _least(
-    config: Config, size: int, node: int, limit: float, batch: int
-) -> tuple[tuple[Any, ...], float] | None:
-    """The case, and the fewest bytes that leave the nodes; None where nothing fits."""
+def _least(config: Config, size: int, node: int, limit: float, batch: int) -> float | None:
+    """The fewest bytes that leave the nodes; None where nothing fits."""
     found = []
     for d, p in product(range(1, size + 1), repeat=2):
         if size % (d * p):
@@ -169,28 +155,22 @@ def _least(
             continue
         if _fits(config, shape, limit, batch):
             found.append(_beyond(config, shape, node, batch))
-    return ((config, size, node, limit, batch), min(found)) if found else None
+    return min(found, default=None)
 
 
-def _why_mesh(
-    args: tuple[Any, ...], got: Layout | None, want: tuple[tuple[Any, ...], float] | None
-) -> str:
-    """What is wrong with a layout; "" if it is as good as any."""
-    if got is None:
-        return "There is one that fits."
-    config, size, node, limit, batch = args
-    if got.ranks != size or got.zero != 1:
-        return f"That is no Layout of {size} ranks with zero=1."
-    try:
-        mesh.check_cuts(config, got)
-    except ValueError as error:
-        return f"{error}"
-    if want is None or not _fits(config, got, limit, batch):
-        return "A rank holds too much there, or d does not divide the batch."
-    beyond, (_, least) = _beyond(config, got, node, batch), want
-    if beyond <= least * (1 + 1e-9):
-        return ""
-    return f"{beyond:,.0f} B leave the nodes; {least:,.0f} are enough."
+def _leaving(
+    answer: Callable[..., Any], config: Config, size: int, node: int, limit: float, batch: int
+) -> float | None:
+    """The bytes that leave the nodes with the answer's layout; ValueError where it does not fit."""
+    shape = answer(config, size, node, limit, batch)
+    if shape is None:
+        return None
+    if shape.ranks != size or shape.zero != 1:
+        raise ValueError(f"{shape}: allowed are layouts of {size} ranks with zero=1")
+    mesh.check_cuts(config, shape)
+    if not _fits(config, shape, limit, batch):
+        raise ValueError(f"{shape}: a rank holds too much there, or d does not divide the batch")
+    return _beyond(config, shape, node, batch)
 
 
 cases(
@@ -202,11 +182,8 @@ cases(
         (_GPT, 8, 4, 1000, 8),
     ),
     _least,
-    kind=("a Layout or None", lambda x: isinstance(x, Layout)),
-    equal=lambda got, want: not _why_mesh(want[0], got, want),
+    call=_leaving,
+    equal=close(1e-9),
     says="Right for 4 clusters; on one of them nothing fits.",
-    told=lambda config, size, node, limit, batch: (
-        f"With {size} ranks in nodes of {node}, limit={limit:,.0f} and batch={batch}"
-    ),
-    why=_why_mesh,
+    why=lambda job, got, want: f"So many bytes leave the nodes; right is {want}.",
 )

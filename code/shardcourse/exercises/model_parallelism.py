@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardcourse.exercises import exercise
-from shardcourse.exercises.forms import Kind, Part, Trial, cases, number, on_ranks
+from shardcourse.exercises.forms import Part, Trial, cases, number, on_ranks
 from shardcourse.exercises.strategy import laid_out
 from shardlab import ranks
 from shardlab.common.shapes import PRESETS
@@ -43,29 +43,15 @@ def _enough(p: int, percent: int) -> int:
     return max(1, -(-percent * (p - 1) // (100 - percent)))
 
 
-def _why_busy(case: tuple[int, int], got: int, want: int) -> str:
-    p, _ = case
-    if got < 1:
-        return "A step has one micro-batch at least."
-    if got < want:
-        return f"With {got}, the stages are busy for {100 * got / (got + p - 1):.2f} %."
-    less = got - 1
-    return f"{less} would do: {100 * less / (less + p - 1):.2f} %."
-
-
-_COUNT: Kind = ("a whole number: round up, in whole numbers", lambda x: type(x) is int)
 cases(
     "my_busy_microbatches",
     ((4, 50), (4, 75), (4, 90), (8, 90), (8, 80), (2, 99), (64, 95), (1, 90), (3, 67)),
     _enough,
-    kind=_COUNT,
     says="Right: 4 stages need 9 micro-batches to be 75 % busy, and 27 for 90 %.",
-    told="For {} stages and {} %".format,
     mistakes={
         "That makes (p−1)/m the idle share; but the idle time is a share of the whole step, "
         "m + p − 1 long.": lambda p, q: max(1, math.ceil(100 * (p - 1) / (100 - q))),
     },
-    why=_why_busy,
 )
 
 number("gpus_needed", 24, "GPUs",
@@ -85,29 +71,10 @@ def _alike(a: Any, b: Any) -> bool:
     return all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
 
 
-def _why_traffic(case: tuple[int, int, int], got: list[float], want: list[float]) -> str:
-    stage = next(i for i in range(4) if not math.isclose(got[i], want[i], rel_tol=1e-9))
-    hints = (
-        "An all-reduce sends everything twice, and once a step, whatever m is.",
-        "In stage 1: gradients to their owners, once; new weights from them, once.",
-        "In stage 2 the weights are gathered once, after the optimizer's step.",
-        "In stage 3 weights are gathered twice for each micro-batch: they were freed.",
-    )
-    return f"Stage {stage} is the first that differs. {hints[stage]}"
-
-
-def _are_four(x: Any) -> bool:
-    return (
-        isinstance(x, list | tuple) and len(x) == 4 and all(isinstance(y, int | float) for y in x)
-    )
-
-
-_FOUR: Kind = ("four numbers, of the stages 0 to 3", _are_four)
 cases(
     "my_zero_traffic",
     ((8_000, 2, 1), (8_000, 2, 8), (1_000_000, 4, 32), (5_455_000_000, 2, 256), (640, 64, 4)),
     _traffic,
-    kind=_FOUR,
     equal=_alike,
     says="Right: stages 0 and 1 send the same, and m micro-batches multiply 2 and 3.",
     mistakes={
@@ -115,7 +82,6 @@ cases(
             _traffic, keeps_own=False
         ),
     },
-    why=_why_traffic,
 )
 
 _SEQUENCES, _INPUTS, _OUTPUTS = 3, 5, 4

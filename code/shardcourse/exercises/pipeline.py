@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardcourse.exercises import Wrong
-from shardcourse.exercises.forms import WHOLE, Kind, Part, Seen, Trial, cases, number, on_ranks
+from shardcourse.exercises.forms import Part, Seen, Trial, cases, number, on_ranks
 from shardlab import pipeline, ranks
 
 _P, _M = 8, 32
@@ -30,42 +30,11 @@ def _orders(name: str, p: int, m: int) -> list[list[str]]:
     return [[str(action) for action in order] for order in made]
 
 
-def _ordered(forwards: list[str], backwards: list[str], ahead: int) -> list[str]:
-    """`ahead` forwards; then a forward and a backward in turn; then what is left of backwards."""
-    ahead = min(ahead, len(forwards))
-    order = forwards[:ahead]
-    for pair in zip(forwards[ahead:], backwards, strict=False):
-        order += pair
-    return order + backwards[len(forwards) - ahead :]
-
-
-def _slip(ahead: Callable[..., int]) -> Callable[..., list[str]]:
-    """A stage's order with another number of forwards ahead than interleaved 1F1B has."""
-
-    def order(stage: int, p: int, m: int, v: int) -> list[str]:
-        right = _course(stage, p, m, v)
-        forwards, backwards = ([a for a in right if a[0] == kind] for kind in "FB")
-        return _ordered(forwards, backwards, ahead(stage, p, m, v))
-
-    return order
-
-
 def _course(stage: int, p: int, m: int, v: int) -> list[str]:
     order = pipeline.interleaved(p, m, v).orders[stage]
     return [f"{a.kind}{a.microbatch}.{a.chunk}" for a in order]
 
 
-def _why_order(args: tuple[int, ...], got: list[str], want: list[str]) -> str:
-    if sorted(got) != sorted(want):
-        return "There, each pass of a micro-batch and a chunk should be once, such as 'F5.1'."
-    action = next(a for a, b in zip(got, want, strict=True) if a != b)
-    return f"{action} comes at the wrong time. Which chunk is next, and how many run ahead?"
-
-
-_ACTIONS: Kind = (
-    'a list such as ["F0.0", …]',
-    lambda x: isinstance(x, list) and all(isinstance(a, str) for a in x),
-)
 cases(
     "my_interleaved",
     [  # stages, micro-batches and chunks; the first tells the mistakes apart
@@ -74,16 +43,12 @@ cases(
         for stage in range(p)
     ],
     _course,
-    kind=_ACTIONS,
     says="Right on every stage, for 6 cases of stages, micro-batches and chunks.",
     mistakes={
-        "That is 1F1B's number of forwards ahead; here the first backward comes after all of a "
-        "stage's chunks.": _slip(lambda s, p, m, v: p - 1 - s),
-        "All forwards come first: how many does a stage run ahead?": _slip(
-            lambda s, p, m, v: m * v
-        ),
+        "All forwards come first: how many does a stage run ahead?": lambda *case: sorted(
+            _course(*case), key=lambda action: action[0], reverse=True
+        )
     },
-    why=_why_order,
 )
 
 _BACK = "A backward gives activations back; asked for is the most that is there at any time."
@@ -105,42 +70,23 @@ def _lives() -> list[tuple[Any, ...]]:
 cases(
     "my_live",
     _lives,
-    kind=WHOLE,
     says="Right for 13 orders, with whole backwards and with split ones.",
 )
 
 
-def _slowest(costs: list[float], layers: Sequence[int]) -> float:
-    ends = [sum(layers[:i]) for i in range(len(layers) + 1)]
+def _slowest(costs: list[float], parts: int, layers: Sequence[int]) -> float:
+    """The time of the slowest part of a cut; ValueError if it is none."""
+    if len(layers) != parts or sum(layers) != len(costs) or min(layers) < 1:
+        raise ValueError(f"{layers}: wanted are {parts} numbers, {len(costs)} layers in all")
+    ends = [sum(layers[:i]) for i in range(parts + 1)]
     return max(sum(costs[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
 
 
-def _cuts(costs: list[float], parts: int) -> tuple[list[float], int, float]:
-    """What a cut is judged by: the costs, how many parts, and the slowest of the best."""
-    return costs, parts, _slowest(costs, pipeline.balance(costs, parts))
+def _even(costs: list[float], parts: int) -> float:
+    more = len(costs) % parts
+    return _slowest(costs, parts, [len(costs) // parts + (i < more) for i in range(parts)])
 
 
-def _as_good(got: Sequence[int], want: tuple[list[float], int, float]) -> bool:
-    costs, parts, best = want
-    valid = len(got) == parts and sum(got) == len(costs) and min(got) > 0
-    return valid and _slowest(costs, got) <= best
-
-
-def _why_cut(
-    args: tuple[list[float], int], got: Sequence[int], want: tuple[list[float], int, float]
-) -> str:
-    costs, parts = args
-    if got is None or len(got) != parts or sum(got) != len(costs):
-        return f"It should be {parts} numbers, {len(costs)} layers in all."
-    words = f"Its slowest part takes {_slowest(costs, got):g}, and there is a better cut."
-    even = " Layers are counted here; what has to be even is their time."
-    return words + (even if max(got) - min(got) <= 1 else "")
-
-
-_LAYERS: Kind = (
-    "a list of numbers of layers",
-    lambda x: isinstance(x, list | tuple) and all(type(n) is int for n in x),
-)
 cases(
     "my_balance",
     (
@@ -151,11 +97,11 @@ cases(
         ([7, 3], 1),
         ([4, 1, 3, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], 6),
     ),
-    _cuts,
-    kind=_LAYERS,
-    equal=_as_good,
+    lambda costs, parts: _slowest(costs, parts, pipeline.balance(costs, parts)),
+    call=lambda answer, costs, parts: _slowest(costs, parts, answer(costs, parts)),
     says="Right: no part slower than necessary, for 6 lists of layers.",
-    why=_why_cut,
+    mistakes={"Layers are counted here; what has to be even is their time.": _even},
+    why=lambda job, got, want: f"That is the time of its slowest part, and {want} is possible.",
 )
 
 
@@ -273,7 +219,6 @@ def _deadlocks() -> list[tuple[Any, ...]]:
 cases(
     "my_deadlock",
     _deadlocks,
-    kind=('a dict, {} or such as {1: "B0"}', lambda x: isinstance(x, dict)),
     says=f"Right for {len(_DEADLOCKS) + 2} schedules, some of which never end.",
 )
 
@@ -291,6 +236,5 @@ cases(
         ((16, 1536, 0.055, 10), None, "No m can do it: 16 sequences are held if each is alone."),
         ((1, 8, 0.0, 8), 1, "One stage has no bubble."),
     ),
-    kind=WHOLE,
     says="Right for 8 steps, two of which cannot be had.",
 )

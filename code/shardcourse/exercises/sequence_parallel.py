@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardcourse.exercises.forms import (
-    Kind,
     Part,
     Seen,
     Trial,
@@ -39,17 +38,6 @@ def _summands(names: list[str]) -> set[str]:
     return {name for name in names if "norm." in name or name.endswith(late)}
 
 
-def _why(args: tuple[list[str]], given: Any, want: set[str]) -> str:
-    got = set(given)
-    if extra := sorted(got - want):
-        return f"{extra[0]!r} is one too many: it is cut, and all tokens meet each rank's part."
-    name = min(want - got)
-    told = "It is added behind the reduce-scatter, to this rank's tokens alone."
-    if "norm" in name:
-        told = "A norm is whole on every rank and has seen this rank's tokens alone."
-    return f"{name!r} is missing. {told}"
-
-
 def _names() -> list[tuple[list[str]]]:
     """The parameters of GPT-2's kind, and of Llama's."""
     small = {"vocab": 8, "seq": 4, "layers": 2, "heads": 2, "hidden": 8}
@@ -58,16 +46,20 @@ def _names() -> list[tuple[list[str]]]:
     return [([name for name, _ in model.named_parameters()],) for model in models]
 
 
-_NAMES: Kind = ("the names, as a list or a set", lambda x: isinstance(x, list | tuple | set))
 cases(
     "my_summands",
     _names,
     _summands,
-    kind=_NAMES,
     equal=lambda got, want: set(got) == want,
     says="Right: norms, and biases that are added behind the reduce-scatter.",
-    told=lambda names: "With Llama's kind" if "head.weight" in names else "With GPT-2's kind",
-    why=_why,
+    mistakes={
+        "A norm is whole on every rank and has seen this rank's tokens alone.": lambda names: {
+            name for name in _summands(names) if "norm." not in name
+        },
+        "What is added behind the reduce-scatter is missing.": lambda names: {
+            name for name in _summands(names) if "norm." in name
+        },
+    },
 )
 
 

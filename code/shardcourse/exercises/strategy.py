@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import called, number
+from shardcourse.exercises.forms import cases, close, number
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import PRESETS, Config
 from shardtools import strategy
@@ -39,28 +38,25 @@ number("strategy_days", _DAYS, "days", rel=0.01,
 })  # fmt: skip
 
 
-@exercise("strategy_corner")
-def _corner(answer: Callable[..., Any]) -> str:
-    for seed in range(20):
-        chance = random.Random(seed)
-        launch, rate = chance.uniform(1e-3, 8e-3), chance.uniform(1e14, 7e14)
-        sizes = [launch * rate * 2 ** (k / 2 - 4) for k in range(17)]
-        layers = [(w, max(launch, w / rate) * chance.uniform(0.99, 1.01)) for w in sizes]
-        for k in chance.sample(range(17), 3):
-            layers[k] = layers[k][0], layers[k][1] * chance.uniform(2, 6)
-        chance.shuffle(layers)
-        found = called(answer, layers)
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise Wrong(f"It should return (launch, rate), not {found!r}.")
-        for name, got, want in zip(("launch", "rate"), found, (launch, rate), strict=True):
-            if abs(got / want - 1) > _NEAR:
-                words = f"{name} is {got:.3g}, and {want:.3g} made these measurements."
-                swapped = abs(found[0] / rate - 1) < _NEAR
-                also = (
-                    " Are the two in the other order?" if swapped else " Do slow runs pull at it?"
-                )
-                raise Wrong(words + also)
-    return "Right, on twenty lists: two constants, and no slow run moves them."
+def _measured(seed: int) -> tuple[tuple[list[tuple[float, float]]], tuple[float, float], str]:
+    """Layers' (operations, seconds); the launch and the rate that made them; what helps."""
+    chance = random.Random(seed)
+    launch, rate = chance.uniform(1e-3, 8e-3), chance.uniform(1e14, 7e14)
+    sizes = [launch * rate * 2 ** (k / 2 - 4) for k in range(17)]
+    layers = [(w, max(launch, w / rate) * chance.uniform(0.99, 1.01)) for w in sizes]
+    for k in chance.sample(range(17), 3):
+        layers[k] = layers[k][0], layers[k][1] * chance.uniform(2, 6)
+    chance.shuffle(layers)
+    words = f"{launch:.3g} and {rate:.3g} made these measurements. Do slow runs pull at yours?"
+    return (layers,), (launch, rate), words
+
+
+cases(
+    "strategy_corner",
+    [_measured(seed) for seed in range(20)],
+    equal=lambda got, want: all(map(close(_NEAR), got, want)),
+    says="Right, on twenty lists: two constants, and no slow run moves them.",
+)
 
 
 def laid_out(answer: Any, config: Config, gpu: Machine, gpus: int, batch: int, most: float) -> str:

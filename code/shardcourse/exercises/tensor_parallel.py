@@ -5,7 +5,7 @@ Shapes in names as everywhere; small letters are a rank's share: f of F, v of V.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from shardcourse.exercises import Wrong, exercise
 from shardcourse.exercises.forms import (
-    WHOLE,
-    Kind,
     Part,
-    Seen,
     Trial,
+    bytes_at_most,
     called,
     calls_at_most,
     cases,
@@ -28,9 +26,8 @@ from shardcourse.exercises.forms import (
     number,
     on_ranks,
 )
-from shardlab import memory, ranks
+from shardlab import ranks
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.layout import Layout
 
 _TOLERANCE = 1e-5  # float32, values up to about 10, sums made in another order
 
@@ -157,37 +154,13 @@ def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], 
     return held(rank), [other for other in range(size) if held(other) == held(rank)]
 
 
-def _why_heads(case: tuple[int, ...], got: Sequence[list[int]], want: Sequence[list[int]]) -> str:
-    *_, rank, size = case
-    mine = sorted(got[0])
-    if mine != want[0]:
-        words = f"Its queries use the heads {want[0]}."
-        if mine == []:
-            words += " With more ranks than heads, some have to hold the same one."
-        elif mine == [rank]:
-            words += " Neighbours in rank share a head of keys."
-        return words
-    return f"The same heads are on the ranks {want[1]}."
-
-
 _SPLITS = ((8, 4, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 2, 4), (6, 3, 1))
-_LISTS: Kind = (
-    "two lists, of heads and of ranks",
-    lambda x: (
-        isinstance(x, tuple | list) and len(x) == 2 and all(hasattr(y, "__iter__") for y in x)
-    ),
-)
 cases(
     "my_kv_heads",
     [(heads, kv_heads, rank, size) for heads, kv_heads, size in _SPLITS for rank in range(size)],
     _heads,
-    kind=_LISTS,
     equal=lambda got, want: tuple(map(sorted, got)) == want,
     says="Right for 6 models: copies of a head stay equal when they add up.",
-    told=lambda heads, kv_heads, rank, size: (
-        f"heads={heads}, kv_heads={kv_heads}, rank {rank} of {size}"
-    ),
-    why=_why_heads,
 )
 
 
@@ -202,24 +175,13 @@ def _logits(size: int, ties: bool) -> Tensor:
     return -torch.rand(*_TOKENS, size * _SHARD, generator=generator) - 1
 
 
-def _per_token(seen: list[Seen]) -> int:
-    return max(sum(one.sent.payload.values()) + one.sent.bytes for one in seen) // 6
-
-
-def _no_logits(seen: list[Seen]) -> str:
-    if (sent := _per_token(seen)) < 4 * _SHARD:
-        return ""
-    words = f"Right, but a rank with {_SHARD} logits a token sent {sent} bytes for each"
-    return f"{words}: do without sending logits."
-
-
 @on_ranks(
     "my_greedy",
     ((2, False), (2, True), (4, False), (4, True)),
-    rules=[_no_logits],
-    says=lambda seen: (
-        f"Right on 2 and on 4 ranks, with {_per_token(seen)} bytes a token, whatever V is."
-    ),
+    rules=[
+        bytes_at_most(lambda n: 6 * 4 * _SHARD - 1, "do without sending logits."),  # of 6 tokens
+    ],
+    says="Right on 2 and on 4 ranks, and no rank sends its logits.",
 )
 def _(size: int, ties: bool) -> Trial:
     logits_BSV = _logits(size, ties)
@@ -239,22 +201,6 @@ def _(size: int, ties: bool) -> Trial:
     return Trial([part], [(own_BSv.contiguous(),) for own_BSv in parts])
 
 
-def _why_degree(job: tuple[Config, float, int], got: int, want: int | None) -> str:
-    config, limit, _ = job
-    if got is None:
-        return "One divides and fits."
-    if got < 1:
-        return "None fits, thus None."
-    widths = {"heads": config.heads, "key-value heads": config.key_value_heads}
-    widths |= {"ffn_width": config.ffn_width, "vocab": config.vocab}
-    uncut = [name for name, width in widths.items() if width % got]
-    if uncut:
-        return f"It does not divide {' and '.join(uncut)}."
-    if memory.estimate(config, Layout(tp=got), device="gpu").peak > limit:
-        return "That does not fit."
-    return "A smaller one fits as well, and sends less."
-
-
 _LLAMA = PRESETS["llama-3-8b"]
 _SMALL = Config(vocab=49_152, seq=1024, layers=12, heads=12, hidden=1536)
 cases(
@@ -267,11 +213,5 @@ cases(
         ((PRESETS["gpt-2"], 2e9, 8), None, ""),
         ((_LLAMA, 24e9, 32), None, ""),
     ),
-    kind=WHOLE,
     says="Right for 6 jobs; for some of them no degree will do.",
-    told=lambda config, limit, node: (
-        f"With heads={config.heads}, key-value heads={config.key_value_heads}, "
-        f"ffn_width={config.ffn_width}, vocab={config.vocab}, limit={limit:.0f} and node={node}"
-    ),
-    why=_why_degree,
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import Kind, blanks, cases, differentiate, run_answer
+from shardcourse.exercises.forms import blanks, cases, differentiate, run_answer
 from shardlab import ranks
 from shardlab import tensor_types as tt
 from shardlab.tensor_types.adjoint import disproof
@@ -91,23 +91,11 @@ def _summed(words: list[str]) -> str | None:
         return None
 
 
-def _why_sum(args: tuple[list[str]], got: str | None, want: str | None) -> str:
-    words = set(args[0])
-    if words == {"P"}:
-        return "Addends of two sums, added, are addends of the sum of both."
-    if words == {"R", "V"}:
-        return "R may be used with something of a rank's own; the result is the rank's own."
-    return "Like goes with like: I with I alone, and P with P alone."
-
-
-_WORD: Kind = ("one of the words I, R, V and P, or None", lambda x: x in list(tt.WORDS))
 cases(
     "my_sum",
     [(list(words),) for n in (1, 2, 3) for words in product(tt.WORDS, repeat=n)],
     _summed,
-    kind=_WORD,
     says="Right for all 84 lists of up to three words.",
-    why=_why_sum,
 )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import Number, Part, Trial, blanks, called, number, on_ranks
+from shardcourse.exercises.forms import Number, Part, Trial, blanks, cases, number, on_ranks
 from shardlab import ranks
 from shardlab.train import one_gpu, sampler
 from shardtools import steps
@@ -66,29 +66,37 @@ def _(*groups: _Losses) -> Trial:
     return Trial([Part("the mean", list(right), mistakes, 1e-5)], size=len(rows))
 
 
-@exercise("my_rest")
-def _(answer: Callable[..., Any]) -> str:
-    generator = torch.Generator().manual_seed(0)
-    for length, done, batch, size in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8)):
-        order = torch.randperm(length, generator=generator).tolist()
-        got = [called(answer, order, done, batch, rank, size) for rank in range(size)]
-        if not all(isinstance(part, list) for part in got):
-            raise Wrong(f"A list is due, and your function returned {got[0]!r}.")
-        case = f"order of {length}, done={done}, batch={batch}, size={size}"
-        due = order[done * batch : length // batch * batch]
-        flat = [window for part in got for window in part]
-        if sorted(flat) != sorted(due):
-            if set(flat) & set(order[: done * batch]):
-                raise Wrong(f"{case}: windows are read again that were read before the stop.")
-            if len(flat) > len(due):
-                raise Wrong(f"{case}: the incomplete last batch is to be dropped.")
-            raise Wrong(f"{case}: the ranks together read other windows than are due.")
-        each = batch // size
-        for step in range(len(due) // batch):
-            together = {w for part in got for w in part[step * each : (step + 1) * each]}
-            if together != set(due[step * batch : (step + 1) * batch]):
-                raise Wrong(f"{case}: step {done + step + 1} sees other windows than one process.")
-    return "Right: whoever goes on, each step sees the windows that one process would see."
+def _rest(order: list[int], done: int, batch: int, size: int) -> list[list[int]]:
+    """By step, the windows of all ranks together, sorted."""
+    return [sorted(order[k * batch : (k + 1) * batch]) for k in range(done, len(order) // batch)]
+
+
+def _read(
+    answer: Callable[..., Any], order: list[int], done: int, batch: int, size: int
+) -> list[list[int]] | None:
+    parts = [answer(order, done, batch, rank, size) for rank in range(size)]
+    if None in parts:
+        return None
+    each = batch // size
+    begins = range(0, max(map(len, parts)), each)
+    return [sorted(w for part in parts for w in part[at : at + each]) for at in begins]
+
+
+cases(
+    "my_rest",
+    lambda: [
+        (torch.randperm(length, generator=torch.Generator().manual_seed(0)).tolist(), *case)
+        for length, *case in ((13, 2, 4, 2), (13, 0, 4, 4), (50, 3, 8, 1), (50, 5, 8, 8))
+    ],
+    _rest,
+    call=_read,
+    says="Right: whoever goes on, each step sees the windows that one process would see.",
+    mistakes={
+        "Windows are read again that were read before the stop.": lambda order, done, batch, size: (
+            _rest(order, 0, batch, size)
+        )
+    },
+)
 
 
 def _script(name: str, upto: int, says: str) -> None:

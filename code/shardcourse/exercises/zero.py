@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardcourse.exercises.forms import WHOLE, Part, Trial, cases, number, on_ranks, pair
+from shardcourse.exercises.forms import Part, Trial, cases, number, on_ranks
 from shardlab import memory
 from shardlab.layout import Layout
 
@@ -34,7 +34,6 @@ cases(
         for rank in range(size)
     ],
     _bounds,
-    kind=pair("a pair (begin, end)"),
     equal=lambda got, want: tuple(got) == want,
     says="Right, also where 1,000,003 elements are cut for 64 ranks.",
     mistakes={
@@ -171,12 +170,7 @@ cases(
     "my_stage",
     _JOBS,
     _smallest,
-    kind=WHOLE,
     says="Right for 9 jobs, some of which fit in no stage.",
-    told=lambda params, activations, ranks, limit: (
-        f"{params / 1e9:.0f} billion parameters, {activations / 1e9:.0f} GB of activations, "
-        f"{ranks} ranks of {limit / 1e9:.0f} GB"
-    ),
     mistakes={
         "That leaves out the activations: they are held beside the states.": (
             lambda *job: _smallest(*job, hidden=0)
@@ -185,11 +179,4 @@ cases(
             lambda *job: _smallest(*job, hidden=1 / job[2])
         ),
     },
-    why=lambda job, got, want: (
-        "Does stage 3 fit?"
-        if want is None
-        else "A smaller stage fits as well, and keeps more of the speed."
-        if got is not None and got > want
-        else ""
-    ),
 )

@@ -77,24 +77,3 @@ def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):
     assert "edited here" not in script.read_text()
     assert (book.root / "lessons/small.md").read_bytes() == lesson
     assert not (script.parent / "gone.py").exists()
-
-
-def test_saving_in_jupyterlab_keeps_the_lesson(tmp_path):
-    """What JupyterLab writes when a reader runs and saves an unchanged lesson."""
-    from jupyter_server.services.contents.largefilemanager import LargeFileManager
-    from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
-
-    book = Book(tmp_path)
-    lesson = (book.root / "lessons/small.md").read_text()
-    manager = build_sync_jupytext_contents_manager_class(LargeFileManager)()
-    manager.root_dir = str(book.root)
-    model = manager.get("lessons/small.md", type="notebook")
-    content = model["content"]
-    content["metadata"]["language_info"] = {"name": "python", "version": "3.11.0"}
-    for number, cell in enumerate(content["cells"]):
-        cell["metadata"]["trusted"] = True
-        if cell["cell_type"] == "code":
-            cell["execution_count"] = number
-    manager.save(model, "lessons/small.md")
-    assert (book.root / "lessons/small.md").read_text() == lesson
-    assert (book.root / "code/lessons/small.py").read_text() == pairs.script("small", book.root)

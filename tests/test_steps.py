@@ -62,11 +62,6 @@ def test_what_the_sentences_of_1f1b_say() -> None:
         assert sum(inside) == 8
 
 
-def test_what_the_sentences_of_the_whole_batch_say() -> None:
-    whole = pipeline.simulate(pipeline.schedule("naive", 4, 1))
-    assert (whole.cost, set(whole.busy), whole.peak_activations) == (12, {3}, (1, 1, 1, 1))
-
-
 def test_what_the_sentences_of_the_zig_zag_say() -> None:
     tokens = 2**14  # so many that half a square and half its diagonal are half a square
     turns = context_parallel.score_turns("zigzag", 8 * tokens, 4)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -103,9 +102,7 @@ async def _execute_all(names: list[str], root: Path, done: Callable, cpu: bool) 
                 outcome = await _execute(name, root, cpu, turns)
             except LessonError as error:
                 outcome = error
-            _line()
             done(name, outcome)
-            _show()
 
     tasks = [asyncio.create_task(one(name)) for name in names]
     try:
@@ -203,14 +200,14 @@ async def _run(
             begin += time.monotonic() - asked
             yield
 
-    async def attempt(cell: nbformat.NotebookNode, tries: int) -> None:
+    async def attempt(number: int, cell: nbformat.NotebookNode, tries: int) -> None:
         """Execute a cell; where its times are not what it claims, measure again."""
         await client.async_execute_cell(cell, number - 1, execution_count=number)
         line = _unseen(cell)
         if line and tries > 1:
             again.append(number)
             cell.outputs = []
-            await attempt(cell, tries - 1)
+            await attempt(number, cell, tries - 1)
         elif line and BUSY not in line:
             raise LessonError(_message(shown, number, cells, f"{TRIES} times: {line}"))
 
@@ -244,9 +241,8 @@ async def _run(
                     await client.async_start_new_kernel(env=variables, cwd=str(path.parent))
                     await client.async_start_new_kernel_client()
                 for number, cell in enumerate(cells, 1):
-                    _progress(name, f"code cell {number} of {len(cells)}")
                     async with turn(alone=MEASURED in cell.metadata.get("tags", [])):
-                        await attempt(cell, TRIES)
+                        await attempt(number, cell, TRIES)
                 seconds = time.monotonic() - begin
                 async with turn():
                     await client.async_execute_cell(question, len(cells))
@@ -272,7 +268,6 @@ async def _run(
         raise LessonError(f"{shown} could not be executed: {error}") from error
     finally:
         lesson.cells = cells
-        _progress(name)
     return json.loads(question.outputs[0].text), seconds, again, opened
 
 
@@ -296,23 +291,3 @@ def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: s
     source = cells[number - 1].source.strip() if cells and number else ""
     lines = "\n".join(f"    | {line}" for line in source.splitlines())
     return f"{path}, code cell {number} of {len(cells)}: {what}\n{lines}"
-
-
-_GOING: dict[str, str] = {}  # pages, and how far each one is
-
-
-def _progress(name: str, far: str = "") -> None:
-    """One line in a terminal that says how far each page is; nothing elsewhere."""
-    _GOING.pop(name, None)
-    if far:
-        _GOING[name] = far
-    _show()
-
-
-def _show() -> None:
-    _line(", ".join(f"{name}: {far}" for name, far in sorted(_GOING.items())))
-
-
-def _line(text: str = "") -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,12 +91,13 @@ def notebook(name: str, root: Path) -> nbformat.NotebookNode:
     return read(source(name, root).read_text("utf-8"))
 
 
-@lru_cache(maxsize=64)
 def read(text: str) -> nbformat.NotebookNode:
-    """A page's text as a notebook without outputs; its metadata say where each cell stands.
+    """A page's text as a notebook without outputs; its metadata say where each cell stands."""
+    return deepcopy(_parsed(text))  # whoever gets it may put outputs into it
 
-    Whoever reads the same text gets the same notebook: nobody changes it.
-    """
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> nbformat.NotebookNode:
     from jupytext.myst import myst_to_notebook
 
     return myst_to_notebook(text, add_source_map=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from copy import deepcopy
 from pathlib import Path
 
 from shardtools import options
@@ -37,7 +36,7 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
     import jupytext
     from jupytext.config import load_jupytext_config
 
-    book = deepcopy(notebook(topic, root))  # whose own reader leaves out what follows
+    book = notebook(topic, root)  # whose reader leaves out what follows
     book.metadata.pop("source_map")
     book.metadata["jupytext"]["default_lexer"] = "ipython3"
     if alone:

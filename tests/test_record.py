@@ -202,16 +202,12 @@ open('../kept/' + 'written').read()"""
 KEPT = [f"kept/{name}.json" for name in ("forked", "joined", "looped", "other")]
 
 
-def with_cell(book, cell):
-    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
-    for name in KEPT:
-        book.write(name, "[1.0]")
-    return build.execute("small", book.root)
-
-
 def test_key_holds_what_a_run_opens(book):
     """By a joined path, in a loop, a fork, another interpreter; but not what it wrote."""
-    lesson = with_cell(book, SEEN)
+    book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{SEEN}\n```\n")
+    for name in KEPT:
+        book.write(name, "[1.0]")
+    lesson = build.execute("small", book.root)
     assert build.about(lesson)["opened"] == KEPT
     assert build.changed(lesson, "small", book.root) == []
     book.write(KEPT[0], "[0.5]")

@@ -159,44 +159,36 @@ def _inside(full: torch.Tensor, box: _Box) -> torch.Tensor:
     return full[row : row + rows, column : column + columns]
 
 
-@exercise("my_pieces")
-def _(answer: Callable[..., Any]) -> str:
-    for shape, old, new in _CUTS:
-        full = torch.arange(shape[0] * shape[1]).view(shape)
-        files = {f"{i}.pt": box for i, box in enumerate(_boxes(shape, old))}
-        saved = [(file, *box) for file, box in files.items()]
-        for box in _boxes(shape, new):
-            where = (
-                f"A matrix of {shape}, cut {old[0]} x {old[1]} when it was saved: for the box at "
-                f"{box[0]} of size {box[1]}"
-            )
-            plan = called(answer, saved, *box)
-            if plan is None:
-                raise Wrong("There is no answer yet: return a list of (file, theirs, mine).")
-            wanted = _inside(full, box)
-            found = torch.full_like(wanted, -1)
-            for file, theirs, mine in plan:
-                source = _inside(full, files[file])
-                if not set(source.flatten().tolist()) & set(wanted.flatten().tolist()):
-                    raise Wrong(f"{where}, nothing in {file} is of use: leave it out.")
-                if not source[theirs].numel() or source[theirs].shape != found[mine].shape:
-                    raise Wrong(
-                        f"{where}, theirs={_slices(theirs)} and mine={_slices(mine)} do not fit "
-                        f"{file}, whose box begins at {files[file][0]}: each is counted from the "
-                        "corner of its own box."
-                    )
-                found[mine] = source[theirs]
-            if torch.equal(found, wanted):
-                continue
-            raise Wrong(
-                f"{where}, {int((found != wanted).sum())} of {wanted.numel()} numbers are missing "
-                "or wrong: is `theirs` counted from the corner of the saved box, `mine` from yours?"
-            )
-    return "Right: cut by rows, by columns and by both, also where they do not divide."
+def _matrix(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.arange(shape[0] * shape[1]).view(shape)
 
 
-def _slices(pair: Any) -> str:
-    return ", ".join(f"{one.start}:{one.stop}" for one in pair)
+def _filled(
+    answer: Callable[..., Any], shape: tuple[int, int], old: tuple[int, int], box: _Box
+) -> list[list[int]] | None:
+    """What the answer's plan reads into `box` of a matrix that was cut `old` when it was saved."""
+    files = {f"{i}.pt": there for i, there in enumerate(_boxes(shape, old))}
+    plan = answer([(file, *there) for file, there in files.items()], *box)
+    if plan is None:
+        return None
+    found = torch.full_like(_inside(_matrix(shape), box), -1)
+    for file, theirs, mine in plan:
+        source = _inside(_matrix(shape), files[file])[theirs]
+        if not source.numel():
+            raise ValueError(f"nothing of {file} is read: leave it out")
+        if source.shape != found[mine].shape:
+            raise ValueError(f"{file}: theirs and mine are counted each from its own box's corner")
+        found[mine] = source
+    return found.tolist()
+
+
+cases(
+    "my_pieces",
+    [(shape, old, box) for shape, old, new in _CUTS for box in _boxes(shape, new)],
+    lambda shape, old, box: _inside(_matrix(shape), box).tolist(),
+    call=_filled,
+    says="Right: cut by rows, by columns and by both, also where they do not divide.",
+)
 
 
 def _interval(

@@ -75,8 +75,8 @@ def _found(answer: Callable[..., Any], job: int, task: int, gpus: int) -> dict[s
     def found(job: int, task: int) -> Any:
         return answer(_slurm(job, task), ["node7", "node9"], gpus)
 
-    if not isinstance(mine := found(job, task), dict):
-        return mine
+    if (mine := found(job, task)) is None:
+        return None
     port = mine.get("MASTER_PORT")
     everyones = {found(job, other)["MASTER_PORT"] for other in range(4)}
     other = found(job + 1, task)["MASTER_PORT"]
@@ -89,6 +89,9 @@ cases(
     [(job, task, gpus) for job in (1, 71234, 9_999_998) for task in range(4) for gpus in range(3)],
     _placed,
     call=_found,
+    why=lambda case, got, want: next(
+        f"{name} should be {value!r}." for name, value in want.items() if got.get(name) != value
+    ),
     says="Right: six values, and every task of a job finds the same address.",
 )
 

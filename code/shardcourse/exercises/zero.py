@@ -70,24 +70,18 @@ def _mixed(answer: Callable[..., Any], size: int) -> Tensor:
 def _alone(
     size: int,
     scale: float | None = None,
-    narrow_sum: bool = False,
-    narrow_step: bool = False,
     rebinds: bool = False,
 ) -> Tensor:
-    """The same from one process, with a mistake: another factor than 1/N, a sum or a step in
-    bfloat16; rebinds: the step's master is a new tensor, and gone after it."""
+    """The same from one process, with a mistake: another factor than 1/N; or, with `rebinds`, a
+    step whose master is a new tensor, and gone after it."""
     master, moment = torch.ones(_ELEMENTS), torch.zeros(_ELEMENTS)
     weights = master.bfloat16()
     for step in range(_STEPS):
-        gradients = [_gradient(rank, step) for rank in range(size)]
-        total = sum(g if narrow_sum else g.float() for g in gradients)
+        total = sum(_gradient(rank, step).float() for rank in range(size))
         moment = _DECAY * moment + (total * (scale or 1 / size)).float()
-        if narrow_step:
-            weights = weights - (_LR * moment).bfloat16()
-        else:
-            stepped = master - _LR * moment
-            weights = stepped.bfloat16()
-            master = master if rebinds else stepped
+        stepped = master - _LR * moment
+        weights = stepped.bfloat16()
+        master = master if rebinds else stepped
     return torch.cat([weights.float(), master])
 
 
@@ -114,11 +108,6 @@ def _(size: int) -> Trial:
         "The weights have changed, and `master` has not: `master = …` gives the name to a new "
         "tensor, which is gone after the step. Change it in place: `master -= …`.": _alone(
             size, rebinds=True
-        ),
-        "The step was made on the bfloat16 weights, where small steps round away; it belongs to "
-        "the master.": _alone(size, narrow_step=True),
-        "The gradients were added up in bfloat16: widen them first (`gradient.float()`).": _alone(
-            size, narrow_sum=True
         ),
         f"The gradients were summed over {size} ranks, not averaged.": _alone(size, 1.0),
     }

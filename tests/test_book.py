@@ -261,16 +261,3 @@ def test_changed_style_sheet_is_copied(small):
     small.write("book/static/course.css", "p { color: red }\n")
     small.built()
     assert (small.root / "_build/html/_static/course.css").read_text() == "p { color: red }\n"
-
-
-def test_tests_see_foreign_loads_and_dead_links(tmp_path):
-    """The checks above would find what they look for."""
-    (tmp_path / "a.html").write_text(
-        '<script src="https://cdn.example/x.js"></script><link rel="stylesheet" href="//x.example">'
-        "<style>@import 'https://a.example/f.css'; p { background: url(https://b.example/i.png) }"
-        '</style><script>load("https://c.example/y.js")</script><img src="http://d.example/z.png">'
-        '<a href="b.html">b</a><a href="#gone">g</a><a id="here" href="#here">h</a>'
-    )
-    (tmp_path / "a.css").write_text("@font-face { src: url('https://e.example/f.woff2') }")
-    assert len(foreign(tmp_path)) == 7
-    assert dead_links(tmp_path) == ["a.html: b.html", "a.html: #gone"]

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from shardcourse import build
-from shardcourse.build.exercises import exercises, imports, parts
+from shardcourse.build.exercises import exercises, parts
 from shardlab.common import show
 
 TOPICS = build.lessons(show.ROOT)
@@ -61,11 +61,6 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
         assert "```{" not in text
         assert not re.search(r"\{[\w:]+\}`|\]\((?!https?:)", text)
     assert nbformat.writes(book) == nbformat.writes(exercises(topic, root))
-
-
-def test_exercises_begin_with_what_the_first_cell_imports():
-    cell = "import os\n# not this\nx = os.name\nfrom a import (\n    b,\n)\n"
-    assert imports(cell) == "import os\nfrom a import (\n    b,\n)"
 
 
 def test_every_lesson_offers_its_exercises(site, root):

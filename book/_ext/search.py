@@ -3,7 +3,7 @@
 Sphinx's own search knows pages, counts the code on them, and takes a part of a word for the word.
 Here each section is an entry: its title, its page's, its prose. Names defined in the course's files
 are entries, too, and come after sections. `_static/sections.js` has them all, with what
-book/synonyms.yml says: words for the same, sections that come first, and what is not in the course.
+book/synonyms.yml says: words for the same, and sections that come first.
 The page search.html loads it and book/static/search.js, which finds and ranks.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,26 +111,11 @@ def write_index(app: Sphinx) -> None:
         where = target(path, f"#L{line}", lambda page, _resource=0: up(page))
         entries.append([path.removeprefix("code/"), name, where, None])
     said = yaml.safe_load(SYNONYMS.read_text("utf-8"))
-    slugs = {docname: env.metadata[docname].get("myst_slugs", {}) for docname in env.searched}
-    said["taught"] = taught(said["taught"], slugs, app.builder.get_target_uri)
+    known = {address for _, _, address, _ in entries}
+    for address in said["taught"]:
+        if address.split(".html")[0] in env.searched and address not in known:
+            raise ValueError(f"taught: {address!r} in {SYNONYMS.name} is no section of that page")
     text = json.dumps({"entries": entries, **said}, ensure_ascii=False)
     index = Path(app.outdir, "_static", INDEX)
     index.parent.mkdir(exist_ok=True)
     index.write_text(f"window.SECTIONS = {text};\n", "utf-8")
-
-
-def taught(
-    wanted: dict[str, list[str]],
-    slugs: dict[str, dict[str, tuple[int, str, str]]],
-    uri: Callable[[str], str],
-) -> list[tuple[str, list[str]]]:
-    """The addresses of the sections that come first, as entries have them, and their phrases."""
-    found = []
-    for link, phrases in wanted.items():
-        docname, slug = link.split(".md#")
-        if docname not in slugs:  # a test's book has few pages
-            continue
-        if slug not in slugs[docname]:
-            raise ValueError(f"taught: {link!r} in {SYNONYMS.name} is no heading of that page")
-        found.append((f"{uri(docname)}#{slugs[docname][slug][1]}", phrases))
-    return found

@@ -1,7 +1,7 @@
 // Finds sections: every word of the query, or of a phrase that means the same, as whole words.
 "use strict";
 {
-  const { entries, same, taught, elsewhere } = window.SECTIONS;
+  const { entries, same, taught } = window.SECTIONS;
   const stem = (word) =>
     word.length > 4 ? word.replace(/ies$/, "y").replace(/(?<=[^s])s$/, "").replace(/(?<=...)(ing|ed)$/, "").replace(/e$/, "") : word.replace(/(?<=..[^s])s$/, "");
   // "all-reduce" is a word, and so are its parts.
@@ -69,12 +69,10 @@
     if (sentence) add(item, "p", sentence.length > 220 ? sentence.slice(0, 220) + "…" : sentence);
   };
 
-  // What a phrase that is all of the query leads to, and what of the query is not in the course.
-  const isIt = (query) => (phrase) => plain(phrase) === plain(query);
-  const first = (query) => taught.filter(([, phrases]) => phrases.some(isIt(query)))
+  // The sections that a phrase leads to which is all of the query.
+  const first = (query) => Object.entries(taught)
+    .filter(([, phrases]) => phrases.some((phrase) => plain(phrase) === plain(query)))
     .map(([address]) => ({ entry: index.find((e) => e.address === address), words: wordsOf(query) }));
-  const missing = (query) => elsewhere.flatMap(({ phrases, name, link }) =>
-    phrases.filter((phrase) => plain(query).includes(plain(phrase))).slice(0, 1).map((phrase) => ({ phrase, name, link })));
 
   const query = new URLSearchParams(location.search).get("q")?.trim() ?? "";
   const led = first(query);
@@ -82,15 +80,9 @@
   const found = [...led, ...others].slice(0, 40);
   for (const box of document.querySelectorAll("input[name=q]")) box.value = query;
   for (const one of found) show(one, document.querySelector("#search-results"));
-  const summary = document.querySelector(".search-summary");
-  for (const { phrase, name, link } of missing(query)) {
-    add(summary, "span", `${phrase} is not in this course. See `);
-    add(summary, "a", name, { href: link });
-    add(summary, "span", ". ");
-  }
-  if (query && (found.length || !summary.textContent)) {
-    add(summary, "span", found.length
+  if (query) {
+    document.querySelector(".search-summary").textContent = found.length
       ? `${found.length === 40 ? "The best 40" : found.length} sections for “${query}”.`
-      : `Nothing has “${query}” in it. Fewer words, or another word for it, may find something.`);
+      : `Nothing has “${query}” in it. Fewer words, or another word for it, may find something.`;
   }
 }

@@ -107,23 +107,3 @@ def test_on_paper_all_steps_can_be_read(visit):
     tops = [item.bounding_box()["y"] for item in box.locator("li").all()]
     assert tops == sorted(tops) and len(set(tops)) == len(tops)
     assert not box.get_by_role("button").first.is_visible()
-
-
-def test_several_on_a_page_keep_apart(visit):
-    """The script takes each group for itself, and a second run of it changes nothing."""
-    page = visit("lessons/collectives.html").page
-    page.evaluate(
-        """async () => {
-          const copy = document.createElement("div");
-          copy.className = "steps";
-          copy.innerHTML = "<ol><li>one</li><li>two</li></ol>";
-          document.querySelector(".steps").after(copy);
-          const script = document.createElement("script");
-          script.src = document.querySelector("script[src*='steps.js']").src;
-          await new Promise((done) => { script.onload = done; document.body.append(script); });
-        }"""
-    )
-    first, second = page.locator(".steps").all()
-    second.get_by_role("button", name="Next").click()
-    assert (shown(first), shown(second)) == ([1], [2])
-    assert [box.get_by_role("button").count() for box in (first, second)] == [2, 2]

@@ -4,10 +4,6 @@ Python's own takes seconds to load in a browser: it brings `inspect`, and so hal
 """
 
 
-class FrozenInstanceError(AttributeError):
-    """Somebody sets a field of what is frozen."""
-
-
 class _Factory:
     """Makes a field's default, for each object its own."""
 
@@ -21,7 +17,7 @@ def field(default_factory):
 
 
 def dataclass(cls=None, frozen=False, eq=True):
-    """A class with fields, from its annotations; with or without arguments."""
+    """A class with fields, from its annotations; with or without arguments. None is frozen."""
     if cls is None:
         return lambda cls: dataclass(cls, frozen, eq)
     names = tuple(cls.__dict__.get("__annotations__", {}))
@@ -48,17 +44,12 @@ def dataclass(cls=None, frozen=False, eq=True):
     def __hash__(self):
         return hash(values(self))
 
-    def __setattr__(self, name, value):
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
     cls.__dataclass_fields__ = names
     cls.__init__ = space["__init__"]
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = __repr__
     if eq:
         cls.__eq__, cls.__hash__ = __eq__, __hash__ if frozen else None
-    if frozen:
-        cls.__setattr__ = __setattr__
     return cls
 
 

@@ -29,9 +29,10 @@ exactly between two that can be printed, as 0.125 with two digits, is rounded up
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
+import os
+import subprocess
 import sys
 from html import escape
 from importlib import metadata
@@ -199,48 +200,21 @@ def _control(field: Field, value: str) -> str:
 # --- What the browser runs --------------------------------------------------------------------
 
 
+_LOADED = """\
+import json, sys, calculators
+for name in (*calculators.MODULES.values(), *calculators.BESIDES):
+    __import__(name)
+print(json.dumps({name: getattr(one, "__file__", None) for name, one in sys.modules.items()}))
+"""
+
+
 def reached() -> dict[str, Path]:
-    """The modules of the course that calculators import, and their files, by what they say.
-
-    What is imported inside of a function is left out, but in calculators.py: there it is a page's
-    choice, and elsewhere it is what only a terminal needs, or torch.
-    """
-    found: dict[str, Path] = {}
-    todo = [*_imports(BROWSER / "calculators.py", "", everywhere=True)]
-    todo += ast.literal_eval(_assigned(BROWSER / "calculators.py", "MODULES")).values()
-    while todo:
-        name = todo.pop()
-        if not name or name in found:
-            continue
-        path = CODE.joinpath(*name.split("."))
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if name.partition(".")[0] in PACKAGES and path.is_file():
-            found[name] = path
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            todo += [name.rpartition(".")[0], *_imports(path, package)]
-    return dict(sorted(found.items()))
-
-
-def _assigned(path: Path, name: str) -> ast.expr:
-    """What a file assigns to a name."""
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-            return node.value
-    raise KeyError(name)
-
-
-def _imports(path: Path, package: str, everywhere: bool = False) -> list[str]:
-    """Every name that a file imports when it is loaded: "shardlab.memory.core.sizes" as well."""
-    tree = ast.parse(path.read_text("utf-8"))
-    names = []
-    for node in ast.walk(tree) if everywhere else tree.body:
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) + 1 - node.level]
-            start = [*(base if node.level else []), *([node.module] if node.module else [])]
-            names += [".".join(start), *(".".join([*start, alias.name]) for alias in node.names)]
-    return names
+    """The modules of the course that calculators import, and their files: another Python tries."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CODE, BROWSER)))}
+    command = [sys.executable, "-c", _LOADED]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    loaded = sorted(json.loads(done.stdout).items())
+    return {name: Path(path) for name, path in loaded if name.partition(".")[0] in PACKAGES}
 
 
 START = """\

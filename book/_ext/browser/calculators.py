@@ -13,6 +13,7 @@ MODULES = {
     "mesh": "shardtools.commands.mesh",
     "strategy": "shardtools.strategy.command",
 }
+BESIDES = "shardlab.memory", "shardlab.mesh.groups"  # what answers import
 
 
 class Options:

@@ -133,6 +133,8 @@ def more_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def finished(app: Sphinx, exception: Exception | None) -> None:
     """Write what a site has beside its pages, when the build went well."""
+    if exception is None and app.builder.format == "html":
+        site_files.copy(app)
     if exception is None and app.builder.name == "html":
         calculator.write(app)
         code_pages.keep(app)

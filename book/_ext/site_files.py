@@ -45,7 +45,7 @@ def _package(name: str, folder: str) -> Path:
     return Path(str(metadata.distribution(name).locate_file(folder)))
 
 
-def write(app: Sphinx) -> None:
+def copy(app: Sphinx) -> None:
     """Copy the part of MathJax and of reveal.js that pages load, drop files that none loads."""
     static = Path(app.outdir, "_static")
     for pattern in _UNUSED:
@@ -64,7 +64,10 @@ def write(app: Sphinx) -> None:
     source = _package("sphinx-revealjs", "sphinx_revealjs/_static/revealjs")
     for name in _REVEAL:
         shutil.copy2(source / name, static / "reveal")
-    # This version alone: nothing is known yet of others.
+
+
+def write(app: Sphinx) -> None:
+    """Write the list of versions, which has this one alone, and the landing page at the root."""
     listed = json.dumps([{"name": shardlab.__version__, "path": ""}])
     Path(app.outdir, "versions.json").write_text(listed + "\n", "utf-8")
     root = app.config.root_doc

@@ -198,7 +198,8 @@ def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
         elif not sources:
             printed += "\n".join(inner(one) for one in output.select("pre"))
     hidden = tags & {"hide-input", "hide-cell", "remove-input"}
-    if pre and not hidden and not (shown and code_lines(pre) == 1):
+    shows = pre and (shown and code_lines(pre) == 1 or pre.get_text().startswith("show."))
+    if pre and not hidden and not shows:
         yield Block("code", pre, sub, lines=code_lines(pre), tags=tags, out=printed)
     yield from shown
 
@@ -300,8 +301,8 @@ def table_size(rows: list[list[str]], high: float) -> int:
         return 0
     columns = list(zip(*rows, strict=True))
     words = [max((len(word) for word in column[0].split()), default=0) for column in columns]
-    wide = sum(
-        max(word, *map(len, column[1:])) for word, column in zip(words, columns, strict=True)
+    wide = sum(  # a head's words are bold, and capitals at times
+        max(1.2 * word, *map(len, column[1:])) for word, column in zip(words, columns, strict=True)
     )
     across = (WIDE - 26 * len(columns)) / (_PROSE * max(1, wide))
     size = int(min(28, across, (high - 10 * len(rows)) / (1.4 * (len(rows) + 1))))

@@ -24,7 +24,7 @@ import repository
 import search
 import site_files
 import slides
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from bs4.dammit import EntitySubstitution
 from bs4.formatter import HTMLFormatter
 from docutils import nodes
@@ -32,11 +32,13 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.environment import BuildEnvironment
 
-_WRITTEN = HTMLFormatter(
-    EntitySubstitution.substitute_xml,
-    void_element_close_prefix="",
-    empty_attributes_are_booleans=True,
-)
+
+class AsWritten(HTMLFormatter):
+    """Writes attributes in the order that they had, and those without a value as such."""
+
+    def attributes(self, tag: Tag) -> list[tuple[str, str | None]]:
+        """The attributes of an element; BeautifulSoup would sort them."""
+        return [(name, value or None) for name, value in tag.attrs.items()]
 
 
 def configured(app: Sphinx, config: Config) -> None:
@@ -94,7 +96,7 @@ def page(
     calculator.load(app, body)
     if pagename in app.env.page_outputs:
         body.append(BeautifulSoup(repository.report(app, pagename), "html.parser"))
-    context["body"] = body.decode(formatter=_WRITTEN)
+    context["body"] = body.decode(formatter=AsWritten(EntitySubstitution.substitute_xml, ""))
     if pagename in app.env.lesson_outputs and app.builder.name == "html":
         repository.add_launchers(app, pagename, context)
         lesson_page.write_downloads(app, pagename)

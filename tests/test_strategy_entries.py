@@ -60,6 +60,28 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
         assert all(float(x) > 0 for x in numbers) if not row["note"] else numbers == ("", "")
 
 
+def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) -> None:
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14_336}
+    case = shape | {"gpu": "h100", "gpus": 8, "tp": 2, "mbs": 2, "gbs": 128, "seq": 8192}
+    bad = {
+        "gpus=8": {"dp": 16},
+        "gbs=100": {"gbs": 100},
+        "recompute='everything'": {"recompute": "everything"},
+        "ep=2": {"ep": 2},
+        "hidden is missing": {"hidden": None},
+    }
+    cases = [{"id": "good", "config": case}]
+    cases += [{"id": name, "config": case | change} for name, change in bad.items()]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    rates = PUBLISHED / "rates_megatron.json"
+    status, out, _ = run(capsys, "predict", tmp_path / "cases.json", "--rates", rates)
+    good, *others = json.loads(out)
+    assert status == 0 and 3 < good["seconds"] < 20 and good["memory_gib"] > 20
+    assert not good["note"]
+    for one in others:
+        assert one["seconds"] is None and one["note"].startswith(one["id"]), one
+
+
 def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
     rates = tmp_path / "rates.json"
     for source, profile in ((SWEEP, "nanotron"), (CASES, "megatron")):

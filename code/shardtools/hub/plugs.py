@@ -145,25 +145,8 @@ def _storage(tensor: Tensor) -> int:
 # Experts.
 
 
-class _Keeps(torch.autograd.Function):
-    """A function as one kernel, which keeps its inputs alone."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        ctx.save_for_backward(*given)
-        with torch.no_grad():
-            return function(*(g.detach() for g in given)).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError
-
-
 def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Each choice is a row, and all rows go through expert 0: the shapes of any routing.
-
-    Weights multiply the activation, within its kernel, as in Megatron.
-    """
+    """Each choice is a row, and all rows go through expert 0: the shapes of any routing."""
     chosen = index.shape[-1]
     calls.chosen.append(chosen)
     rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(chosen, 0)  # [s k, h]
@@ -173,10 +156,7 @@ def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w[0] if self.is_transposed else nn.functional.linear(x, w[0])
 
-    inner = product(rows, up)
-    inner = _Keeps.apply(
-        lambda x, w: activated(x) * w.to(x.dtype), inner, weights.reshape(-1, 1).float()
-    )
+    inner = activated(product(rows, up)) * weights.reshape(-1, 1).to(rows.dtype)
     out = product(inner, self.down_proj)
     return out.view(-1, chosen, out.shape[-1]).sum(1).reshape(hidden.shape).to(hidden.dtype)
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .kinds import main_stack, stacks
 from .plugs import Mixed, calls, plugged
 
 TOKENS = 4096  # of the sequence: more than a sparse attention chooses, and no multiple of its sizes
-ACTIVATIONS = {"silu", "gelu", "sigmoid", "relu", "square", "pow"}
 LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
 
 
@@ -31,11 +29,9 @@ class Traced:
     mixed: tuple[Mixed, ...]
     chosen: tuple[int, ...]
     products: float  # operations, in matrix products and convolutions
-    stream: float
+    stream: float  # elements in 16 bits that it keeps, of each part; a network's follow by formula
     latent: float
     heads: float
-    network: float
-    single: float  # of all of them, in float32; the others are in 16 bits
 
 
 @dataclass
@@ -45,38 +41,17 @@ class _Saved:
     part: str
     size: int
     views: dict[int, int] = field(default_factory=dict)
-    ops: set[str] = field(default_factory=set)
 
     @property
     def elements(self) -> int:
         return min(self.size, sum(self.views.values()))
 
 
-class _Ops(TorchFunctionMode):
-    """The function under way, and the storages that an activation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = [""]
-        self.activated: dict[int, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        self.stack.append(name)
-        try:
-            out = func(*args, **(kwargs or {}))
-        finally:
-            self.stack.pop()
-        if name in ACTIVATIONS and isinstance(out, Tensor):
-            self.activated[_storage(out)] = out
-        return out
-
-
 class _Layer:
     """What is seen while one layer runs."""
 
-    def __init__(self, ops: _Ops, own: set[int]) -> None:
-        self.ops, self.own = ops, own
+    def __init__(self, own: set[int]) -> None:
+        self.own = own
         self.saved: dict[int, _Saved] = {}
         self.held: list[Tensor] = []  # so that no storage is used again
         self.path: list[str] = []  # modules under way, names inside of the layer
@@ -86,15 +61,13 @@ class _Layer:
 
     def pack(self, tensor: Tensor) -> Tensor:
         where = _storage(tensor)
-        if where in self.own or not tensor.is_floating_point():
+        if where in self.own or not tensor.is_floating_point() or tensor.dtype == torch.float32:
             return tensor
         self.held.append(tensor)
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         name = self.path[-1] if self.path else ""
         child = name.partition(".")[0]
-        if tensor.dtype == torch.float32:
-            part = "single"
-        elif where in self.inputs or not child:
+        if where in self.inputs or not child:
             part = "stream"
         elif where in self.latent or LATENT.search(name):
             part = "latent"
@@ -104,7 +77,6 @@ class _Layer:
         many = min(size, tensor.numel())
         at = tensor.storage_offset()
         one.views[at] = max(one.views.get(at, 0), many)
-        one.ops.add(self.ops.stack[-1])
         return tensor
 
     @contextmanager
@@ -145,13 +117,12 @@ class _Layer:
         return hook
 
     def kept(self, tokens: int) -> dict[str, float]:
-        """Elements by part; an activation that a gate multiplies is computed again."""
-        found = dict.fromkeys(("stream", "latent", "heads", "network", "single"), 0.0)
-        for where, one in self.saved.items():
-            if where in self.ops.activated and one.ops <= {"mul", "silu", "sigmoid"}:
-                continue
-            other = "heads" if one.part in self.mixing else "network"
-            found[one.part if one.part in found else other] += one.elements / tokens
+        """Elements by part: those of the stream, of latents, and of what mixes tokens."""
+        found = dict.fromkeys(("stream", "latent", "heads"), 0.0)
+        for one in self.saved.values():
+            part = "heads" if one.part in self.mixing else one.part
+            if part in found:
+                found[part] += one.elements / tokens
         return found
 
 
@@ -164,7 +135,7 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
     layers = list(stacks(model)[main_stack(model)])
     tensors = [*model.parameters(), *model.buffers()]
     own = {_storage(t) for t in tensors}
-    ops, counter = _Ops(), FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False)
     found: dict[int, Traced] = {}
 
     def watch(number: int, layer: nn.Module) -> None:
@@ -172,7 +143,7 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             calls.clear()
-            before, seen = counter.get_total_flops(), _Layer(ops, own)
+            before, seen = counter.get_total_flops(), _Layer(own)
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor):
                     seen.inputs.add(_storage(given))
@@ -195,7 +166,7 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
             first = firsts[number]
             layer.forward = lambda *_, first=first, **__: outputs[first]  # type: ignore
     model.eval()  # no dropout
-    with plugged(model), ops, counter, torch.device("meta"):
+    with plugged(model), counter, torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=False)
     return [found[first] for first in firsts]

@@ -247,8 +247,7 @@ def _predict(given: dict[str, Any]) -> int:
     Of cases it prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
     allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
     hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep,
-    etp, dp, mbs, gbs, seq; and with --profile engines engine, dtype, recompute (none, selective,
-    full, operators), compile (false, true, "captured"); what is missing follows.
+    etp, dp, mbs, gbs, seq, zero, recompute (none, selective, full); what is missing follows.
     """
     from . import learn  # which no page's calculator needs
 

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import LAYERS, SIZES, check_number, check_one_of, check_whole, told
+from shardlab.common.arguments import LAYERS, SIZES, check_number, check_whole, told
 from shardlab.common.files import read_json, read_text
 from shardlab.common.machines import Machine, check_named, named
 from shardlab.common.shapes import Config
-from shardlab.layout import SCHEDULES, Layout, Structure, structure
-from shardlab.layout.core import OPERATORS
+from shardlab.layout import Layout, Structure
 
-from . import models
-from .job import DTYPES, Job
-from .profile import BY_ENGINE, HOW, Profile, how
+from .job import Job
+from .profile import Profile
 
 SHAPE = "layers", "hidden", "heads", "ffn", "seq"
 DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
@@ -35,12 +31,7 @@ COLUMNS = (*SHAPE, *DEGREES)
 THROUGHPUTS = "source", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
-# What engines call parts that are computed again.
-_OPERATORS = {
-    "attention": "attention", "core_attn": "attention", "norms": "norms", "norm": "norms",
-    "layernorm": "norms", "ffn": "ffn", "mlp": "ffn", "moe": "ffn", "act": "ffn", "moe_act": "ffn",
-    "shared_expert": "ffn", "shared_experts": "ffn", "mla_up_proj": "latents",
-}  # fmt: skip
+# What tables call it that a layer, or attention's core, is computed again.
 _RECOMPUTE = {
     "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
     "selective+sp": "selective", "full": "full", "full recompute": "full",
@@ -92,7 +83,7 @@ def row_job(row: Mapping[str, Any], profile: Profile) -> Job:
     for key, value in (("n_gpus", layout.ranks), ("gbs", layout.batch)):
         if row.get(key) and _whole(row, key) != value:
             raise ValueError(f"{key}={row[key]}: allowed is {value}, as dp, pp, tp, mbs, ga say")
-    return Job(config, _machine({"gpu": row.get("gpu") or "h100"}), layout, profile, n["seq"])
+    return Job(config, machine_of({"gpu": row.get("gpu") or "h100"}), layout, profile, n["seq"])
 
 
 def row_measured(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -123,42 +114,31 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     at once; GPT-2's vocabulary; no ZeRO. A gated network and fused attention are taken for what
     has key-value heads or a width that is no multiple of h, and the latter from 4,096 tokens on.
     "file" is the config.json of a model, in place of a shape.
-
-    Of today's engines: one sequence and no tensor ranks; the distributed optimizer, or full shards
-    where the engine has no other; experts by as many ranks as share them evenly, and not cut.
     """
     c = {key: value for key, value in config.items() if value is not None}
-    today = profile.name == "engines"
-    seq = _whole(c, "seq")
-    model = _model(c)
-    t, b = _whole(c, "tp", 1 if today else None), _whole(c, "mbs", 1 if today else None)
-    profile = _engine(c, profile) if today else replace(profile, attention=_attention(c, model))
-    p, cp = _whole(c, "pp", 1), _whole(c, "cp", 1)
+    seq, model = _whole(c, "seq"), _model(c)
+    plain = isinstance(model, Config) and model.mlp == "gelu" and seq < 4096
+    profile = replace(profile, attention="plain" if plain else "flash")
+    t, p, cp = _whole(c, "tp"), _whole(c, "pp", 1), _whole(c, "cp", 1)
     ranks = t * p * cp
     gpus = _whole(c, "gpus", _whole(c, "n_gpus", ranks))
-    d = _whole(c, "dp", max(1, gpus // ranks))
+    d, b = _whole(c, "dp", max(1, gpus // ranks)), _whole(c, "mbs")
     if "gpus" in c and d * ranks != gpus:
         raise ValueError(f"gpus={gpus}: allowed is {d * ranks}, as dp, pp, cp and tp say")
-    batch = _whole(c, "gbs", d * b * _whole(c, "microbatches", _whole(c, "ga", 1)))
+    batch = _whole(c, "gbs", d * b * _whole(c, "ga", 1))
     if batch % (d * b):
         raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
-    v = _whole(c, "vpp", _whole(c, "vp", 1))
-    recompute, along = _recomputed(c, profile)
-    experts = structure(model).experts
-    widest = gcd(experts, d * cp * t) if today and experts else 1
-    stages = c.get("stages", profile.stages)
-    named = str(c.get("schedule", "interleaved" if v > 1 else "1f1b")).lower()
-    if named not in SCHEDULES:
-        raise ValueError(f"schedule={told(c['schedule'])}: allowed are {', '.join(SCHEDULES)}")
+    v = _whole(c, "vpp", _whole(c, "vp", 1)) if p > 1 else 1
+    said = str(c.get("recompute", "none")).lower()
+    if said not in _RECOMPUTE:
+        raise ValueError(f"recompute={told(said)}: allowed are {', '.join(_RECOMPUTE)}")
     layout = Layout(
-        d, t, p, _whole(c, "zero", _zero(profile, d * cp, p)), b, batch // d // b, recompute,
-        along, cp, _whole(c, "ep", widest),
-        chunks=v if p > 1 else 1, schedule=named if p > 1 else "1f1b",
-        stages=tuple(stages) if isinstance(stages, list) else stages,
-        etp=_whole(c, "etp", 1) if "etp" in c or (today and experts) else None,
+        d, t, p, _whole(c, "zero", 0), b, batch // d // b, _RECOMPUTE[said],
+        bool(c.get("sequence_parallel", said.endswith("sp"))), cp, _whole(c, "ep", 1), chunks=v,
+        schedule="interleaved" if v > 1 else "1f1b", stages=profile.stages,
+        etp=_whole(c, "etp", 1) if "etp" in c else None,
     )  # fmt: skip
-    machine = _machine(c)
-    return Job(model, machine, layout, profile, seq, _dtype(c, machine))
+    return Job(model, machine_of(c), layout, profile, seq)
 
 
 def _model(c: Mapping[str, Any]) -> Config | Structure:
@@ -169,76 +149,18 @@ def _model(c: Mapping[str, Any]) -> Config | Structure:
         from shardtools import hub  # which no page's calculator needs
 
         return hub.planned(c["file"], "file")
-    if "named" in c:  # in tables of throughputs
-        return models.named(str(c["named"]))
     need = {key: _whole(c, key) for key in ("layers", "hidden", "heads")}
     h = need["hidden"]
     ffn = _whole(c, "ffn", 4 * h)
     kv = _whole(c, "kv_heads", need["heads"])
-    gated = "swiglu" if kv != need["heads"] or ffn % h else "gelu"
-    mlp = _one_of(c, "mlp", ("gelu", "swiglu"), gated)
+    gelu = kv == need["heads"] and ffn % h == 0
     return Config(
         _whole(c, "vocab", MEGATRON_VOCABULARY), _whole(c, "seq"), need["layers"], need["heads"],
-        h, kv, ffn, mlp, "rms" if mlp == "swiglu" else "layer", mlp == "gelu", mlp == "gelu",
+        h, kv, ffn, "gelu" if gelu else "swiglu", "layer" if gelu else "rms", gelu, gelu,
     )  # fmt: skip
 
 
-def _attention(c: Mapping[str, Any], model: Config | Structure) -> str:
-    gelu = isinstance(model, Config) and model.mlp == "gelu"
-    fused = "plain" if gelu and _whole(c, "seq") < 4096 else "flash"
-    return _one_of(c, "attention", ("plain", "flash"), fused)
-
-
-def _engine(c: Mapping[str, Any], profile: Profile) -> Profile:
-    """The profile of a case's engine, with its code compiled or not."""
-    found = BY_ENGINE[_one_of(c, "engine", tuple(BY_ENGINE), profile.engine or "megatron")]
-    named = c.get("compile", "compiled")
-    if isinstance(named, bool):
-        named = "compiled" if named else "eager"
-    check_one_of(HOW, compile=named)
-    return how(found, named)
-
-
-def _zero(profile: Profile, copies: int, pp: int) -> int:
-    """The stage of ZeRO that an engine has by itself."""
-    if profile.name != "engines" or copies == 1:
-        return 0
-    return 3 if profile.engine and pp == 1 else 1
-
-
-def _recomputed(c: Mapping[str, Any], profile: Profile) -> tuple[str, bool]:
-    """What is computed again, by a layout's words, and whether the stream is cut, too."""
-    said = str(c.get("recompute", "none")).lower()
-    said = {"false": "none", "true": "full"}.get(said, said)
-    along = bool(c.get("sequence_parallel", said == "sp" or said.endswith("+sp")))
-    if said in _RECOMPUTE:
-        said = _RECOMPUTE[said]
-        if said == "selective" and profile.engine == "torchtitan":  # saves products and attention
-            said = "norms+ffn"
-        return said, along or profile.name == "engines"
-    words = [word for word in re.split(r"[+,;\s]+", said) if word]
-    if not words or any(word not in _OPERATORS for word in words):
-        allowed = f"none, selective and full, and operators: {', '.join(_OPERATORS)}"
-        raise ValueError(f"recompute={told(c['recompute'])}: allowed are {allowed}")
-    found = {_OPERATORS[word] for word in words}
-    return "+".join(name for name in OPERATORS if name in found) or "none", along
-
-
-def _dtype(c: Mapping[str, Any], machine: Machine) -> str:
-    """The format of products; "precision" is what older tables call it."""
-    if "dtype" not in c:
-        old = "fp8" in str(c.get("precision", "")).lower() and machine.fp8
-        return "fp8" if old else "bf16"
-    there = [
-        name for name in DTYPES if machine.fp4 or (machine.fp8 and name == "fp8") or name == "bf16"
-    ]
-    if c["dtype"] not in there:
-        allowed = f"with gpu={machine.name} are {', '.join(there)}"
-        raise ValueError(f"dtype={told(c['dtype'])}: allowed {allowed}")
-    return str(c["dtype"])
-
-
-def _machine(c: Mapping[str, Any]) -> Machine:
+def machine_of(c: Mapping[str, Any]) -> Machine:
     """The machine of a GPU's name, as tables write it: "A100", "H100 80GB", "NVIDIA GB200"."""
     if "gpu" not in c:
         raise ValueError("gpu is missing")
@@ -246,8 +168,6 @@ def _machine(c: Mapping[str, Any]) -> Machine:
     machine = named(str(c["gpu"]), size) or check_named(gpu=str(c["gpu"]))
     if size is not None:
         machine = replace(machine, memory=1e9 * size)
-    if c.get("per_node") is not None:
-        machine = replace(machine, per_node=_whole(c, "per_node"))
     return machine
 
 
@@ -266,10 +186,4 @@ def _number(c: Mapping[str, Any], key: str) -> float:
     with suppress(TypeError, ValueError, OverflowError):
         value = float(value)
     check_number(**{key: value})
-    return value
-
-
-def _one_of(c: Mapping[str, Any], key: str, allowed: tuple[str, ...], default: str) -> str:
-    value = c.get(key, default)
-    check_one_of(allowed, **{key: value})
     return value

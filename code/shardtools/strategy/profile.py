@@ -210,15 +210,6 @@ BY_ENGINE = {
     },
 }
 
-# How torch runs a model: operation by operation; compiled; compiled, and a step as one CUDA graph.
-HOW = "eager", "compiled", "captured"
-
-
-def how(profile: Profile, named: str) -> Profile:
-    """`profile` with its model run so, by one of HOW."""
-    return replace(profile, compiled=named != "eager", captured=named == "captured")
-
-
 PROFILES = {
     profile.name: profile
     for profile in (COURSE, MEGATRON, NANOTRON, FSDP2, TORCHTITAN, DEEPSPEED, ENGINES)

@@ -1,21 +1,26 @@
-"""Tables of published throughputs, with a line for each run: cases, with the time of a step.
+"""Tables of published throughputs, with a line for each run of one of today's engines.
 
-Columns are those of a case (`files.case_job`), and the model's name, its source, and what was
-measured: tokens or operations per second of one GPU, or seconds of a step.
+Columns are the model's name, its source, GPUs, degrees and batch, and what was measured: tokens or
+operations per second of one GPU, or seconds of a step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import gcd
 from typing import Any
+
+from shardlab.layout import Layout
+from shardlab.layout.core import OPERATORS
 
 from . import models
 from .cost import flops
-from .files import THROUGHPUTS, case_job
+from .files import THROUGHPUTS, machine_of
 from .job import Job
 from .predict import check_job
-from .profile import ENGINES, Profile
+from .profile import BY_ENGINE, ENGINES, Profile
 
 MEASURED = "tokens_per_s_per_gpu", "step_s", "tflops_per_gpu"
 # Whose runs a source's are, by the beginning of its name; others are Megatron's.
@@ -24,6 +29,12 @@ _ENGINES = {
     "NeMo Automodel": "automodel",
     "MosaicML llm-foundry": "fsdp",
 }
+# What engines call parts that are computed again.
+_OPERATORS = {
+    "attention": "attention", "core_attn": "attention", "norms": "norms", "norm": "norms",
+    "layernorm": "norms", "ffn": "ffn", "mlp": "ffn", "moe": "ffn", "act": "ffn", "moe_act": "ffn",
+    "shared_expert": "ffn", "shared_experts": "ffn", "mla_up_proj": "latents",
+}  # fmt: skip
 _DTYPES = {"nvfp4": "nvfp4", "fp4": "nvfp4", "mx": "mxfp8", "fp8": "fp8"}  # the first that is in it
 
 
@@ -38,39 +49,52 @@ def of_throughputs(rows: Sequence[Mapping[str, Any]], profile: Profile) -> bool:
 
 
 def row_job(row: Mapping[str, str]) -> Job:
-    """The job of a line. Raises ValueError, with the reason, for one that no case can express."""
-    job = case_job(case(row), ENGINES)
+    """The job of a line. Raises ValueError, with the reason, for one that cannot be expressed.
+
+    What is left open: no tensor ranks, stages or chunks; the distributed optimizer, or full shards
+    where the engine has no other; experts by as many ranks as share them evenly, and not cut.
+    """
+    if "LoRA" in (row.get("kind") or ""):
+        raise ValueError("kind: LoRA computes no gradients of most weights; no layout says so")
+    model = models.named(models.name_of(row["model"]))
+    engine, dtype = engine_of(row), _dtype(row)
+    t, p, v, c = (_count(row, key, 1) for key in ("tp", "pp", "vpp", "cp"))
+    gpus = _count(row, "gpus")
+    d, rest = divmod(gpus, t * p * c)
+    if rest or not d:
+        raise ValueError(f"gpus={gpus}: allowed are multiples of tp * pp * cp = {t * p * c}")
+    # Of a local batch a pipeline takes one sequence at a time.
+    local = re.match(r"local batch (\d+)", row["mbs"])
+    b = 1 if local else _count(row, "mbs")
+    batch = _count(row, "gbs", d * (int(local[1]) if local else b))
+    if batch % (d * b):
+        raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
+    experts = model.experts
+    layout = Layout(
+        d, t, p, _zero(row, engine, d, p, c), b, batch // d // b,
+        _recomputed(row.get("recompute", ""), engine), True, c,
+        _count(row, "ep", gcd(experts, d * c * t) if experts else 1), chunks=v if p > 1 else 1,
+        schedule="interleaved" if v > 1 and p > 1 else "1f1b", stages=ENGINES.stages,
+        etp=_count(row, "etp", 1) if experts or row.get("etp") else None,
+    )  # fmt: skip
+    eager = engine == "torchtitan" and "no compile" in row.get("note", "")
+    profile = replace(BY_ENGINE[engine], compiled=not eager)
+    job = Job(model, machine_of(row), layout, profile, _count(row, "seq"), dtype)
     check_job(job)
     return job
 
 
-def case(row: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration of a line, as a case has it. Raises ValueError as `row_job` does."""
-    if "LoRA" in (row.get("kind") or ""):
-        raise ValueError("kind: LoRA computes no gradients of most weights; no case says so")
-    engine = engine_of(row)
-    found: dict[str, Any] = {"named": models.name_of(row["model"]), "engine": engine}
-    found |= {key: _first(row[key]) for key in ("gpus", "tp", "pp", "vpp", "cp", "ep", "etp")
-              if _first(row.get(key))}  # fmt: skip
-    found["gpu"], found["dtype"] = row["gpu"], _dtype(row)
-    found["seq"], found["mbs"] = _first(row["seq"]), _first(row["mbs"])
-    copies = int(found["gpus"])
-    for key in ("tp", "pp", "cp"):
-        copies //= int(found.get(key, 1))
-    local = re.match(r"local batch (\d+)", row["mbs"])  # of which a pipeline takes one at a time
-    if local:
-        found["mbs"] = "1"
-    found["gbs"] = _first(row["gbs"]) or copies * int(local[1] if local else found["mbs"])
-    found["recompute"] = _recomputed(row.get("recompute", ""))
+def _zero(row: Mapping[str, str], engine: str, copies: int, pp: int, cp: int) -> int:
+    """The stage of ZeRO: as the line says, or as the engine has it by itself."""
     sharded = row.get("fsdp", "")
-    whole = sharded not in ("", "0", "/") or "FSDP" in row.get("recompute", "")
-    if int(found.get("pp", 1)) == 1 and copies > 1 and engine == "megatron":
-        found["zero"] = 3 if whole else 1
     if sharded == "SHARD_GRAD_OP":
-        found["zero"] = 2
-    if engine == "torchtitan":
-        found["compile"] = "no compile" not in row.get("note", "")
-    return found
+        return 2
+    if engine == "megatron" and pp == 1 and copies > 1:
+        whole = sharded not in ("", "0", "/") or "FSDP" in row.get("recompute", "")
+        return 3 if whole else 1
+    if copies * cp == 1:
+        return 0
+    return 3 if engine != "megatron" and pp == 1 else 1
 
 
 def engine_of(row: Mapping[str, str]) -> str:
@@ -100,10 +124,14 @@ def measured(row: Mapping[str, str], job: Job) -> float:
     raise ValueError(f"none of {', '.join(MEASURED)} is there")
 
 
-def _first(value: str | None) -> str:
-    """The number that a cell begins with, if it does."""
-    match = re.match(r"\s*(\d+)", value or "")
-    return match[1] if match else ""
+def _count(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+    """The number that a cell begins with. Raises ValueError where there is none, nor a default."""
+    match = re.match(r"\s*(\d+)", row.get(key) or "")
+    if match:
+        return int(match[1])
+    if default is None:
+        raise ValueError(f"{key} is missing")
+    return default
 
 
 def _dtype(row: Mapping[str, str]) -> str:
@@ -114,16 +142,20 @@ def _dtype(row: Mapping[str, str]) -> str:
     return "bf16" if row["gpu"].upper().startswith("A100") else found
 
 
-def _recomputed(said: str) -> str:
-    """A cell's words for what is computed again, as a case has them; what it leaves open is none.
+def _recomputed(said: str, engine: str) -> str:
+    """What a layout calls what is computed again; what a cell leaves open is none.
 
     "full, 5 of 32 layers" is taken as none: the larger part of the layers keeps all.
     """
     words = said.split(" (")[0].split(";")[0].lower().replace("selective:", "")
-    if "sac" in words or words.startswith("selective"):
-        return "selective"
+    if "sac" in words or words.startswith("selective"):  # torchtitan's saves products and attention
+        return "norms+ffn" if engine == "torchtitan" else "selective"
     if words.startswith("full"):
         return "none" if " of " in words else "full"
     if not words.strip() or words.startswith(("none", "not ")):
         return "none"
-    return words.replace(", activation offloading", "")
+    named = re.findall(r"\w+", words.replace(", activation offloading", ""))
+    if unknown := [word for word in named if word not in _OPERATORS]:
+        raise ValueError(f"recompute={unknown[0]!r}: allowed are {', '.join(_OPERATORS)}")
+    found = {_OPERATORS[word] for word in named}
+    return "+".join(name for name in OPERATORS if name in found)

@@ -24,10 +24,10 @@ from typing import Any
 from shardlab.common.arguments import check_number, check_one_of, check_whole
 from shardlab.common.machines import MACHINES, check_named
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.layout import Layout, Structure, computed_again, structure
+from shardlab.layout import Layout, Structure, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
-from shardlab.layout.structure import check_tensor_degree
+from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardtools import options
 
 from . import report
@@ -38,9 +38,8 @@ from .profile import PROFILES, Profile, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 
-# Fields of a layout that an option keeps, and the least of each, or the least and most.
-FIXED = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "micro_batch"), (1,)) | {"zero": (0, 3)}
-WORDS = "recompute", "offload"  # and those that it keeps by name
+FIXED = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"  # fields of a layout that are kept
+WORDS = "recompute", "offload"  # and those that are by name
 TOP = 10  # rows of the table
 BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
 ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # those of `emit`
@@ -279,8 +278,7 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Pl
         layout = _entered(given, asked)
         job = asked.config, asked.machine, layout, asked.seq
         return asked, alone(*job, profile, rates, dtype), rates
-    fixed = _fixed(given)
-    _check_kept(fixed, asked, profile)
+    fixed = _kept(given, asked, profile)
     job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
     found = plan(*job, profile, rates, fixed, dtype)
     if not found.fits:
@@ -288,27 +286,24 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Pl
     return asked, found, rates
 
 
-def _fixed(given: dict[str, Any]) -> dict[str, object]:
-    """The fields of a layout that the options keep."""
-    fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
-    for name, ends in FIXED.items():
-        check_whole(*ends, **{name: fixed.get(name, 1)})
-    computed_again(fixed.get("recompute", "none"))
-    check_one_of(OFFLOADS, offload=fixed.get("offload", "none"))
-    return fixed
+def _kept(given: dict[str, Any], asked: report.Asked, profile: Profile) -> dict[str, Any]:
+    """The fields of a layout that the options keep.
 
-
-def _check_kept(fixed: dict[str, Any], asked: report.Asked, profile: Profile) -> None:
-    """Raise ValueError for degrees that no layout of the job can have; it says which there are."""
+    Raises ValueError for what no layout of the job can have; it says which there are.
+    """
     gpus, node = asked.gpus, asked.machine.per_node
-    tp = fixed.get("tp", 1)
-    check_tensor_degree(asked.config, tp, profile.copies)
+    fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
+    for name in fixed.keys() - {"ep"}:  # which depends on others
+        Layout(**{name: fixed[name]})
+    check_expert_degree(asked.config, fixed.get("ep", 1))
+    check_tensor_degree(asked.config, tp := fixed.get("tp", 1), profile.copies)
     if tp > node:
         raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
-    kept = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
-    if gpus % prod(kept.values()):
-        said = " with ".join(f"{name}={value}" for name, value in kept.items())
+    degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
+    if gpus % prod(degrees.values()):
+        said = " with ".join(f"{name}={value}" for name, value in degrees.items())
         raise ValueError(f"{said}: allowed are products that divide gpus={gpus}")
+    return fixed
 
 
 def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:

@@ -8,7 +8,7 @@ emitted for. What is counted from their source stands here; what has to be measu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardlab.memory.core import PRECISIONS, WIDE, Recipe
 
@@ -23,32 +23,37 @@ class Wire:
 
 @dataclass(frozen=True)
 class Profile:
-    """One implementation. Bytes are for a token, or for a parameter, of the whole model."""
+    """One implementation, by default the course's own model under torch: 16-bit gradients, ZeRO as
+    FSDP2 does it. Bytes are for a token, or for a parameter, of the whole model."""
 
     name: str
-    stages: str  # rule by which it cuts a pipeline: see `stages`
-    attention: str  # "flash" keeps no scores and computes no masked pairs; "plain" does both
-    wide: Mapping[str, int]  # tensors that a feed-forward network keeps, by its kind
-    recipe: Recipe  # of model states
-    bucket: int  # bytes of a parameter more, where copies are not sharded
-    wire: Wire  # bytes that a parameter travels in
+    stages: str = "megatron"  # rule by which it cuts a pipeline: see `stages`
+    # "flash" keeps no scores and computes no masked pairs; "plain" does both.
+    attention: str = "flash"
+    # Tensors that a feed-forward network keeps, by its kind.
+    wide: Mapping[str, int] = field(default_factory=lambda: WIDE)
+    recipe: Recipe = PRECISIONS["bf16"]  # of model states
+    bucket: int = 2  # bytes of a parameter more, where copies are not sharded
+    wire: Wire = Wire(2, 2)  # bytes that a parameter travels in
     # Work of a step beside the layers.
-    update: int  # bytes that the optimizer reads and writes for each parameter it keeps
-    accumulate: int  # the same for each micro-batch, where gradients are added up
-    loss: int  # for each logit, forward and backward
-    waves: bool  # products count whole waves of tiles
-    reduced: bool  # ZeRO-1 sums whole gradients up, and does not scatter them
-    ahead: bool  # weights of ZeRO-1 and 2 are gathered behind the next forward pass
-    captured: bool  # without a pipeline a step is a CUDA graph: the CPU launches no layers
-    sequence_parallel: bool  # always, where tensors are cut
+    update: int = 34  # bytes that the optimizer reads and writes for each parameter it keeps
+    accumulate: int = 6  # the same for each micro-batch, where gradients are added up
+    loss: int = 32  # for each logit, forward and backward
+    waves: bool = False  # products count whole waves of tiles
+    reduced: bool = False  # ZeRO-1 sums whole gradients up, and does not scatter them
+    ahead: bool = True  # weights of ZeRO-1 and 2 are gathered behind the next forward pass
+    captured: bool = False  # without a pipeline a step is a CUDA graph: no CPU launches the layers
+    sequence_parallel: bool = False  # always, where tensors are cut
     # What it offers.
-    zeros: tuple[int, ...]  # stages of ZeRO, without a pipeline; with one, 0 and 1
-    interleaves: bool
-    operators: tuple[str, ...] = ()  # that it can compute again, one by one: see `Layout.recompute`
-    offloads: tuple[str, ...] = ()  # what it can keep in the host's memory: see `Layout.offload`
+    zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO, without a pipeline; with one, 0 and 1
+    interleaves: bool = True
+    # That it can compute again, one by one: see `Layout.recompute`.
+    operators: tuple[str, ...] = ("norms", "ffn", "norms+ffn")
+    # What it can keep in the host's memory, as DeepSpeed does it: see `Layout.offload`.
+    offloads: tuple[str, ...] = ("optimizer", "parameters")
     shares: bool = True  # sequences among ranks
-    copies: bool = False  # of heads of keys and values, on more tensor ranks than there are heads
-    folds: bool = False  # tensor ranks may join those that share the experts: see `Layout.etp`
+    copies: bool = True  # of heads of keys and values, on more tensor ranks than there are heads
+    folds: bool = True  # tensor ranks may join those that share the experts: see `Layout.etp`
     # Of today's engines.
     engine: str = ""  # the rate that says how much longer its steps take than its family's
     compiled: bool = True  # element-wise work is fused
@@ -60,33 +65,32 @@ class Profile:
     once: bool = False  # a token goes to each node once, however many experts it chose there
 
 
+COURSE = Profile("course")
+
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
 # gradients are an accumulator beside the 16-bit ones; the loss is computed in float32.
 NANOTRON = Profile(
-    name="nanotron",
+    "nanotron",
     stages="nanotron",
-    attention="flash",
     wide={**WIDE, "gelu": 3},
     recipe=PRECISIONS["bf16-fp32-gradients"],
-    bucket=2,
     wire=Wire(4, 2),
-    update=34,
     accumulate=10,
-    loss=32,
-    waves=False,
     reduced=True,
     ahead=False,
-    captured=False,
     sequence_parallel=True,
     zeros=(0, 1),
     interleaves=False,
+    operators=(),
+    offloads=(),
+    copies=False,
+    folds=False,
 )
 
 # Megatron-LM: Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: 10 sbh outside, 24 sbh and the
 # scores' 5 as²b inside; main gradients in float32.
 MEGATRON = Profile(
-    name="megatron",
-    stages="megatron",
+    "megatron",
     attention="plain",
     wide={**WIDE, "swiglu": 3},  # SiLU is computed again in backward; gelu: 16 sbh for F = 4h
     recipe=PRECISIONS["bf16-fp32-gradients"],
@@ -94,44 +98,12 @@ MEGATRON = Profile(
     wire=Wire(4, 2),
     update=46,  # Adam 30, its norm and unscaling 12, zeroing 4
     accumulate=0,
-    loss=32,
     waves=True,
-    reduced=False,
     ahead=False,  # in the papers; see `today`
-    captured=False,
-    sequence_parallel=False,
     zeros=(0, 1),
-    interleaves=True,
     operators=("norms",),
     offloads=("optimizer",),
     hides=True,  # --cp-comm-type p2p, as it is by default
-    copies=True,
-    folds=True,
-)
-
-# The course's own model under torch: 16-bit gradients, ZeRO as FSDP2 does it.
-COURSE = Profile(
-    name="course",
-    stages="megatron",
-    attention="flash",
-    wide=WIDE,
-    recipe=PRECISIONS["bf16"],
-    bucket=2,
-    wire=Wire(2, 2),
-    update=34,
-    accumulate=6,
-    loss=32,
-    waves=False,
-    reduced=False,
-    ahead=True,
-    captured=False,
-    sequence_parallel=False,
-    zeros=(0, 1, 2, 3),
-    interleaves=True,
-    operators=("norms", "ffn", "norms+ffn"),
-    offloads=("optimizer", "parameters"),  # as DeepSpeed does it: `deepspeed_engine`
-    copies=True,
-    folds=True,
 )
 
 # torch 2.13's fully_shard, as `emit` writes it: float32 weights, among the optimizer's states here,

@@ -34,11 +34,11 @@ def _rows(target: Target) -> list[tuple[str, str]]:
         (f"--hidden {c.hidden}", "width of what goes from layer to layer"),
         (f"--heads {c.heads}", "of attention"),
         (f"--seq {target.seq}", "tokens of a sequence"),
-        (f"--batch {at.batch}", target.why_batch()),
-        (f"--micro {at.micro_batch}", target.why_micro_batch()),
-        (f"--strategy {STRATEGIES[at.zero]}", target.why_zero()),
-        (f"--tensor {at.tp}", target.why_tensor()),
-        (f"--precision {target.half}", target.why_half()),
+        (f"--batch {at.batch}", target.why["batch"]),
+        (f"--micro {at.micro_batch}", target.why["micro_batch"]),
+        (f"--strategy {STRATEGIES[at.zero]}", target.why["zero"]),
+        (f"--tensor {at.tp}", target.why["tensor"]),
+        (f"--precision {target.half}", target.why["half"]),
     ]
 
 

@@ -57,13 +57,13 @@ def _rows(target: Target) -> list[tuple[str, Any, str]]:
     at = target.layout
     b, m = at.micro_batch, at.microbatches
     rows: list[tuple[str, Any, str]] = [
-        ("train_micro_batch_size_per_gpu", b, f"b: {target.why_micro_batch()}"),
-        ("gradient_accumulation_steps", m, f"m: {target.why_microbatches()}"),
+        ("train_micro_batch_size_per_gpu", b, f"b: {target.why['micro_batch']}"),
+        ("gradient_accumulation_steps", m, f"m: {target.why['microbatches']}"),
     ]
     if at.tp == 1:  # with tp DeepSpeed would hold the true number against all ranks, tp's included
-        rows.append(("train_batch_size", at.batch, target.why_batch()))
+        rows.append(("train_batch_size", at.batch, target.why["batch"]))
     zero: dict[str, Any] = {"stage": at.zero}
-    why = f"ZeRO-{at.zero}: {target.why_zero()}"
+    why = f"ZeRO-{at.zero}: {target.why['zero']}"
     if at.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         why += "\nThe optimizer stays in the host's memory and steps there: room, for time."
@@ -71,7 +71,7 @@ def _rows(target: Target) -> list[tuple[str, Any, str]]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
         why += "\nWeights stay there, too, and come for the layer that needs them."
     rows.append(("zero_optimization", zero, why))
-    rows.append((target.half, {"enabled": True}, f"{target.why_half()}; a float32 master copy."))
+    rows.append((target.half, {"enabled": True}, f"{target.why['half']}; a float32 master copy."))
     rows += _tensor(target) + _pipeline(target) + _recompute(target)
     if at.offload != "none":
         why = "Any optimizer may step on the host; DeepSpeedCPUAdam is several times as fast."
@@ -91,7 +91,7 @@ def _tensor(target: Target) -> list[tuple[str, Any, str]]:
     if target.layout.tp == 1:
         return []
     why = (
-        f"t: {target.why_tensor()}.\n"
+        f"t: {target.why['tensor']}.\n"
         "The patterns are names of the course's GPT; for a model of Hugging Face, its preset\n"
         'instead: "preset_model": "llama". Embedding and head stay whole on each rank.'
     )
@@ -105,14 +105,14 @@ def _pipeline(target: Target) -> list[tuple[str, Any, str]]:
         return []
     section: dict[str, Any] = {"stages": at.pp}
     why = (
-        f"p: {target.why_pipeline()}.\n"
+        f"p: {target.why['pipeline']}.\n"
         f"The program cuts: PipelineModule(layers, num_stages={at.pp}, "
         'partition_method="type:Block"),\n'
         f"with the class of a layer, here Block, gives each stage {target.parts()[0]} of them."
     )
     if at.recompute == "full":  # re-entrant would leave the embedding without gradient
         section.update(activation_checkpoint_interval=1, use_reentrant=False)
-        why += f"\nAnd {target.why_recompute()}."
+        why += f"\nAnd {target.why['recompute']}."
     return [("pipeline", section, why)]
 
 
@@ -122,7 +122,7 @@ def _recompute(target: Target) -> list[tuple[str, Any, str]]:
         return []
     what = "each layer" if at.recompute == "full" else "attention's core"
     why = (
-        f"{target.why_recompute()}.\n".capitalize()
+        f"{target.why['recompute']}.\n".capitalize()
         + "This says how, never where: the program has to call deepspeed.checkpointing.checkpoint\n"
         f"on {what}; for the course's GPT, shardlab.deepspeed_engine.recompute on each layer."
     )

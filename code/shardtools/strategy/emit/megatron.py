@@ -67,10 +67,10 @@ def _environment(target: Target) -> list[str]:
 
 def _layout(target: Target) -> list[tuple[str, str]]:
     at = target.layout
-    rows = [(f"--tensor-model-parallel-size {at.tp}", target.why_tensor())]
+    rows = [(f"--tensor-model-parallel-size {at.tp}", target.why["tensor"])]
     if at.sequence_parallel and at.tp > 1:
-        rows.append(("--sequence-parallel", target.why_sequence()))
-    rows.append((f"--pipeline-model-parallel-size {at.pp}", target.why_pipeline()))
+        rows.append(("--sequence-parallel", target.why["sequence"]))
+    rows.append((f"--pipeline-model-parallel-size {at.pp}", target.why["pipeline"]))
     rows += _stages(target)
     if at.cp > 1:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
@@ -84,11 +84,11 @@ def _layout(target: Target) -> list[tuple[str, str]]:
         rows.append(("--moe-token-dispatcher-type alltoall", "each to its own, and back"))
     idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
     rows += [
-        (f"--micro-batch-size {at.micro_batch}", target.why_micro_batch()),
-        (f"--global-batch-size {at.batch}", target.why_batch() + idle),
+        (f"--micro-batch-size {at.micro_batch}", target.why["micro_batch"]),
+        (f"--global-batch-size {at.batch}", target.why["batch"] + idle),
         *_copies(target),
         *_recompute(target),
-        (f"--{target.half}", target.why_half()),
+        (f"--{target.half}", target.why["half"]),
     ]
     return rows
 
@@ -123,7 +123,7 @@ def _copies(target: Target) -> list[tuple[str, str]]:
     gather = ("--overlap-param-gather", "weights come for one bucket, while another computes")
     if at.zero == 0:
         return [overlap] if at.dp > 1 else []
-    rows = [("--use-distributed-optimizer", target.why_zero())]
+    rows = [("--use-distributed-optimizer", target.why["zero"])]
     if at.zero > 1:
         rows += [
             ("--use-megatron-fsdp", f"ZeRO-{at.zero}: more than the optimizer is shared"),
@@ -147,10 +147,10 @@ def _recompute(target: Target) -> list[tuple[str, str]]:
     if how == "none":
         return []
     if how in MODULES:
-        rows = [("--recompute-granularity selective", target.why_recompute())]
+        rows = [("--recompute-granularity selective", target.why["recompute"])]
         return [*rows, MODULES[how]]
     return [
-        ("--recompute-granularity full", target.why_recompute()),
+        ("--recompute-granularity full", target.why["recompute"]),
         ("--recompute-method uniform", "all layers alike"),
         ("--recompute-num-layers 1", "one after another: the least is kept"),
     ]

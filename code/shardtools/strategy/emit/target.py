@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardlab.common.arguments import check_whole, listed
 from shardlab.common.machines import Machine
@@ -131,73 +132,51 @@ class Target:
             raise self.refusal(f"chunks={at.chunks}", allowed)
         return sizes
 
-    # -------------------------------------------------------------------------------- reasons
-
-    def why_tensor(self) -> str:
-        """Of the tensor-parallel degree."""
-        t, n = self.layout.tp, self.machine.per_node
-        if t == 1:
-            return "no matrix is cut: nothing waits for a sum inside of a layer"
-        where = f"inside a node of {n}" if t <= n else f"beyond a node of {n}: its sums are slow"
-        return f"each matrix is cut in {t}, {where}"
-
-    def why_sequence(self) -> str:
-        """Of sequence parallelism."""
-        if self.layout.sequence_parallel and self.layout.tp > 1:
-            return "what stands between the cut matrices is shared, too, for the same traffic"
-        return "what stands between the cut matrices is whole on each rank"
-
-    def why_zero(self) -> str:
-        """Of the stage of ZeRO."""
-        n = self.layout.shards
-        return (
-            "every copy keeps weights, gradients and optimizer whole",
-            f"the optimizer's states are shared by {n} ranks; traffic as without",
-            f"optimizer and gradients are shared by {n} ranks",
-            f"weights, gradients and optimizer are shared by {n} ranks",
-        )[self.layout.zero]
-
-    def why_pipeline(self) -> str:
-        """Of the number of stages."""
-        p = self.layout.pp
-        if p == 1:
-            return "every rank has all layers"
-        return f"the layers stand on {p} stages: little traffic, and some idling"
-
-    def why_micro_batch(self) -> str:
-        """Of the sequences that a rank computes at a time."""
-        return "sequences at a time: activations grow with them, and so do the products"
-
-    def why_microbatches(self) -> str:
-        """Of the micro-batches of a step."""
-        at = self.layout
+    @cached_property
+    def why(self) -> dict[str, str]:
+        """The reasons that several engines give, by what of the layout they are for."""
+        at, n = self.layout, self.machine.per_node
+        tensor = "no matrix is cut: nothing waits for a sum inside of a layer"
+        if at.tp > 1:
+            inside = f"inside a node of {n}" if at.tp <= n else f"beyond a node of {n}: slow sums"
+            tensor = f"each matrix is cut in {at.tp}, {inside}"
+        sequence = "what stands between the cut matrices is whole on each rank"
+        if at.sequence_parallel and at.tp > 1:
+            sequence = "what stands between the cut matrices is shared, too, for the same traffic"
+        pipeline = "every rank has all layers"
+        microbatches = "micro-batches a step, one after another, make the batch that was asked for"
         if at.pp > 1:
-            most = "at most " if at.schedule == "zb-v" else ""
-            return (
-                f"micro-batches fill the stages, which idle for {most}{self.idle:.0f} % of a step"
-            )
-        return "micro-batches a step, one after another, make the batch that was asked for"
-
-    def why_batch(self) -> str:
-        """Of the sequences of a step."""
-        at = self.layout
-        return f"sequences a step: d {at.dp} · b {at.micro_batch} · m {at.microbatches}"
-
-    def why_recompute(self) -> str:
-        """Of recomputation."""
-        return {
+            pipeline = f"the layers stand on {at.pp} stages: little traffic, and some idling"
+            idle = f"{'at most ' * (at.schedule == 'zb-v')}{self.idle:.0f} %"
+            microbatches = f"micro-batches fill the stages, which idle for {idle} of a step"
+        half = "products in 16 bits, with float32's range: no loss scaling"
+        if self.half == "fp16":
+            half = f"{self.machine.name} has no bf16: the loss has to be scaled"
+        zero = (
+            "every copy keeps weights, gradients and optimizer whole",
+            f"the optimizer's states are shared by {at.shards} ranks; traffic as without",
+            f"optimizer and gradients are shared by {at.shards} ranks",
+            f"weights, gradients and optimizer are shared by {at.shards} ranks",
+        )
+        recompute = {
             "none": "activations fit: nothing is computed twice",
             "selective": "attention's core is computed again: large to keep, cheap to compute",
             "norms+ffn": "what lies between products is computed again: large, and cheap",
             "full": "each layer is computed again: a third more arithmetic, for its activations",
             "norms": "norms are computed again: passes over memory, for their outputs",
-        }[self.layout.recompute]
-
-    def why_half(self) -> str:
-        """Of the 16-bit format."""
-        if self.half == "fp16":
-            return f"{self.machine.name} has no bf16: the loss has to be scaled"
-        return "products in 16 bits, with float32's range: no loss scaling"
+        }
+        micro_batch = "sequences at a time: activations grow with them, and so do the products"
+        return {
+            "tensor": tensor,
+            "sequence": sequence,
+            "pipeline": pipeline,
+            "zero": zero[at.zero],
+            "micro_batch": micro_batch,
+            "microbatches": microbatches,
+            "batch": f"sequences a step: d {at.dp} · b {at.micro_batch} · m {at.microbatches}",
+            "recompute": recompute[at.recompute],
+            "half": half,
+        }
 
     def title(self) -> list[str]:
         """What the file is for, in two lines."""

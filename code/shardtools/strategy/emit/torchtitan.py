@@ -96,13 +96,13 @@ def _settings(target: Target) -> list[tuple[str, str]]:
             f"training.local_batch_size = {local}",
             f"b·m = {at.micro_batch} · {at.microbatches}: a pipeline takes a step's at once"
             if at.pp > 1
-            else target.why_micro_batch(),
+            else target.why["micro_batch"],
         ),
-        (f"training.global_batch_size = {at.batch}", target.why_batch()),
-        ('training.mixed_precision_param = "bfloat16"', target.why_half()),
+        (f"training.global_batch_size = {at.batch}", target.why["batch"]),
+        ('training.mixed_precision_param = "bfloat16"', target.why["half"]),
         (f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
-        (f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", target.why_zero()),
-        (f"parallelism.tensor_parallel_degree = {at.tp}", target.why_tensor()),
+        (f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", target.why["zero"]),
+        (f"parallelism.tensor_parallel_degree = {at.tp}", target.why["tensor"]),
     ]
     if at.zero:
         how = "always" if at.zero == 3 else "never"
@@ -115,23 +115,23 @@ def _settings(target: Target) -> list[tuple[str, str]]:
         )
     if at.tp > 1:
         shared = at.sequence_parallel
-        rows.append((f"parallelism.enable_sequence_parallel = {shared}", target.why_sequence()))
+        rows.append((f"parallelism.enable_sequence_parallel = {shared}", target.why["sequence"]))
     if at.cp > 1:
         why = f"{at.cp} ranks share each sequence: its activations are too large for one"
         rows.append((f"parallelism.context_parallel_degree = {at.cp}", why))
     if at.pp > 1:
         name = SCHEDULES[at.schedule]
         rows += [
-            (f"parallelism.pipeline_parallel_degree = {at.pp}", target.why_pipeline()),
-            (f'parallelism.pipeline_parallel_schedule = "{name}"', target.why_microbatches()),
+            (f"parallelism.pipeline_parallel_degree = {at.pp}", target.why["pipeline"]),
+            (f'parallelism.pipeline_parallel_schedule = "{name}"', target.why["microbatches"]),
             (
                 f"parallelism.pipeline_parallel_microbatch_size = {at.micro_batch}",
-                target.why_micro_batch(),
+                target.why["micro_batch"],
             ),
         ]
     kind = RECOMPUTE[at.recompute]
     saved = f"{kind}.Config()" if kind else "None"
-    why = target.why_recompute()
+    why = target.why["recompute"]
     if at.recompute == "selective":
         why = "saves products and attention, computes the rest again: less than was planned for"
     rows.append((f"activation_checkpoint = {saved}", why))

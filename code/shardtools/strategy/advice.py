@@ -15,8 +15,9 @@ from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_tensor_degree
 
 from .core import Seconds
-from .plan import Plan, planned
-from .predict import predict, room
+from .plan import Plan, alone, planned
+from .predict import predict
+from .profile import COURSE
 
 # Remedies that the planner can predict, and the engines' names for them; "" where one has none.
 # The names are held to the engines' own parsers: tests/test_your_job.py.
@@ -90,8 +91,9 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
     """
     before = planned(found, found.job(layout))
     listed = []
-    for name, changed in _changes(found, layout):
+    for name, fields in _changes(found, layout):
         try:
+            changed = replace(layout, **fields)
             after = planned(found, found.job(changed))
         except ValueError:  # a shape that cannot be cut so
             continue
@@ -103,33 +105,33 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
     return sorted(listed, key=lambda one: (one.seconds, one.reserved))
 
 
-def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, Layout]]:
-    """Each of KNOBS as a layout, where this one can have it."""
+def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each of KNOBS as the fields that it changes, where this layout can have it."""
     profile = found.profile
-    yield "nothing lost to fragments", at
+    yield "nothing lost to fragments", {}
     if at.micro_batch % 2 == 0:
         half = {"micro_batch": at.micro_batch // 2, "microbatches": 2 * at.microbatches}
-        yield "smaller micro-batches", replace(at, **half)
+        yield "smaller micro-batches", half
     if at.tp > 1:
-        yield "sequence parallelism", replace(at, sequence_parallel=True)
+        yield "sequence parallelism", {"sequence_parallel": True}
     stages = (0, 1) if at.pp > 1 else profile.zeros
     more = [zero for zero in stages if zero > at.zero]
     if at.dp > 1 and more:
-        yield "the next stage of ZeRO", replace(at, zero=min(more))
-    yield "each layer computed again", replace(at, recompute="full")
+        yield "the next stage of ZeRO", {"zero": min(more)}
+    yield "each layer computed again", {"recompute": "full"}
     if at.dp % 2 == 0 and at.replicas == 1:
         less = {"dp": at.dp // 2, "microbatches": 2 * at.microbatches}
         if 2 * at.tp <= found.machine.per_node:
             along = {"tp": 2 * at.tp, "sequence_parallel": profile.sequence_parallel}
-            yield "twice the tensor ranks", replace(at, **less, **along)
+            yield "twice the tensor ranks", less | along
         if at.zero < 2 and isinstance(at.stages, str):
-            yield "twice the stages", replace(at, **less, pp=2 * at.pp)
+            yield "twice the stages", less | {"pp": 2 * at.pp}
         if profile.shares:
-            yield "twice the context ranks", replace(at, **less, cp=2 * at.cp)
+            yield "twice the context ranks", less | {"cp": 2 * at.cp}
     if "optimizer" in profile.offloads and at.zero and at.offload == "none":
-        yield "the optimizer on the host", replace(at, offload="optimizer")
+        yield "the optimizer on the host", {"offload": "optimizer"}
     if "parameters" in profile.offloads and at.zero == 3:
-        yield "weights on the host as well", replace(at, offload="parameters")
+        yield "weights on the host as well", {"offload": "parameters"}
 
 
 def told(found: Plan, layout: Layout) -> list[list[str]]:
@@ -153,31 +155,21 @@ def fullness(
     heads that this model cannot be cut into.
     """
     check_tensor_degree(config, layout.tp, copies=True)
-    there, found = room(machine), predict(config, machine, layout, seq=seq).memory
-    if found.reserved <= there:
+    found = alone(config, machine, layout, config.seq if seq is None else seq, COURSE)
+    if found.fits:
         return ""
-
-    def fits(**change: Any) -> bool:
-        changed = predict(config, machine, replace(layout, **change), seq=seq)
-        return changed.memory.reserved <= there
-
-    needs = f"{found.reserved / 1e9:.1f} GB"
-    words = f"Its fullest GPU needs {needs}, and {there / 1e9:.1f} are there."
-    if layout.tp > 1 and not layout.sequence_parallel and fits(sequence_parallel=True):
-        return (
-            f"{words} What stands between the cut matrices is whole on each of the t GPUs: "
-            "sequence parallelism shares it."
-        )
-    if layout.zero == 0 and layout.dp > 1 and fits(zero=1):
-        return f"{words} Each copy keeps a whole optimizer; copies can share one."
-    each = layout.batch // layout.dp
-    if layout.micro_batch > 1 and fits(micro_batch=1, microbatches=each):
-        return f"{words} Micro-batches of fewer sequences would keep less."
-    states = found.weights + found.gradients + found.optimizer
-    words += f" {states / 1e9:.1f} GB of it are model states"
-    if states > there:
-        return f"{words}: cut the model into more parts, or let its copies share more."
-    return f"{words}; the rest are activations, and what is gathered or on its way."
+    full = found.nearest.prediction.memory
+    states = full.weights + full.gradients + full.optimizer
+    words = (
+        f"Its fullest GPU needs {full.reserved / 1e9:.1f} GB, and {found.room / 1e9:.1f} are "
+        f"there. {states / 1e9:.1f} GB of it are model states; the rest are activations, and what "
+        "is gathered or on its way."
+    )
+    changed = (one for one in remedies(found, layout) if one.layout != layout)
+    enough = next((one.name for one in changed if one.reserved <= found.room), "")
+    if enough:
+        return f"{words} It would fit with this: {enough}."
+    return f"{words} No single change would do: cut the model into more parts, or share more."
 
 
 def slowness(

@@ -293,10 +293,12 @@ def _kept(given: dict[str, Any], asked: report.Asked, profile: Profile) -> dict[
     """
     gpus, node = asked.gpus, asked.machine.per_node
     fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
-    for name in fixed.keys() - {"ep"}:  # which depends on others
-        Layout(**{name: fixed[name]})
+    for name, value in fixed.items():
+        if name != "ep":  # which depends on others
+            Layout(**{name: value})
+    tp = fixed.get("tp", 1)
     check_expert_degree(asked.config, fixed.get("ep", 1))
-    check_tensor_degree(asked.config, tp := fixed.get("tp", 1), profile.copies)
+    check_tensor_degree(asked.config, tp, profile.copies)
     if tp > node:
         raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
     degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}

@@ -30,7 +30,7 @@ from . import course, deepspeed, megatron, slurm, torchtitan
 from .job import Limits, job
 from .target import Target
 
-__all__ = ["ENGINES", "FILES", "Limits", "emit", "job"]
+__all__ = ["ENGINES", "Limits", "emit", "job"]
 
 _WRITERS: dict[str, ModuleType] = {
     "deepspeed": deepspeed,
@@ -40,8 +40,6 @@ _WRITERS: dict[str, ModuleType] = {
     "slurm": slurm,
 }
 ENGINES = tuple(_WRITERS)
-# What each engine's text is called, where it has to be called something.
-FILES = {engine: writer.FILE for engine, writer in _WRITERS.items()}
 
 
 def emit(

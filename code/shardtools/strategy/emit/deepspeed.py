@@ -3,7 +3,7 @@
 DeepSpeed reads its file with Hjson, a JSON that takes comments, when it is given the file's name:
 `deepspeed.initialize(model=model, config="ds_config.json")`, or `--deepspeed_config`. What reads
 the file by itself, as Hugging Face's Trainer does, wants plain JSON: drop the lines that begin
-with //, as `plain` does.
+with //.
 
 Not in this file, since DeepSpeed takes them from the program: the model and where it is cut into
 stages, what is recomputed, the optimizer.
@@ -45,12 +45,6 @@ def write(target: Target) -> str:
     lines[-1] = lines[-1][:-1]
     del lines[len(head) + 1]  # the empty line behind the bracket
     return "\n".join([*lines, "}", ""])
-
-
-def plain(text: str) -> str:
-    """The same without comments: plain JSON."""
-    lines = (line for line in text.splitlines() if line.strip())
-    return "\n".join([*(line for line in lines if not line.strip().startswith("//")), ""])
 
 
 def _rows(target: Target) -> list[tuple[str, Any, str]]:

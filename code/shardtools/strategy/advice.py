@@ -14,10 +14,10 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_tensor_degree
 
-from .core import Seconds
 from .plan import Plan, alone, planned
 from .predict import predict
 from .profile import COURSE
+from .report import PARTS
 
 # Remedies that the planner can predict, and the engines' names for them; "" where one has none.
 # The names are held to the engines' own parsers: tests/test_your_job.py.
@@ -72,6 +72,9 @@ KNOBS: dict[str, dict[str, str]] = {
         "PYTORCH_ALLOC_CONF=expandable_segments:True",  # since torch 2.9
     ),
 }
+
+
+ARITHMETIC = "products", "attention", "elementwise"  # of a step, which every layout needs
 
 
 @dataclass(frozen=True)
@@ -186,32 +189,17 @@ def slowness(
             f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the sums of "
             "every layer wait for the links between nodes."
         )
-    losses = waits(layout, found)
-    most = max(losses, key=lambda name: losses[name])
-    if losses[most] < 0.01 * found.total:
+    parts = {name: value for name, value in vars(found).items() if name not in ARITHMETIC}
+    why = dict(PARTS)
+    if layout.recompute == "full":  # one pass of four
+        parts["recomputation"] = (found.products + found.attention) / 4
+        why["recomputation"] = "arithmetic that is done twice"
+    most = max(parts, key=lambda name: parts[name])
+    if parts[most] < 0.01 * found.total:
         return words
-    return f"{words} {_digits(losses[most])} s of it {most}"
+    return f"{words} {_digits(parts[most])} s of it for {most}: {why[most]}."
 
 
 def _digits(seconds: float) -> str:
     """Three of them, and no exponent."""
     return f"{float(f'{seconds:.3g}'):,g}"
-
-
-def waits(layout: Layout, found: Seconds) -> dict[str, float]:
-    """Seconds of a step that another layout might save, by a sentence's end that says so."""
-    products = found.products + found.attention
-    twice = products / 4 if layout.recompute == "full" else 0.0  # one pass of four
-    m = layout.microbatches
-    often = f", for each of {m} micro-batches" if layout.zero > 1 and m > 1 else ""
-    return {
-        "are arithmetic that is done twice: is recomputation needed?": twice,
-        "are sums inside of the layers, over the tensor group.": found.tensor,
-        "are the bubble: more, and smaller, micro-batches make it shorter.": found.bubble,
-        f"are waits of the copies for each other{often}.": found.data,
-        "are messages between stages.": found.messages,
-        "are waits for the CPU: larger micro-batches give it more time.": found.launches,
-        "are keys and values of other ranks of the same sequence.": found.context,
-        "are tokens on their way to experts, and back.": found.experts,
-        "are the allocator's retries: memory is short.": found.retries,
-    }

@@ -655,7 +655,7 @@ print("missing:", fewer(calls, "data"))
 # %% [markdown]
 # `hang.explain` does the same, and names the collective and the line.
 # It also finds ranks that called *another* collective, sizes that disagree, and circles of waiting ranks.
-# If all wait in one collective, no rank is at fault: suspect a link or a network card.
+# If all wait in one collective, suspect a link or a network card.
 
 # %%
 found = hang.explain(calls)
@@ -676,7 +676,7 @@ assert fewer(calls, "data") == [1]
 # :class: checked
 #
 # With gloo's own records it ends in a `KeyError`, since gloo leaves out the groups (torch 2.13, November 2026, [tested](../tests/test_cluster_hang.py)); `flight.record` fills them in.
-# It compares calls and sizes as above, and the states of GPUs as well, but each group by itself: a circle over two groups is reported as two missing ranks.
+# It compares calls and sizes as above, and GPUs' states, but each group by itself: a circle over two groups is reported as two missing ranks.
 # Where ranks differ, the record that it happens to read first is right, and the others are culprits.
 # Ours asks the majority. Of two ranks nobody knows: look at both lines.
 # ```

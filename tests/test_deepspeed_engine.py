@@ -412,7 +412,6 @@ def refusals(folder):
     """The errors that need an engine, or at least ranks; none starts or writes anything."""
     engine = started({"pp": 2, "precision": "bf16"})
     for words, fn, *args in (
-        ("train_batch_size=8", de.initialize, model(), de.config(Layout(4, micro_batch=MICRO))),
         ("stages=3: allowed", de.pipeline, model(), 3),
         ("micro_batches: 0 of them", de.step, engine, []),
     ):

@@ -51,12 +51,9 @@ def initialize(
         parameters; without one, torch's AdamW with a learning rate of 1e-3. (The config's own
         "optimizer" section, when there is one, comes before that default. DeepSpeed compiles the
         fast optimizers that it names unless "torch_adam" is set.)
-
-    Raises ValueError when the config was made for another number of ranks, before DeepSpeed starts.
     """
     deepspeed = prepare()
     settings = dict(config)
-    schema.check_world(settings, dist.get_world_size())
     if optimizer is None and "optimizer" not in settings:
         optimizer = _adamw
     device = ranks.device()

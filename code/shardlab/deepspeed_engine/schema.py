@@ -67,22 +67,6 @@ def check_together(layout: Layout, precision: str, device: str) -> None:
         raise ValueError("precision='fp16': on a CPU DeepSpeed allows 'fp32' and 'bf16'")
 
 
-def check_world(settings: Mapping[str, Any], world: int) -> None:
-    """Raise ValueError for a configuration that was made for another number of ranks."""
-    total, micro, accumulation = (settings.get(key) for key in _SIZES)
-    if None in (total, micro, accumulation):
-        return  # DeepSpeed works out the rest
-    stages = settings.get("pipeline", {}).get("stages", 1)
-    pp = stages if isinstance(stages, int) else 1
-    # DeepSpeed divides by the stages of a pipeline, and not by the degree of tensor parallelism.
-    if total * pp != micro * accumulation * world:
-        raise ValueError(
-            f"train_batch_size={total}: made for another number of ranks; with micro_batch={micro},"
-            f" accumulation={accumulation}, pp={pp} on {world} ranks, allowed is"
-            f" {micro * accumulation * world // pp}"
-        )
-
-
 class Asked(dict):
     """A dict that notes in `names` each name that is looked up in it."""
 
@@ -119,7 +103,7 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
 
     Not checked: the inside of sections that DeepSpeed reads only when it comes to use them, and
     whether the device can compute in 16 bits. Of the batch sizes: whether they fit *any* number of
-    ranks; `check_world` says whether they fit a given one.
+    ranks; DeepSpeed itself says whether they fit a given one.
     """
     prepare()
     from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets

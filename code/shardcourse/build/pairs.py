@@ -38,7 +38,7 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
 
     book = notebook(topic, root)  # whose reader leaves out what follows
     book.metadata.pop("source_map")
-    book.metadata["jupytext"]["default_lexer"] = "ipython3"
+    book.metadata.setdefault("jupytext", {})["default_lexer"] = "ipython3"
     if alone:
         wanted = extras("\n".join(cell.source for cell in book.cells if cell.cell_type == "code"))
         before = "DS_BUILD_OPS=0 " if "deepspeed" in wanted else ""

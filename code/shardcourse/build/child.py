@@ -54,3 +54,4 @@ def run(
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             process.wait()
+            psutil.wait_procs(started, timeout=PATIENCE)

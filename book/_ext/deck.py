@@ -106,9 +106,9 @@ def code_lines(pre: Tag) -> int:
 def parts(body: Tag) -> list[Section]:
     """The sections of a page, first what stands before them. `body` is changed: links go."""
     around = "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
-    for one in body.select(around):
+    for one in body.select(f"{around}, .predict-title, .quiz"):
         one.decompose()
-    for one in body.select("a, code span.pre"):
+    for one in body.select("a, code span.pre, .predict, .predict-answer"):
         one.unwrap()
     for one in body.select("code"):
         one.attrs = {}
@@ -140,7 +140,7 @@ def _exercise(one: Tag) -> tuple[str, str]:
 
 
 def _blocks(one: Tag, sub: str) -> Iterator[Block]:
-    """The blocks of an element of a section; exercises and quizzes are none."""
+    """The blocks of an element of a section; exercises are none."""
     classes = set(one.get("class", []))
     if one.name == "section":
         heading = one.find(["h3", "h4"], recursive=False)
@@ -150,17 +150,10 @@ def _blocks(one: Tag, sub: str) -> Iterator[Block]:
         for child in children(one):
             if child is not heading:
                 yield from _blocks(child, sub)
-    elif classes & {"quiz", "exercise", "solution"}:
+    elif classes & {"exercise", "solution"}:
         return
     elif "cell" in classes:
         yield from _cell(one, sub, frozenset(c[4:] for c in classes if c.startswith("tag_")))
-    elif "predict" in classes:  # a question, and the cell that answers it
-        for child in children(one):
-            if "predict-answer" in child.get("class", []):
-                for cell in children(child):
-                    yield from _blocks(cell, sub)
-            elif "predict-title" not in child.get("class", []):
-                yield Block("question", child, sub, words(child))
     elif "steps" in classes:
         yield Block("steps", one, sub, words(one))
     elif "admonition" in classes:
@@ -393,7 +386,8 @@ def candidates(section: Section) -> list[Slide]:
         rank, show, ask = KINDS[block.kind]
         title, kicker = (block.sub, section.title) if block.sub else (section.title, "")
         before = section.blocks[place - 1]
-        asked = inner(before.tag) if place and before.kind == "question" else ""
+        asked = before.tag.get_text().strip() if place and before.kind == "prose" else ""
+        asked = inner(before.tag) if asked.endswith("?") and len(asked) < LONG / 2 else ""
         high = HIGH - 117 - 31 * bool(kicker) - 50 * bool(asked)
         high -= sum(36 * (len(text(one)) // 58) for one in (title, asked))
         body = show(block, high)

@@ -234,6 +234,13 @@ self.onmessage = (event) => self.postMessage(self.answer(event.data));
 """
 
 
+_PAIRWISE = """
+def pairwise(iterable):
+ values = list(iterable)
+ return zip(values, values[1:])
+"""  # which Brython's itertools lack
+
+
 def brython(name: str) -> str:
     """A file of Brython's."""
     distribution = metadata.distribution("brython")
@@ -244,6 +251,7 @@ def library() -> dict[str, Any]:
     """What of Brython's library is taken: a module's name -> its kind, its source, its imports."""
     text = brython("brython_stdlib.js")
     found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+    found["itertools"][1] += _PAIRWISE
     return {name: found[name] for name in LIBRARY}
 
 

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--phase`, `--site` and `--whole`."""
     parser.addoption("--phase", choices=("beside", "alone"), help="only the tests of one phase")
     parser.addoption("--site", type=Path, help="a built site to try instead of this one")
-    parser.addoption("--whole", action="store_true", help="run every lesson as a script, not some")
+    parser.addoption("--whole", action="store_true", help="run the weekly tests too")
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +48,7 @@ def site(root, request) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the phase that is asked for, and say which are tried again.
+    """Keep the tests that are asked for, and say which are tried again.
 
     A test has three tries for what it asserts of times, as a cell of a lesson has. Any other has a
     second one where gloo did not connect: a port of its ranks may have been, a moment before, that
@@ -59,6 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if phases.is_alone(item) != (phase == "alone")]
         items[:] = [item for item in items if phases.is_alone(item) == (phase == "alone")]
         config.hook.pytest_deselected(items=others)
+    for item in items if not config.getoption("--whole") else []:
+        if weekly := item.get_closest_marker("weekly"):
+            item.add_marker(pytest.mark.skip(reason=f"{weekly.args[0]}: with --whole"))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
             again = pytest.mark.flaky(reruns=TRIES - 1, only_rerun=["NotSeen", "RankError"])

@@ -39,15 +39,8 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
     return printed["rows"], printed
 
 
-@pytest.fixture
-def weekly(request):
-    if not request.config.getoption("--whole"):
-        pytest.skip("a minute; a drive of tests/rehearsal runs the same contenders: with --whole")
-
-
-def test_elastic(request):
-    if not request.config.getoption("--whole"):
-        pytest.skip("two jobs are killed and restarted, as tests of the lesson's do: with --whole")
+@pytest.mark.weekly("two jobs are killed and restarted, as tests of the lesson's do")
+def test_elastic():
     found, printed = rows(
         "elastic", ["loopback"], *("seconds", "recovered", "lost", "after", "same")
     )
@@ -63,6 +56,7 @@ def test_data_parallel():
     assert [row["against"] for row in found] == ["torch DDP"] * 2
 
 
+@pytest.mark.weekly("a benchmark like the others")
 def test_experts():
     found, _ = rows("experts", ["loopback"], "sent_ratio")
     assert [row["case"].split(":")[0] for row in found] == ["even", "uneven"]
@@ -71,13 +65,14 @@ def test_experts():
     assert 1 > even > 2 * uneven
 
 
+@pytest.mark.weekly("a benchmark like the others")
 def test_mesh():
     found, _ = rows("mesh", ["loopback"], "peak_ratio", "peak_bytes")
     assert [row["against"] for row in found] == ["fully_shard × parallelize_module"]
     assert found[0]["peak_ratio"] <= 1.02  # counted, but for what a thread of gloo still holds
 
 
-@pytest.mark.usefixtures("weekly")
+@pytest.mark.weekly("a drive of tests/rehearsal runs the same contenders")
 def test_zero():
     found, _ = rows("zero", ["slow"], "peak_ratio", "peak_bytes")
     assert len(found) >= 3
@@ -99,7 +94,7 @@ def test_pipeline():
         ]
 
 
-@pytest.mark.usefixtures("weekly")
+@pytest.mark.weekly("a drive of tests/rehearsal runs the same contenders")
 def test_tensor_parallel():
     found, printed = rows("tensor_parallel", ["loopback", "slow"], "peak_ratio", "peak_bytes")
     assert len(found) == 4
@@ -128,6 +123,7 @@ def test_tensor_types():
         assert row["floor"] < 1  # a check takes time
 
 
+@pytest.mark.weekly("a benchmark like the others")
 @pytest.mark.skipif(
     importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning"
 )

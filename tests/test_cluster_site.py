@@ -160,10 +160,9 @@ def test_slurm_takes_what_is_made(tmp_path):
                 box.run(["sbatch", "--test-only", f"{name}.sh"], cwd=folder)
 
 
+@pytest.mark.weekly("trains once more: another job's ranks are torchrun's each day")
 @NEEDS
-def test_srun_starts_the_ranks_of_a_planned_job(tmp_path, request):
-    if not request.config.getoption("--whole"):
-        pytest.skip("trains once more: another job's ranks are torchrun's each day")
+def test_srun_starts_the_ranks_of_a_planned_job(tmp_path):
     nano, at = replace(PRESETS["nano"], seq=16), site.of({"launcher": "srun"})
     folder = put(planned(at, "course", nano, Layout(dp=2, zero=1)), tmp_path / "job")
     with slurm.up(tmp_path / "box", cpus=8) as box:

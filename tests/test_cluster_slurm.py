@@ -129,10 +129,9 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
     assert len(open_to_all) == 1 and "torchrun" in open_to_all.pop()
 
 
+@pytest.mark.weekly("trains once more: torchrun trains above, and a session below has srun's ranks")
 @NEEDS
-def test_srun_gives_ranks_by_itself(box, serial, request) -> None:
-    if not request.config.getoption("--whole"):
-        pytest.skip("trains once more: torchrun trains above, and a session below has srun's ranks")
+def test_srun_gives_ranks_by_itself(box, serial) -> None:
     job = submit(box, "srun.sbatch", "train.py", *f"{SMALL} 4 --folder runs/srun".split())
     folder = box.folder.parent
     assert ended(box, job) == "COMPLETED", (folder / f"train-{job}.err").read_text()

@@ -76,13 +76,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allowed are 'one'" in capsys.readouterr().err
 
 
+@pytest.mark.weekly("the lesson trains four of them each day")
 @pytest.mark.parametrize("precision", breakdown.NUMBERS)
 @pytest.mark.parametrize("way", [way for way in breakdown.WAYS if way != "one"])
-def test_every_way_computes_what_one_process_does(
-    way: str, precision: str, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--whole"):
-        pytest.skip("the lesson trains four of them each day: --whole")
+def test_every_way_computes_what_one_process_does(way: str, precision: str) -> None:
     size = 4 if way == "mixed" else 2
     one, found = (lab.run(w, size, TASK, device="cpu", precision=precision) for w in ("one", way))
     if precision == "fp32":  # in bfloat16 greedy tokens part where two logits are nearly equal

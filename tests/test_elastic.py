@@ -448,6 +448,7 @@ def one_process() -> list[float]:
     return losses
 
 
+@pytest.mark.weekly("trains under torchrun and under the agent")
 def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
     """Two nodes, a rank that fails in the first round; what torchrun leaves of it."""
     losses, environments = {}, {}
@@ -507,6 +508,7 @@ store.wait([f"seen {other}" for other in range(size)])
 """
 
 
+@pytest.mark.weekly("torchrun alone")
 def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_path):
     """Why TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as above; when this fails, it is needed no more."""
     (tmp_path / "store.py").write_text(STORE)

@@ -64,6 +64,7 @@ def test_cases_are_drawn_from_the_seed(part):
     assert all(a.seed != b.seed for a, b in zip(first, other, strict=True) if a.hidden)
 
 
+@pytest.mark.weekly("grades five parts")
 def test_start_files_are_written_once_and_get_no_points(tmp_path, capsys):
     folder = tmp_path / "engine"
     status, out, _ = ran(capsys, "grade", "--start", str(folder))

@@ -101,10 +101,9 @@ def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
     assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted, again
 
 
+@pytest.mark.weekly("trains each of them for 20 steps")
 @pytest.mark.timeout(900)
-def test_what_finds_a_mistake_is_measured(request):
-    if not request.config.getoption("--whole"):
-        pytest.skip("--whole trains each of them for 20 steps")
+def test_what_finds_a_mistake_is_measured():
     columns = "program", "digits", "loss", "types", "parity"
     wanted = [tuple(row[n] for n in columns) for row in table(measured(wrong(), list(PROGRAMS)))]
     assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted

@@ -68,10 +68,9 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
     assert sorted(found.values())[-2] < 0.20
 
 
-def test_so_are_other_halves(request) -> None:
+@pytest.mark.weekly("ten fits")
+def test_so_are_other_halves() -> None:
     """Five shufflings, of which the first is the table's: the median of each median over them."""
-    if not request.config.getoption("--whole"):
-        pytest.skip("ten fits; --whole runs them")
     first, *more = (learn.by_others(ROWS, seed) for seed in range(1, 6))
     kept = {n: float(ROWS[n]["by_others_s"]) for n in PLACES}
     assert kept == pytest.approx(first, rel=2e-3)

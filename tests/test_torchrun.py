@@ -159,16 +159,13 @@ def test_set_ups_commands_run_as_printed(
 # Every lesson, as a script under torchrun.
 
 
+@pytest.mark.weekly("every lesson takes a minute and more")
 @pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("topic", build.lessons(show.ROOT))
-def test_lessons_run_under_torchrun(
-    topic: str, processes: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_lessons_run_under_torchrun(topic: str, processes: int, tmp_path: Path) -> None:
     """It ends with 0, and what its cells assert holds: equalities, and what they measure."""
-    if not request.config.getoption("--whole"):
-        pytest.skip("every lesson takes a minute and more: --whole")
     script = show.ROOT / "code/lessons" / f"{topic}.py"
     command = [*TORCHRUN, "--nproc-per-node", str(processes), str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -97,6 +97,7 @@ def test_the_whole_script_equals_one_process(one, tmp_path):
     assert max((found[name] - one[1][name]).abs().max() for name in found) < WEIGHT
 
 
+@pytest.mark.weekly("trains in float16 and bfloat16")
 def test_half_precision_is_near(one, tmp_path):
     # 8 binary digits: a product is off by up to 2**-8, a loss of 5 by some thousandths.
     losses = trained(take_home, 2, tmp_path / "bf16", precision="bf16", micro=4)

@@ -75,7 +75,8 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def keep(app: Sphinx) -> None:
     """Keep what the pages were made of, when the build has ended well."""
-    Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
+    if hasattr(app, "code_pages"):  # Sphinx asks for no pages when no document has changed
+        Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
 
 
 def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:

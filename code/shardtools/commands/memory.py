@@ -155,6 +155,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
     """
     fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
     if "batch" in settings:
+        check_whole(batch=settings["batch"])
         fields["micro_batch"] = settings.pop("batch")
     if fields.get("pp", 1) != 1:
         many = 1 if fields.get("schedule") == "gpipe" else 2

@@ -7,7 +7,7 @@ ValueError with the argument's name, the value and what is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -83,13 +83,6 @@ def check_all(kind: type, **values: Sequence[object]) -> None:
         listed = isinstance(each, Sequence) and each
         if not listed or not all(isinstance(value, kind) for value in each):
             raise ValueError(f"{name}={told(each)}: allowed is a list of {kind.__name__} objects")
-
-
-def check_callable(**values: Callable[..., Any]) -> None:
-    """Raise ValueError for what cannot be called."""
-    for name, value in values.items():
-        if not callable(value):
-            raise ValueError(f"{name}={told(value)}: allowed is a function")
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -167,13 +166,14 @@ def _own(f: Any) -> Any:
 
 def _run(file: str, size: int) -> list[Seen]:
     """What a script does on `size` ranks. Raises RankError for one that hangs or dies."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # As torchrun does: the store is open before the ranks start, so that nobody takes its port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launcher |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
 
     def rank(folder: str) -> Seen:
         dist.destroy_process_group()  # the script makes its own
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(launcher)
         return observed(file, folder)
 
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:

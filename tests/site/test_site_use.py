@@ -51,8 +51,10 @@ def tour(page: Page, most: int = 600) -> list[dict]:
 @pytest.mark.parametrize("path", ["book/index.html", LESSON])
 def test_tab_reaches_everything_and_shows_where_it_is(visit, path, width):
     visited = visit(path, width=width, reduced_motion="reduce")
-    visited.page.wait_for_timeout(400)  # boxes that scroll are in the order by then
-    count = visited.page.evaluate(REACHABLE)
+    before, count = None, visited.page.evaluate(REACHABLE)
+    while before != count:  # boxes that scroll join the order after the page has loaded
+        visited.page.wait_for_timeout(1000)
+        before, count = count, visited.page.evaluate(REACHABLE)
     stops = tour(visited.page)
     assert count > 10
     missed = set(range(count)) - {stop["number"] for stop in stops}

@@ -20,7 +20,7 @@
 #
 # - save a sharded run on four ranks, resume it on two or on one, and show that only rounding differs;
 # - say what belongs into a checkpoint besides the weights, and what each missing part costs;
-# - save so that a kill at any moment loses nothing, and so that damaged files are refused;
+# - save so that a kill at any moment leaves the last good checkpoint, and so that damaged files are refused;
 # - compute how often to save, how many bytes that writes, and what saving in the background gains;
 # - load a model of Hugging Face's hub into any layout, and write it back bit for bit.
 #
@@ -1561,12 +1561,12 @@ check(my_save_interval)
 # ## Summary
 #
 # - A checkpoint is everything on which the next step depends: weights, optimizer, schedule, step, position in the data, random state.
-# - Each rank writes its shards, and later reads what overlaps with its new ones. A resumed run equals one without a stop, bit for bit on as many ranks, to rounding on fewer.
-# - A save goes into a new folder and is complete with one rename; old ones are deleted after it. So a kill at any moment loses nothing.
-# - Sizes and checksums, names and shapes are compared before a model changes.
-# - 12 bytes per parameter in float32 with AdamW; in the background, training waits for the copy alone.
+# - Each rank writes its shards, and later reads the saved shards that overlap with its new ones. A resumed run equals an uninterrupted one: bit for bit on the same number of ranks, up to rounding on fewer.
+# - A save goes into a new folder and is complete with one rename; old saves are deleted after it. So a kill at any moment leaves the last good checkpoint.
+# - Loading compares sizes, checksums, names and shapes before it changes a model.
+# - A checkpoint takes 12 bytes per parameter in float32 with AdamW. When it is written in the background, training waits only for the copy.
 # - Save every $\sqrt{2\delta M}$ seconds.
-# - From the hub's files each rank reads its slices. Between two layouts a rank sends what others lack, and the bytes are known before.
+# - Each rank reads only its slices of the hub's files. To change the layout of a running job, each rank sends the parts that others lack; the bytes are known in advance.
 #
 # ## Further reading
 #

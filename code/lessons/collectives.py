@@ -1407,8 +1407,8 @@ check(my_bucket_bytes)
 # - The ring sends $2(N-1)/N$ of the tensor per rank, the least possible, in $2(N-1)$ steps.
 # - The tree takes $2\lceil\log_2 N\rceil$ rounds of the whole tensor: better below the crossing, worse above.
 # - $\alpha + \beta S$ predicts a wire within a few percent, and a machine's loopback only roughly.
-# - Sums differ in the last bits with the order of adding; all ranks still hold the same bits.
-# - Same calls, same order, same sizes: otherwise the job hangs, or, worse, goes on with wrong numbers. In a ring, send and receive by parity or in one batch.
+# - The order of additions changes the last bits of a sum; all ranks still hold the same bits.
+# - All ranks make the same calls, in the same order, with the same sizes: otherwise the job hangs or, worse, goes on with wrong numbers. In a ring, send and receive by parity or in one batch.
 #
 # ## Further reading
 #

@@ -18,9 +18,9 @@
 #
 # After this lesson you can
 #
-# - compute attention over a sequence that no rank holds, with a ring or with an all-to-all, and prove that it is one process's attention, gradients included;
-# - say why a causal mask leaves ranks of a ring idle, and which cut of the sequence keeps all of them busy;
-# - predict bytes sent, work and memory for each way, and how many tokens fit;
+# - compute attention over a sequence that no rank holds whole, with a ring or with an all-to-all, and prove that it equals one process's attention, gradients included;
+# - say why a causal mask leaves ranks of a ring idle, and which division of the sequence keeps all of them busy;
+# - predict bytes sent, work and memory for both methods, and how many tokens fit;
 # - find wrong positions and wrong messages in the first step, before a long run is lost to them.
 #
 # [Sequence parallelism](sequence_parallel.md) also cuts the tokens, but between tensor-parallel ranks, and not in attention.
@@ -1214,11 +1214,11 @@ check(my_context)
 #
 # - For contexts that no rank holds, cut the sequence from the embedding to the loss; only attention needs other tokens.
 # - The ring sends keys and values from rank to rank, and merges blocks by the logarithms of their sums; its backward is a second ring.
-# - Even ranks send first and odd ones receive first, or both messages go in one batch: where all send first, the ring hangs.
-# - Under a causal mask the zig-zag gives every rank equal work in every turn.
-# - The all-to-all exchanges a cut by tokens for one by heads. It sends less on many ranks, the ring on few and with few heads of keys.
+# - Even ranks send first and odd ranks receive first, or both messages go in one batch: where all send first, the ring hangs.
+# - Under a causal mask the zig-zag order gives every rank equal work in every step of the ring.
+# - The all-to-all turns a division by tokens into a division by heads. It sends less than the ring on many ranks; the ring sends less on few ranks and with few key/value heads.
 # - Memory per rank falls with $1/N$; attention's work still grows with the square of the sequence.
-# - Wrong positions hardly change the loss, in bfloat16 not visibly: compare the gradients of the queries' weights.
+# - Wrong positions hardly change the loss, and in bfloat16 not visibly: compare the gradients of the query weights.
 #
 # ## Further reading
 #

@@ -23,9 +23,9 @@
 # - predict the bytes, the messages, the memory and the time of a step, and where more ranks stop helping;
 # - recognise the mistakes that people really make, by the trace that each leaves.
 #
-# Of [Collectives](collectives.md) you need mostly the all-reduce.
+# You need one thing from [Collectives](collectives.md): the all-reduce.
 #
-# One thing to wonder about before you start.
+# Before you start, a puzzle.
 # Four ranks begin with the same weights and train for five steps, each on its share of the text.
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
 # With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
@@ -319,7 +319,7 @@ show.source(DataParallel._arrived, DataParallel._finish)
 # - *share by share*: it computes the gradients of one rank's share after another, divides each by $N$ and adds them up. That is the same arithmetic in the same order.
 # - *joined*: it puts the whole batch through the model at once. That is the same mathematics, but matrix products over more rows add their terms up in another order.
 #
-# The table compares with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short last batch. Some columns are exactly 0; the others are smaller in float64.
+# The table compares with both, and with PyTorch's `DistributedDataParallel` (DDP), over five AdamW steps, also with a short last batch. The same arithmetic in the same order gives exactly 0. Elsewhere the difference is rounding, and float64 makes it nine digits smaller.
 
 # %% tags=["hide-input"]
 # Holds gradients and weights against one process and torch's DDP
@@ -381,7 +381,7 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 # %% [markdown]
 # How close is close enough?
-# That 1e-6 looks small is no test. The test is this: float64 has nine more digits, and every difference gets smaller by as many.
+# That 1e-6 looks small proves nothing. The test is this: float64 has nine more digits, and every difference gets smaller by as many.
 # The error of a wrong formula would be as large in float64.
 #
 # And why not equal? Because $(a+b)+c$ and $a+(b+c)$ round differently.
@@ -450,7 +450,7 @@ show.source(DataParallel)
 # A ring all-reduce of $S$ bytes sends $2\frac{N-1}{N}S$ bytes from each rank ([Collectives](collectives.md)), whatever the batch is.
 # So the three steps should send the same bytes, in a different number of messages.
 # Predicted: step 1 sends one message per parameter; steps 2 and 3 send one per bucket, each with four more bytes per parameter.
-# The last two columns compare with what the operating system's loopback interface says that it transmitted, a count that is not ours.
+# The last two columns compare with an independent count: the bytes that the operating system's loopback interface transmitted.
 
 # %% tags=["hide-input", "measured"]
 # Table: messages and bytes of the three steps, predicted and measured
@@ -1470,7 +1470,7 @@ check(my_accumulate)
 # :label: ex-data-parallel-micro-batches
 # ```
 #
-# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as much of the all-reduce as it takes time.
+# On `n` ranks a ring all-reduces `size` bytes of gradients over links of `bandwidth` bytes per second. A micro-batch takes `forward` and `backward` seconds, and fills the memory. All but the last micro-batch of a step run inside `no_sync()`; the last backward hides as many seconds of the all-reduce as it lasts.
 # Return the least number of micro-batches with which ranks wait for at most `fraction` of the step. Latency and the first bucket's backward do not count.
 
 # %%
@@ -1512,9 +1512,9 @@ check(my_micro_batches)
 # ## Summary
 #
 # - Every rank holds the whole model; averaged gradients keep the copies equal, and equal to one process on the joined batch.
-# - The average is right because a loss is a mean; with unequal batches divide by the joined count.
-# - Buckets save latency, hooks hide waiting; neither saves a byte or a unit of memory.
-# - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than that.
+# - The average is right because a loss is a mean; with unequal batches, divide by the count of all ranks together.
+# - Buckets save latency, hooks hide waiting; neither saves bytes or memory.
+# - A rank sends $2\frac{N-1}{N}S$ bytes per step, whatever the batch; so give each rank a batch whose backward takes longer than the sending.
 # - Every rank takes part in every all-reduce, in the same order, with or without a gradient.
 # - Most mistakes raise no error: measure `drift`, traffic, and the first loss.
 #

@@ -23,9 +23,9 @@
 # - tell which of its parts you have to configure, and which are on by default;
 # - save on two ranks and go on with one or four, and say when stage 3 is worth its traffic.
 #
-# One thing to wonder about before you start.
-# Five steps of training on two ranks, with a configuration of four lines, have the losses of one process, to the seventh digit.
-# Then one of the four lines is left out, one that switches something *off*. Now the losses differ in the third digit.
+# Before you start, a puzzle.
+# Two ranks train for five steps with a configuration of four lines, and their losses equal one process's to the seventh digit.
+# Then one of the four lines is left out, a line that switches something *off*. Now the losses differ in the third digit.
 # There is no error and no warning. With the same library of half a year earlier, they would not have differed.
 
 # %% tags=["hide-input"]
@@ -1248,12 +1248,12 @@ check(my_choice)
 #
 # ## Summary
 #
-# - One dictionary chooses among copies, ZeRO, offload and cuts. Forward, backward and step are calls of the engine.
-# - It computes what you configured: left out, `gradient_clipping` is 1.0 since version 0.19.3. With 0.0 every stage equals one process to rounding.
+# - One dictionary chooses among data parallelism, ZeRO, offload and tensor parallelism. Forward, backward and step are calls of the engine.
+# - The engine computes what you configured: if you leave out `gradient_clipping`, it is 1.0 since version 0.19.3. With 0.0 every stage equals one process up to rounding.
 # - Train batch = micro-batch × accumulation × copies, and copies are $N/(tp)$.
 # - Recomputation has to be asked for in the model's code; buckets take $5\cdot10^8$ times the bytes of their type, twice with overlap, unless you make them smaller.
 # - A checkpoint loads on as many ranks as wrote it; converted to the universal format it loads on any number. A plain state dict needs no DeepSpeed.
-# - Stage 3 is for states that do not fit otherwise; its gathers are hidden from some thousand tokens per GPU on.
+# - Stage 3 is for states that do not fit otherwise; with some thousand tokens per GPU and more, computation hides its gathers.
 #
 # ## Further reading
 #

@@ -18,11 +18,11 @@
 #
 # After this lesson you can
 #
-# - build the program that starts the ranks of a job on many nodes, and starts them again when one is lost;
-# - say how to tell a lost node from a slow one, and the rank that failed first from those that fail because of it;
-# - say how many seconds a lost rank, launcher or node costs, under PyTorch's launcher and under the one built here.
+# - build the program that starts the ranks of a job on many nodes, and restarts them when one is lost;
+# - tell a lost node from a slow one, and the rank that failed first from the ranks that failed because of it;
+# - say how many seconds a lost rank, launcher or node costs, with PyTorch's launcher and with the one built here.
 #
-# One thing to wonder about before you start.
+# Before you start, a puzzle.
 # Two nodes train a model, with two ranks each. On one of them somebody kills the launcher, but no rank.
 # Under `torchrun` the ranks go on training, without a pause. Under the launcher built here training stops for ten seconds, and then goes on without that node.
 # You want the second. [The table](#what-a-fault-costs-under-both) has the numbers, and the text below it the reason.
@@ -392,9 +392,9 @@ check(my_cause)
 #
 # ## Summary
 #
-# - A launcher starts ranks, tells each its number, and ends all when one fails.
-# - On several nodes agents use one store. One of them, the host, writes orders, and all write reports.
-# - All ranks start again together, in rounds, each with its own port.
+# - A launcher starts ranks, tells each its number, and ends all of them when one fails.
+# - On several nodes each launcher is an agent, and all agents share one store. One agent, the host, writes orders; all write reports.
+# - All ranks restart together, in rounds; each round has its own port.
 # - An agent that sends no report for some seconds is left out. Ranks do not outlive their agent.
 #
 # ## Further reading

@@ -18,14 +18,14 @@
 #
 # After this lesson you can
 #
-# - compute a layer of experts with its router, and give each rank experts of its own, so that it trains as one process does;
+# - compute a layer of experts with its router, and give each rank experts of its own, so that the model trains as in one process;
 # - average the gradients of such a model over the right ranks, and recognise a model where that was not done;
 # - predict what a rank holds and sends, and which ranks wait for which;
-# - keep a router from sending all tokens to the same experts, in two ways, and see when it does.
+# - keep a router from sending all tokens to the same experts, in two ways, and notice when it does so.
 #
-# Of [Collectives](collectives.md) you need the all-to-all.
+# You need one thing from [Collectives](collectives.md): the all-to-all.
 #
-# DeepSeek-V3 has more parameters than Llama 3 405B, and uses less than a tenth as many for a token.
+# DeepSeek-V3 has more parameters than Llama 3 405B, and for each token it uses fewer than a tenth as many as Llama does.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -1123,11 +1123,11 @@ check(my_expert_ranks)
 #
 # ## Summary
 #
-# - A router sends each token to $k$ of $E$ experts: all are held, few are used.
-# - Experts over ranks are two all-to-alls of unequal sizes, dispatch and combine, and two in backward.
+# - A router sends each token to $k$ of $E$ experts: all are held in memory, few compute for a token.
+# - Experts on several ranks need two all-to-alls of unequal sizes, dispatch and combine, and two in backward.
 # - An expert's gradient is summed over its copies and divided by the number of all ranks that have tokens.
 # - A capacity fixes sizes and drops choices, and tokens then depend on later ones; dropless layers send every row.
-# - Without a remedy routers collapse. A loss or a bias keeps loads even, with choices counted over all ranks.
+# - Without a remedy, routers collapse onto few experts. An auxiliary loss or a bias keeps loads even; choices are counted over all ranks.
 # - All ranks wait for the one with the most rows; on a GPU an expert needs hundreds of them.
 #
 # ## Further reading

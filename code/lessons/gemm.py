@@ -18,16 +18,16 @@
 #
 # After this lesson you can
 #
-# - cut a matrix product in three ways among ranks, and say for each what travels, and when;
+# - divide a matrix product among ranks in three ways, and say for each what is sent, and when;
 # - predict the bytes that a rank holds and sends, to the byte;
-# - cut all three matrices at once, on a grid of ranks, and say when that is worth it;
-# - predict from three measured numbers from what size on splitting a product pays;
-# - see in a roofline whether a piece of work waits for memory or for arithmetic, and why thin shards compute more slowly.
+# - divide all three matrices at once, on a grid of ranks, and say when that is worth it;
+# - predict, from three measured numbers, the size above which splitting a product pays;
+# - read from a roofline whether an operation is limited by memory or by arithmetic, and why thin shards compute more slowly.
 #
 # [Tensor parallelism](tensor_parallel.md) is this lesson applied to a whole transformer.
 #
-# One number to begin with. Take GPUs that multiply with 400 TFLOP/s each and send 200 GB/s to one another, without delay.
-# Two matrices of 16-bit numbers, with 2,000 rows and columns, are to be multiplied, and every GPU needs the result.
+# Before you start, a puzzle. Each GPU computes 400 TFLOP/s and sends 200 GB/s to the others, without delay.
+# Together they multiply two matrices of 16-bit numbers with 2,000 rows and columns, and every GPU needs the result.
 # Two GPUs take as long as one. So do 64.
 # You will be able to say where the 2,000 comes from, and why the number of GPUs is not in it.
 
@@ -1256,12 +1256,12 @@ check(my_way)
 # ## Summary
 #
 # - A product can be cut along $M$, $N$ or $K$. Along $M$ and $N$ nothing is sent as long as $C$ may stay cut; along $K$ there is a sum over ranks.
-# - Whatever is not cut is whole on every rank: $B$, $A$, or the summand of $C$.
+# - What a cut does not divide is whole on every rank: $B$, $A$, or the summand of $C$.
 # - All of $C$ on all ranks costs $\frac{t-1}{t} S_C$ by rows and columns, twice that by the inner dimension.
 # - On a grid nothing is whole, and received bytes per rank fall with $\sqrt t$.
-# - Splitting pays from $n^* = \frac{w}{2}\beta F$ on, for any number of ranks.
-# - Below the ridge of the roofline bytes decide the time. Thin shards do fewer operations per byte, and each rank gets slower.
-# - By columns, then by the inner dimension: two products for one sum. That is tensor parallelism.
+# - Splitting pays for sizes above $n^* = \frac{w}{2}\beta F$, for any number of ranks.
+# - Below the ridge of the roofline, bytes decide the time. Thin shards do fewer operations per byte, so each rank computes more slowly.
+# - Cut the first product by columns and the second by the inner dimension: two products need one sum. That is tensor parallelism.
 #
 # ## Further reading
 #

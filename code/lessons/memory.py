@@ -24,10 +24,10 @@
 #
 # Everything here happens on one rank.
 #
-# One thing to wonder about before you start.
+# Before you start, a puzzle.
 # The file of Llama 3 8B, 8 billion weights of two bytes, is 16 GB.
-# Training it takes more than the 80 GB of a GPU, even with a batch of one word.
-# With one sequence of the length that it was trained on, it takes more than the 141 GB of a larger one.
+# Training it takes more than the 80 GB of an H100, even with a batch of one word.
+# With one sequence of the length that the model was trained on, it takes more than the 141 GB of an H200.
 #
 # ```{quiz} one-gpu-before
 # ```
@@ -1315,7 +1315,7 @@ check(my_micro_batch)
 # - Activations grow with batch times sequence: about $17\,bsh$ numbers a layer with fused attention, and only the input, $bsh$, of a layer that is recomputed.
 # - The peak is where backward begins, at the logits; a prediction without them is far too low.
 # - The second step is the first that holds everything.
-# - Predict first; then count one step. If the two differ, something is held that you do not know of.
+# - Predict first; then count one step. If the two differ, the step holds something that you do not know of.
 #
 # ## Further reading
 #

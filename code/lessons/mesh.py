@@ -18,14 +18,14 @@
 #
 # After this lesson you can
 #
-# - say of any rank which groups it is in, and count what an order of ranks costs;
+# - name the groups of any rank, and count the bytes that an order of ranks costs;
 # - train one model by data, pipeline and tensor parallelism at once, and show that it equals one process;
-# - name what gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches need on a mesh, and what goes wrong without it;
+# - name what gradient clipping, tied embeddings, LayerNorms, dropout and uneven batches need on a mesh, and what goes wrong otherwise;
 # - predict the bytes that each rank holds and sends, and resume from a checkpoint under another mesh;
 # - read FSDP2 over `parallelize_module` on a `DeviceMesh` as the same thing.
 #
-# One number to begin with. Say Llama 3 70B is to be trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
-# There are six ways to number these ranks. In the best one 26 GB for each GPU leave its node in a step. In the worst one it is 24 times as much.
+# Before you start, a number. Llama 3 70B is trained on 512 GPUs, 8 in a node. Each matrix is cut over 8 ranks, the layers are cut into 4 stages, and there are 16 copies of the model.
+# There are six ways to number these ranks. With the best numbering each GPU sends 26 GB out of its node in a step; with the worst, 24 times as much.
 #
 # ```{quiz} together-before
 # ```
@@ -962,11 +962,11 @@ check(my_mesh)
 # ## Summary
 #
 # - A rank's number is its place on the mesh, a digit for each axis; the ranks of a group differ in one digit.
-# - The last digit is the tensor axis's, which sends in every layer. Other orders send up to 24 times as much out of a node.
-# - Cut matrices, then layers, then shard over copies. A step sums along tensor, pipeline, between the twins, along data, and last what is partly seen.
-# - Every number counts once in the gradient norm; copies weigh by their tokens that count; copies and stages drop by seeds of their own, the ranks of a tensor group by one.
-# - What ranks hold and send is predicted to the byte, along each axis.
-# - A checkpoint loads under any mesh with the same bits; later steps have them if sums are made in the same order.
+# - The tensor axis sends in every layer, so it is the last digit. Other orders send up to 24 times as much out of a node.
+# - Cut matrices, then layers, then shard over copies. A step sums gradients along tensor and pipeline, between tied embeddings, along data, and last for parameters that each rank saw only in part.
+# - Every number counts once in the gradient norm; each copy weighs by its tokens with a target; copies and stages have their own dropout seeds, the ranks of a tensor group share one.
+# - The bytes that ranks hold and send are predicted exactly, along each axis.
+# - A checkpoint loads bit for bit under any mesh; later steps are bitwise equal if sums are made in the same order.
 #
 # ## Further reading
 #

@@ -18,13 +18,13 @@
 #
 # After this lesson you can
 #
-# - say in bytes what training holds on a GPU, and what each technique divides, sends and waits for;
+# - say how many bytes training needs on a GPU, and what each technique divides, sends and waits for;
 # - write data parallelism, a pipeline, a tensor-parallel layer and ZeRO in a dozen lines each, and compare each with one process;
 # - choose among them for a given model on given machines.
 #
 # A link to each technique's own lesson ends its section.
 #
-# The 70.6 billion weights of Llama 3 70B are 282 GB in float32; the largest GPU on this page has 141 GB.
+# The 70.6 billion weights of Llama 3 70B are 282 GB in float32; an H200 has 141 GB.
 #
 # ```{quiz} map-before
 # ```
@@ -209,7 +209,8 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # [Memory](memory.md) predicts all this, and counts it to the byte.
 #
 # The other trouble is time.
-# For each token a weight takes 2 operations in forward, a product and a sum, and 4 in backward, for two gradients: its own, and that of the layer's input.
+# Each weight multiplies and adds once per token in forward: 2 operations.
+# Backward does that twice, for the weight's gradient and for the gradient of the layer's input: 4 more.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
 # One H100 does 989 trillion operations a second in 16 bits; to reach 40 % of that is good.
 
@@ -302,7 +303,8 @@ beside_one_process("data parallel", data_parallel)
 
 # %% [markdown]
 # In a ring each rank sends to the next one.
-# When $N$ ranks all-reduce $S$ bytes so, each sends $2\frac{N-1}{N}S$; [Collectives](collectives.md) shows why.
+# An all-reduce of $S$ bytes over a ring of $N$ ranks makes each rank send $2\frac{N-1}{N}S$: never more than $2S$, however many ranks.
+# [Collectives](collectives.md) shows why.
 #
 # Copies divide the batch, and with it time and activations.
 # They do not divide the states: **the whole model must fit on one GPU**.
@@ -470,7 +472,8 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 # %% [markdown]
 # More micro-batches make the bubble smaller, but GPipe keeps the activations of all $m$ until backward.
-# {term}`1F1B <one forward, one backward>` does each backward as early as it can: it waits as long, and keeps at most $p$ micro-batches {cite}`narayanan2021megatron`.
+# {term}`1F1B <one forward, one backward>` does each backward as early as it can.
+# Its bubble is GPipe's, but a stage keeps at most $p$ micro-batches, not $m$ {cite}`narayanan2021megatron`.
 #
 # A rank holds about a quarter of the states, and no other technique here sends so little.
 # The price is the bubble, and that all stages have to take equal time.
@@ -575,7 +578,7 @@ beside_one_process("tensor parallel", everything_cut)
 #
 # Often it sends more.
 # A copy sends two numbers for each parameter, whatever the batch.
-# A rank with cut matrices sends eight times the model's width for each layer and token.
+# A rank with cut matrices sends 8 × width numbers for each token in each layer.
 # `````
 
 # %% tags=["hide-input"]
@@ -738,7 +741,8 @@ print("all numbers of the table are those of this page")
 # (mp-choose)=
 # ## How to choose
 #
-# Take the first that fits: first come techniques that change no line of the model, then one that needs fast links, last one that needs a schedule.
+# Go down the chart and take the first rung that fits.
+# Rungs 1 to 5 change no line of the model, 6 needs fast links, 7 a schedule; 8 is slow, for when nothing else fits.
 #
 # ![A flow chart with a rung for each technique. At every rung two questions: can the batch be shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After the last one: more GPUs, or larger ones. The rungs: 1, data parallel: every GPU has a copy of everything; 2, ZeRO-1: each optimizer state once among the copies; 3, ZeRO-2: each gradient once, too; 4, ZeRO-3: each weight once, too, if the wire keeps up; 5, recompute: layers keep their inputs alone; ZeRO as before; 6, tensor in the node: matrices cut, over 2, 4, … GPUs of a node; 7, pipeline across nodes: layers cut, over stages on several nodes; 8, the host's memory: optimizer, or all states, on the host: slowest.](../figures/model_parallelism_choose.svg)
 #
@@ -755,7 +759,7 @@ for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
 # Here $d$ is the number of copies.
 # A later rung of the chart may be faster; [Strategy](strategy.md) predicts by how much.
 #
-# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine them: matrices are cut inside a node, layers among nodes, and all that is copied, with ZeRO-1.
+# Large jobs, such as [GPT-3 on 64 GPUs](../book/gpt3_on_64_gpus.md), combine them: tensor parallelism inside each node, a pipeline across nodes, and several copies of the whole, which share their optimizer states by ZeRO-1.
 #
 # ![Two jobs on four nodes of four GPUs. A large model: there are two copies, and each gets half of the batch. A copy is a pipeline of two nodes, with layers 1 and 2 on the first and 3 and 4 on the second; inside a node each GPU has a quarter of every matrix. A small model and much data: every GPU has all layers, and a sixteenth of the batch for itself.](../figures/model_parallelism_stacks.svg)
 #
@@ -945,7 +949,7 @@ check(answer, "gpus_needed")
 # :class: dropdown
 # ```
 #
-# Of 72 GB the 10 that nothing divides leave 62 GB for states.
+# 90 % of 80 GB is 72 GB. Ten of them are taken whatever $N$ is, so 62 GB are left for states.
 # 1,120 / 62 = 18.1, so 19 GPUs are needed, which are in three nodes.
 
 # %%
@@ -1095,7 +1099,7 @@ check(layout, "my_layout")
 # ## Summary
 #
 # - Training holds 16 bytes for each parameter, and activations.
-# - Copies divide the batch, a pipeline the layers, tensor parallelism the matrices, ZeRO the states that copies hold many times.
+# - Data parallelism divides the batch, a pipeline the layers, tensor parallelism the matrices, and ZeRO the states that the copies would hold many times.
 #
 # ## Further reading
 #

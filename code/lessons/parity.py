@@ -18,12 +18,12 @@
 #
 # After this lesson you can
 #
-# - ask of any two programs, one plain and one parallel, whether they compute the same, and read which tensor is the first that is not;
+# - check whether two programs, one plain and one parallel, compute the same, and find the first tensor that differs;
 # - say how far rounding alone moves a tensor, and why a tolerance chosen by eye hides mistakes;
-# - name what makes two runs of *one* program differ, and get the same bits where that is possible;
-# - recognise ten published mistakes by one line of a report each.
+# - name what makes two runs of *one* program differ, and make them bitwise equal where that is possible;
+# - recognise ten published mistakes, each by one line of a report.
 #
-# Some programs below cut matrices or deal out experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
+# Some programs below cut matrices or distribute experts, as [Model parallelism](model_parallelism.md) shows; you need not know how.
 
 # %% tags=["hide-input"]
 # Imports, and the small model of this page
@@ -1374,13 +1374,13 @@ check(report, "own_parity")
 #
 # ## Summary
 #
-# - Parity: every output, gradient and update of a parallel program beside those of a plain one; the first that differs is named.
-# - Rounding is measured, by moving everything by one unit in the last place; a tolerance chosen by eye hides mistakes.
-# - Where a part belongs is learned from the weights, before a mistake can act.
-# - Ends are strict: what the optimizer gets and what it makes. Addends and factors inside are no mistake, and only say where one began.
-# - Most published mistakes have a right loss. Compare by name, all copies, before the optimizer and after it.
-# - Judge logic in float32, with unequal texts, active clipping and accumulation.
-# - Two runs of one program can have the same bits: same seeds, same order of sums, same kernels.
+# - A parity check compares every output, gradient and update of a parallel program with those of a plain one, and names the first that differs.
+# - It measures rounding by moving every number by one unit in the last place; a tolerance chosen by eye hides mistakes.
+# - It learns from the weights, before a mistake can act, which part of a tensor each rank holds.
+# - It is strict at the ends: the gradients that the optimizer gets and the weights that it makes. Inside, ranks may hold addends or scaled values; these only show where a mistake began.
+# - Most published mistakes leave the loss right. Compare by name, all copies, before the optimizer and after it.
+# - Test the logic in float32, with a different text on each rank, active clipping and accumulation.
+# - Two runs of one program can be bitwise equal: same seeds, same order of sums, same kernels.
 #
 # ## Further reading
 #

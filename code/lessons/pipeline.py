@@ -19,13 +19,13 @@
 # After this lesson you can
 #
 # - cut a model by layers over ranks, and say why that alone makes nothing faster;
-# - write GPipe and 1F1B as loops, run them on real ranks with the bits of one process, and predict their bubble and their memory;
-# - read and simulate the schedules that idle less, down to zero bubble, and set them beside PyTorch's own;
+# - write GPipe and 1F1B as loops, run them on real ranks bit for bit equal to one process, and predict their bubble and their memory;
+# - read and simulate the schedules that idle less, down to zero bubble, and compare them with PyTorch's own;
 # - choose the number of stages and of micro-batches, balance the stages, and find a deadlock before it happens.
 #
-# Of [Memory](memory.md) you need what it says about activations.
+# You need one thing from [Memory](memory.md): what it says about activations.
 #
-# One number to begin with. A model does not fit on your GPU, so you buy three more and cut it into four.
+# Before you start, a number. A model does not fit on your GPU, so you buy three more and cut it into four stages.
 # Now it fits. A step takes as long as before, on four times the hardware: each GPU works 25 % of the time.
 # This lesson is about the other 75 %.
 #
@@ -465,7 +465,7 @@ print(pipeline.schedule("1f1b", 4, 6))
 #
 # With $F$, $I$ and $W$ seconds for the three,
 #
-# - *ZB-H1* puts `W` at the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds; $(p-1)(F+I-W)$ are left, a third if all three take equally long. No stage holds more than $p$ micro-batches, but now all hold as many.
+# - *ZB-H1* puts `W` at the end, where the pipeline drains. 1F1B idles $(p-1)(F+I+W)$ seconds; $(p-1)(F+I-W)$ are left, a third if all three take equally long. Every stage now holds $p$ micro-batches; under 1F1B only the first does.
 # - *ZB-H2* also fills the beginning, with more forwards: $(p-1)(F+I-2W)$ are left, which is nothing if all three take equally long. The price is $2p-1$ micro-batches held.
 # - *ZB-V* gets to nothing with 1F1B's memory. Its two chunks lie in a V: the first rank holds the first chunk *and the last*, so the first backward begins on the rank where the first forward began.
 #
@@ -586,8 +586,8 @@ for schedule in late:
 
 
 # %% [markdown]
-# Both send first, and neither receives. Nor does it help to begin both sends without waiting where the ranks talk through nccl:
-# within one group it moves the messages of two ranks one after the other, in the order in which each rank began them, so each rank's receive waits for a send that nobody receives.
+# Both send first, and neither receives. To begin both sends without waiting does not help where the ranks talk through nccl.
+# In one group nccl takes the messages between two ranks in the order in which each rank began them. Both began with a send; each send waits for a receive that stands behind the other's send.
 # gloo lets it pass. Such code works on a laptop and hangs on a cluster.
 #
 # The *parity rule* solves it: even stages send first and then receive, odd stages receive first. Of two neighbours one is even, so every send meets a receive. Here each rank swaps its number with both neighbours:
@@ -901,7 +901,7 @@ show.figure(
 # %% [markdown]
 # ### Memory
 #
-# A stage holds $1/p$ of the model states, give or take embedding and head. Of activations it holds what its layers keep for one micro-batch, times the micro-batches *in flight*, whose forward is done and whose backward is not; and one layer's temporaries.
+# A stage holds $1/p$ of the model states, give or take embedding and head. Its activations are what its layers keep for one micro-batch, times the micro-batches *in flight* (forward done, backward not), plus one layer's temporaries.
 
 # %%
 def predicted_peak(name, stage, m, again):
@@ -1825,13 +1825,13 @@ check(my_microbatches)
 #
 # ## Summary
 #
-# - Cut by layers alone, $p$ GPUs do the work of one; micro-batches in the right order make the bubble $\frac{p-1}{m+p-1}$.
-# - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so take 1F1B, and a larger $m$.
-# - Interleaving divides the time to fill by $v$ and multiplies messages by $v$; a split backward fills what is left.
+# - A model that is only cut by layers makes $p$ GPUs do the work of one; micro-batches in the right order leave a bubble of $\frac{p-1}{m+p-1}$.
+# - 1F1B has GPipe's bubble and holds $p - s$ micro-batches on stage $s$ instead of $m$; so use 1F1B with a larger $m$.
+# - Interleaving divides the time to fill the pipeline by $v$ and multiplies messages by $v$; splitting the backward fills what is left.
 # - A schedule is a list for each stage: validate it, simulate it, and run that very list.
 # - Of two neighbours that both send, one receives first: by parity, in one batch, or with a group for each direction.
-# - The gradients have the bits of one process; each loss is weighted by its fraction of the batch.
-# - The slowest stage sets the pace: count the head as layers. Little is sent: less than gradients below $P/h$ tokens in a step.
+# - The gradients equal one process's bit for bit; each micro-batch's loss is weighted by its fraction of the batch.
+# - The slowest stage sets the pace: count the head as layers. A pipeline sends less than data parallelism sends for gradients if a step has fewer than $P/h$ tokens.
 #
 # ## Further reading
 #

@@ -20,10 +20,10 @@
 #
 # - say which activations tensor parallelism leaves whole on every rank, and divide them too, without sending a byte more;
 # - write the two operators that do it, forward and backward;
-# - predict what a layer keeps and what a step sends, and choose between keeping and gathering again;
+# - predict the activations that a layer keeps and the bytes that a step sends, and choose between keeping a gathered tensor and gathering it again;
 # - find out whether the gradients of the LayerNorms were summed over the ranks.
 #
-# Of [Memory](memory.md) you need what it says about activations.
+# You need one thing from [Memory](memory.md): what it says about activations.
 
 # %% tags=["hide-input"]
 # Imports, and the small GPT that every cell trains
@@ -863,10 +863,10 @@ check(my_column)
 #
 # ## Summary
 #
-# - Tensor parallelism leaves LayerNorms, dropout and the cut matrices' inputs whole: $sbh(10 + 24/t)$ bytes a layer. With the sequence cut as well, it is $34sbh/t$.
-# - An all-gather where a cut part begins, a reduce-scatter where it ends; each is the other's backward.
-# - Together they are one all-reduce taken apart: the same bytes.
-# - To keep the gathered tokens takes $4sbh$ bytes a layer; to gather them again sends a quarter more.
+# - Tensor parallelism leaves LayerNorms, dropout and the cut matrices' inputs whole: a layer keeps $sbh(10 + 24/t)$ bytes. With the sequence cut as well, it keeps $34sbh/t$.
+# - A part with cut matrices begins with an all-gather and ends with a reduce-scatter; each is the other's backward.
+# - Together the two are one all-reduce in two halves: they send the same bytes.
+# - Keeping the gathered tokens takes $4sbh$ bytes a layer; gathering them again sends a quarter more.
 # - LayerNorms, and biases added after the reduce-scatter, are applied to some of the tokens: their gradients are summed over the ranks.
 #
 # ## Further reading

@@ -18,13 +18,13 @@
 #
 # After this lesson you can
 #
-# - say what limits a layer on a given GPU: products, memory, the wire or launches;
-# - predict the seconds of a step in twenty lines, with the module its bytes as well, and say how far off both may be;
+# - say what limits a layer on a given GPU: matrix products, memory, the network or kernel launches;
+# - predict the seconds of a step in twenty lines, its memory with the package, and say how far off both may be;
 # - choose a layout for a model and its machines, and say which constant would change the choice;
 # - fit such a prediction to a few steps of your own, and see when the fit fails.
 #
-# One question to begin with: Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step.
-# How should it be split?
+# Before you start, a question. Llama 3 70B, 64 H100s, 512 sequences of 8,192 tokens in a step:
+# how should the model be split?
 
 # %% tags=["hide-input"]
 # Imports, four models and the machines
@@ -958,12 +958,12 @@ check(layout, "strategy_layout")
 #
 # ## Summary
 #
-# - A layer waits for products, memory, the wire or, where nothing is captured, launches; for which depends on the machine.
-# - A floor says what is impossible; it does not rank layouts. Six fitted constants do, and launches matter most of them.
-# - Fit logarithms, with weights that leave slow runs out, and with priors; judge by rows that were not fitted.
+# - A layer waits for matrix products, memory, the network or, without CUDA graphs, kernel launches; which of them depends on the machine.
+# - A lower bound says what is impossible; it does not rank layouts. A model with six fitted constants does, and the launch constant matters most.
+# - Fit logarithms, with weights that discount slow runs, and with priors; judge the fit by rows that it has not seen.
 # - Constants hold for the code and the cluster that they were fitted on. Another framework is one more factor.
-# - Size says what does not fit. Links and memory say what to do about it.
-# - Of layouts within 5 % of the first take the one that leaves most memory free, or measure.
+# - The model's size says what does not fit. Links and memory decide what to do about it.
+# - Among layouts within 5 % of the fastest, take the one that leaves most memory free, or measure.
 #
 # ## Further reading
 #

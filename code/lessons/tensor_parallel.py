@@ -20,13 +20,13 @@
 #
 # - cut a feed-forward network, attention, an embedding and a loss over ranks, and say for each matrix why by columns or by rows;
 # - write the two operators that make the cut model's *gradients* right, and recognise the loss curve of a model that lacks one;
-# - predict the memory of a rank to the byte, and the bytes that it sends, and say why the ranks should be joined by one fast switch;
+# - predict to the byte what a rank holds and sends, and say why the ranks should be joined by one fast switch;
 # - apply the cuts to a plain GPT from outside, and read PyTorch's `parallelize_module` as the same thing.
 #
-# Of [Collectives](collectives.md) you need mostly the all-reduce.
+# You need one thing from [Collectives](collectives.md): the all-reduce.
 #
-# One number to begin with. A *single* block of Llama 3 405B takes 51 GB while it is trained, and the model has 126 of them.
-# [ZeRO](zero.md) and [pipelines](pipeline.md) deal out whole blocks. This lesson cuts the block.
+# Before you start, a number. A *single* block of Llama 3 405B takes 51 GB during training, and the model has 126 blocks.
+# [Pipelines](pipeline.md) give each rank whole blocks, and [ZeRO](zero.md) gathers a whole block before it computes. This lesson cuts the block.
 
 # %% tags=["hide-input"]
 # Imports, and the small model and batches that every cell takes
@@ -2072,13 +2072,13 @@ check(my_degree)
 #
 # ## Summary
 #
-# - First matrix by columns, second by rows: nothing is sent in between, one all-reduce at the end. Other orders send two and a half to four and a half times as much.
-# - Two conjugate operators make the gradients right; without `copy_to` training runs on, and learns wrongly.
-# - Heads take the place of columns in attention. What every rank uses for its own heads, be it $x$, a latent or weights, enters by `copy_to`; embedding, logits and loss are cut by vocabulary, and three numbers for each token replace the logits.
-# - Biases that are added after a sum are whole, and added once; shards are cut from one drawing.
-# - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the stream stays whole.
-# - Four all-reduces of $bsh$ elements for each block and step. Backward's half can overlap with the weights' gradients, forward's with other tokens' products; stay within one fast domain all the same.
-# - What all ranks hold whole must stay equal to the bit: test that.
+# - Cut the first matrix by columns and the second by rows: nothing is sent in between, and one all-reduce follows. Other orders send two and a half to four and a half times as much.
+# - Two conjugate operators make the gradients right; without `copy_to` training continues without an error, and learns wrongly.
+# - Attention is cut by heads instead of columns. Whatever every rank uses for its own heads ($x$, a latent or weights) enters by `copy_to`. Embedding, logits and loss are cut by vocabulary; ranks exchange three numbers for each token instead of the logits.
+# - Biases that are added after a sum are whole, and added once; all shards are cut from one initialisation.
+# - Each of $t$ ranks holds a $t$-th of the states, but more than a $t$-th of the activations: the residual stream stays whole.
+# - A block needs four all-reduces of $bsh$ elements in a step. Those of backward can overlap with the weights' gradients, those of forward with other tokens' products; stay within one fast domain all the same.
+# - Tensors that all ranks hold whole must stay bitwise equal: test that.
 #
 # ## Further reading
 #

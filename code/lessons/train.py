@@ -19,11 +19,11 @@
 # After this lesson you can
 #
 # - take a script for one GPU to many, in three small steps, and show after each that it still trains the same model;
-# - name the lines that go wrong in silence on more ranks: data, seeds, losses, checkpoints, the loss scale;
-# - stop in the middle of an epoch and go on: bit for bit on as many ranks, to rounding on any number that divides the batch;
+# - name the lines that go wrong on more ranks without an error: data, seeds, losses, checkpoints, the loss scale;
+# - stop in the middle of an epoch and resume: bit for bit on the same number of ranks, up to rounding on any number that divides the batch;
 # - start your own jobs from [a script to take home](#the-script-to-take-home).
 #
-# One thing to wonder about before you start.
+# Before you start, a puzzle.
 # Here is a script that trains a small GPT, and two ranks that run it. Nothing complains, both losses fall, and both GPUs would be busy.
 
 # %% tags=["hide-input"]
@@ -988,13 +988,13 @@ check(answer, "states_of_a_job")
 #
 # ## Summary
 #
-# - Forty lines take a script from one process to many; each step is checked by holding losses and weights against one process.
-# - The same seed for weights, another for dropout, one for the order of the data.
-# - Sums and counts travel, and are divided once: in training losses, in validation, in accumulation.
-# - One rank writes, under another name first; all ranks write shards.
-# - What decides the next step goes into the checkpoint: weights, optimizer, scaler, place in the data, random states.
-# - A decision that depends on one rank's data (stop, skip a step) is one all-reduce.
-# - FSDP2 changes the wrapper, the precision's place and `no_sync`, and nothing else.
+# - Forty lines take a script from one process to many; check each step by comparing losses and weights with one process.
+# - All ranks share one seed for the weights and one for the order of the data; each has its own seed for dropout.
+# - Ranks send sums and counts, and divide once: in training losses, in validation, in accumulation.
+# - A whole checkpoint is written by one rank, a sharded one by all ranks; write under a temporary name, then rename.
+# - Everything that decides the next step goes into the checkpoint: weights, optimizer, scaler, position in the data, random states.
+# - A decision that depends on one rank's data (stop, skip a step) takes one all-reduce.
+# - FSDP2 changes the wrapper, the place where the precision is set, and `no_sync`; nothing else.
 #
 # ## Further reading
 #

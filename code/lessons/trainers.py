@@ -18,10 +18,10 @@
 #
 # After this lesson you can
 #
-# - train with Lightning on one GPU or on two nodes, with validation, checkpoints, and a job that Slurm starts again;
-# - name what a trainer changes without being asked, and check whether yours did;
-# - train sharded in `float16`, with the same loss scale on all ranks;
-# - read the lines on fp16 in DeepSpeed's configuration.
+# - train with PyTorch Lightning on one GPU or on two nodes, with validation, checkpoints, and a job that Slurm starts again;
+# - name what a trainer changes behind your back, and check whether yours did;
+# - train a sharded model in `float16`, with the same loss scale on all ranks;
+# - read the fp16 section of DeepSpeed's configuration.
 
 # %% tags=["hide-input"]
 # Imports
@@ -659,10 +659,10 @@ check(my_decision)
 #
 # ## Summary
 #
-# - Lightning needs a module with two steps and an optimizer, and a `Trainer` that says where, how long and what to keep.
-# - Under Slurm `srun` starts the ranks; with `--signal` and `--requeue` a job saves at its time limit and goes on.
-# - A trainer's defaults change numbers: the order, the batch of a step, what is averaged, what counts twice.
-# - In `float16` the loss has a scale. With shards only one rank sees an overflow: one all-reduce with MAX decides for all.
+# - Lightning needs a module with a training step, a validation step and an optimizer, and a `Trainer` that says on which devices, for how long, and which checkpoints to keep.
+# - Under Slurm, `srun` starts the ranks; with `--signal` and `--requeue` a job saves at its time limit and goes on.
+# - A trainer's defaults change numbers: the order of the data, the batch of a step, the averaging of losses, windows that count twice.
+# - In `float16` the loss has a scale. In a sharded model an overflow may be seen by one rank only: one all-reduce with MAX decides for all.
 # - With DeepSpeed's hysteresis the first overflow does not halve the scale, and after an overflow its window is one step longer.
 #
 # ## Further reading

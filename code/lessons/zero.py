@@ -23,9 +23,9 @@
 # - predict the bytes that each stage sends, and say when they cost time and when they do not;
 # - translate between ZeRO's stages, PyTorch's FSDP2 and DeepSpeed, and recognise the mistakes that raise no error.
 #
-# Of [Collectives](collectives.md) you need the reduce-scatter and the all-gather.
+# You need two things from [Collectives](collectives.md): the reduce-scatter and the all-gather.
 #
-# One number to begin with. A model of 7 billion parameters takes 112 GB while it is trained: 16 bytes for each parameter ([Memory](memory.md)).
+# Before you start, a number. A model of 7 billion parameters takes 112 GB during training: 16 bytes for each parameter ([Memory](memory.md)).
 # Eight ranks that train it with data parallelism take 896 GB, and 784 GB of that are copies of the other 112.
 
 # %% tags=["hide-input"]
@@ -226,7 +226,7 @@ def stage_1(model, group, steps):
 
 
 # %% [markdown]
-# One process computes the gradients of one rank's part of the batch after another, divides each by $N$, adds them up, and steps.
+# The measure is one process: it goes through the ranks' parts one after another, adds up their gradients, each divided by $N$, and steps once.
 # After five steps the weights of two ranks equal those of this process bit for bit.
 
 # %% tags=["hide-input"]
@@ -1544,7 +1544,7 @@ check(my_stage)
 #
 # ## Summary
 #
-# - Data parallelism holds $N$ copies; ZeRO lets each rank own a shard of optimizer, gradients, weights, in three stages.
+# - Data parallelism holds $N$ copies of the states; ZeRO gives each rank one shard: of the optimizer (stage 1), the gradients as well (2), the weights as well (3).
 # - The step computes what one process computes, bit for bit where sums are made in the same order.
 # - States per rank in float32: 16, $8 + 8/N$, $4 + 12/N$, $16/N$ bytes per parameter. Activations are not divided.
 # - Bytes sent: $2P$, $2P$, $2P$, $3P$; stage 2 and 3 send gradients with every micro-batch.

@@ -203,16 +203,16 @@ show.table(rows, head, caption="One GPU, float32, one sequence of 8,192 tokens")
 # Its *weights* do, in float32; its states are 1,129 GB, and activations come on top.
 # `````
 #
-# To compute in 16 bits halves the activations.
+# Computing in 16 bits halves the activations.
 # The states stay at 16 bytes, because AdamW then keeps a float32 copy of each weight.
-# To *recompute* is to keep only each layer's input, and to run its forward again in backward: a third more arithmetic at most.
+# *Recomputation* keeps only each layer's input, and runs the layer's forward again in backward: a third more arithmetic at most.
 # [Memory](memory.md) predicts all this, and counts it to the byte.
 #
 # The other trouble is time.
 # Each weight multiplies and adds once per token in forward: 2 operations.
 # Backward does that twice, for the weight's gradient and for the gradient of the layer's input: 4 more.
 # Llama 3 8B was trained on 15 trillion tokens {cite}`dubey2024llama3`.
-# One H100 does 989 trillion operations a second in 16 bits; to reach 40 % of that is good.
+# One H100 does 989 trillion operations a second in 16 bits; 40 % of that is a good result.
 
 # %%
 seconds = 6 * 8.03e9 * 15e12 / (0.4 * 989e12)
@@ -229,7 +229,7 @@ print("on one H100:", round(seconds / (365 * 24 * 3600)), "years")
 # A *rank* is a process with a number; usually it has a GPU of its own.
 # Here four ranks are real processes, and each technique is compared with one process.
 # Operations that all ranks call together are *collectives*.
-# After an *all-reduce* every rank has the sum, or the mean, of what all ranks brought.
+# After an *all-reduce* every rank has the sum, or the mean, of the tensors of all ranks.
 
 # %% tags=["hide-input"]
 # Defines `beside_one_process`: the same losses, and the same weights?
@@ -488,8 +488,8 @@ show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 # ![A feed-forward network on four ranks. Every rank has all of X. The first matrix is cut by columns, a quarter for each rank, and so are X times it and its GELU. The second matrix is cut by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an all-reduce adds the four.](../figures/model_parallelism_ffn.svg)
 #
 # $W_1$ is cut by columns, so a rank computes some columns of $X W_1$; GELU needs no others.
-# $W_2$ is cut by the rows that meet these columns.
-# What comes out is a *summand* of $Y$; one all-reduce adds up the summands.
+# $W_2$ is cut by rows: a rank has the rows that multiply its columns.
+# Each rank's result is a *summand* of $Y$; one all-reduce adds up the summands.
 
 # %% tags=["hide-input"]
 # Defines `Copy` and `Sum`: an all-reduce in backward, and one in forward
@@ -614,7 +614,7 @@ show.table(rows, [*head, "more from (tokens in a step)"])
 # (mp-zero)=
 # ## ZeRO: copies that divide their states
 #
-# ZeRO is data parallelism in which each rank *owns* a part of the states, in place of a copy of all {cite}`rajbhandari2020zero`.
+# ZeRO is data parallelism in which each rank *owns* a part of the states, instead of a copy of all of them {cite}`rajbhandari2020zero`.
 #
 # ![Model states on four ranks, by stages of ZeRO; a coloured piece is held by its owner alone, a pale one by every rank. Stage 0, data parallelism: weights, gradients and optimizer states are whole on every rank, 16 bytes for each parameter. Stage 1: each rank has a quarter of the optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a quarter of the weights, 4 bytes.](../figures/model_parallelism_zero.svg)
 #
@@ -713,7 +713,7 @@ head += ["sent in a step (MB): predicted", "counted", "calls"]
 show.table(rows, head, caption="The fullest rank")
 
 # %% [markdown]
-# None is the best everywhere; all figures are of four ranks.
+# No technique is best everywhere; all figures are for four ranks.
 #
 # | technique | use it when | price |
 # |---|---|---|
@@ -721,7 +721,7 @@ show.table(rows, head, caption="The fullest rank")
 # | ZeRO-1, 2 | it nearly fits: 10 or 7 bytes | stage 2 sends after each micro-batch |
 # | ZeRO-3 | states do not fit: 4 bytes | up to 1.5 times the bytes, in many more calls |
 # | recomputation | activations do not fit | a third more arithmetic at most |
-# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | 14 times a pipeline's bytes, most waited for |
+# | tensor parallelism | a layer is too large, or sequences are fewer than GPUs | 14 times a pipeline's bytes; computation waits for most of them |
 # | pipeline | it has to span nodes | idle 43 % of the time with as many micro-batches as stages |
 
 # %% tags=["hide-input"]
@@ -816,11 +816,11 @@ for stage in (2, 3):
 #
 # | what you see | what it often is |
 # |---|---|
-# | nothing goes on, without an error | a rank left out a [collective](collectives.md), or two stages follow two [schedules](pipeline.md) |
+# | the job hangs without an error | a rank left out a [collective](collectives.md), or two stages follow two [schedules](pipeline.md) |
 # | the first loss is right, later ones are not | a missing [all-reduce in backward](tensor_parallel.md) |
-# | the norm of the gradients is as many times too large as there are ranks, or micro-batches | a sum in place of a [mean](data_parallel.md) |
+# | the gradient norm is too large by the number of ranks, or of micro-batches | a sum in place of a [mean](data_parallel.md) |
 # | ZeRO-3 runs out of memory though the states fit | activations, or the whole model [gathered](zero.md) at once |
-# | more GPUs, and no shorter step | [gradients travel](data_parallel.md) longer than backward takes |
+# | more GPUs do not shorten the step | [sending the gradients](data_parallel.md) takes longer than backward |
 #
 # ## Exercises
 #
@@ -857,7 +857,7 @@ check(answer, "zero_states")
 # ```{solution-end}
 # ```
 #
-# ```{exercise-start} What copies tell each other (easy)
+# ```{exercise-start} Bytes of an all-reduce (easy)
 # :label: ex-map-gradients
 # ```
 #

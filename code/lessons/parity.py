@@ -85,7 +85,7 @@ def nothing(*_):
 # %% [markdown]
 # ## Two losses that agree
 #
-# All of this page uses one small GPT and one training loop. Programs differ in what they pass to it: how the model is spread over ranks, which part of the batch a rank takes, what is done between backward and the step.
+# Every program on this page trains the same small GPT with the same loop. The programs differ in what they pass to the loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the step.
 
 # %%
 def same(x):
@@ -123,7 +123,7 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
 
 
 # %% [markdown]
-# `train` by itself is the plain program. This one is parallel: each rank takes its share of the batch, and gradients are added up.
+# `train` by itself is the plain program. This program is parallel: each rank takes its share of the batch, and gradients are added up.
 
 # %%
 def share(x):
@@ -156,13 +156,13 @@ print(parity.check(train, summed, ranks=2))
 
 
 # %% [markdown]
-# All 19 gradients are twice what they should be: they were summed over the ranks and not averaged. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it, until the day that you clip gradients, look at their norm, or change the optimizer.
+# All 19 gradients are twice what they should be: they were summed over the ranks and not averaged. AdamW divides each gradient by its own size, so the factor cancels, and no loss shows it until you clip gradients, look at their norm, or change the optimizer.
 #
-# A tool that compares *losses* alone finds nothing here. This lesson compares *every tensor*, and without false alarms.
+# A tool that compares only *losses* finds nothing here. This lesson compares *every tensor*, without false alarms.
 #
 # ## The plainest way, and three ways to fool it
 #
-# Record every module's output and every gradient on both sides. Put the ranks' halves together. Print the first that differs. Some twenty lines:
+# Record every module's output and every gradient in both programs. Join the ranks' halves. Print the first tensor that differs. This takes some twenty lines:
 
 # %%
 def record(program):
@@ -201,7 +201,7 @@ def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 
 
 # %% [markdown]
-# Now three programs, all of them *right*. `averaged` repairs the one above. `dealt` deals sequences like cards, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the halves' results after it.
+# Now three programs, all of them *right*. `averaged` repairs the program above. `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the two results.
 
 # %%
 def average(model):
@@ -246,29 +246,29 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # %% [markdown]
 # Four of five answers are false alarms.
 #
-# 1. **Rounding.** The sum of two halves' gradients is rounded in other places than the whole one. You have to allow something. How much? `1e-5` was a guess.
-# 2. **A cut that it does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. There is no end to them.
-# 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join them makes the whole, and nothing is wrong: the next line adds them up. If that line were missing, the halves would look the same.
+# 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference. How much? `1e-5` was a guess.
+# 2. **A cut that the check does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. The list has no end.
+# 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join the parts makes the whole, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
 #
-# A check that is wrong three times will be switched off. `shardtools.parity` has a rule for each.
+# A check with three false alarms will be switched off. `shardtools.parity` has a rule for each.
 #
 # ## Rule 1: rounding is measured
 #
-# How far may a tensor be off? That depends on the model, its depth, the number format and the step, so it is measured. The plain program runs three times more, and in these runs *every* output, every output's gradient and every first weight is moved by one unit in the last place, at random:
+# How far may a tensor be off? That depends on the model, its depth, the number format and the step, so the check measures it. The plain program runs three times more, and in these runs *every* output, every output's gradient and every initial weight is moved by one unit in the last place, at random:
 
 # %%
 show.source(rounding.neighbours)
 
 # %% [markdown]
-# A long sum is rounded by far more than one unit of its addends. So in these runs what is summed is multiplied by a random number, and the sum divided by it, which draws the rounding anew.
-# A cast to fewer bits, as autocast's, hides small noise. So a thousandth of the numbers that are cast are rounded the other way.
+# A long sum is rounded by far more than one unit of its addends. So in these runs the addends are multiplied by a random number and the sum is divided by it, which changes every rounding.
+# A cast to fewer bits, such as autocast's, hides small noise. So a thousandth of the numbers that are cast are rounded in the other direction.
 #
-# Twelve times the largest of the three is allowed; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
-# Two differences count: that of all numbers together, and that of the worst row, which alone sees one wrong row among thousands.
+# The check allows twelve times the largest of the three differences; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
+# It compares all numbers of a tensor together, and also the worst row, because one wrong row among thousands hardly changes the total.
 #
-# How large is it? Twelve layers, six steps, two number formats: lines are the noise, dots show how far two right ranks are from one process.
+# How large is the noise? The picture has twelve layers, six steps and two number formats: lines are the noise, dots show how far two correct ranks are from one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
@@ -335,12 +335,12 @@ show.table(rows, [*head, "allowed of that gradient"])
 
 
 # %% [markdown]
-# Outputs have no dots, for they are the same bits; gradients are sums over texts, and differ.
+# Outputs have no dots, because they are bitwise equal; gradients are sums over texts, and differ.
 #
 # In `float32` five decades lie between rounding and the tensor's own size.
-# In `bfloat16` a difference of a third of this gradient is allowed. Of updates nothing is left to compare, since AdamW turns small numbers into their signs, and the check says so. *Logic is judged in `float32`*; `bfloat16` is a second look.
+# In `bfloat16` the check allows a difference of a third of this gradient. It cannot compare updates at all, since AdamW turns small numbers into their signs, and it says so. *Judge the logic in `float32`*; `bfloat16` is a second look.
 #
-# Rounding hardly moves a *factor* that all numbers of a gradient share. So with few bits that factor is judged by itself, and 1.05 is found:
+# Rounding hardly changes a *factor* that all numbers of a gradient share. So in `bfloat16` the check also judges that factor by itself, and finds 1.05:
 
 # %%
 def a_twentieth_more(model):
@@ -357,28 +357,28 @@ assert not report.equal
 # ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
 # :class: checked
 #
-# A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis put that down to the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
-# A tolerance chosen by eye will be chosen again when it is in the way. A measured one, times a factor fixed on other programs, is not yours to choose: below, the smallest of ten published mistakes is off by 0.3 %, which is four hundred times what is allowed.
+# A pull request to Megatron-LM {cite}`megatron5956` added a comparison of experts on two ranks with one process, and it failed in CI. The first analysis blamed the order in which NCCL adds, and proposed a looser tolerance. Then its author edited it: "Don't do that; the assertion is catching a real bug." Gradients of experts were too large by a factor.
+# A tolerance chosen by eye will be loosened when it is in the way. A measured tolerance, times a factor fixed on other programs, is not yours to loosen: below, the smallest of ten published mistakes is off by 0.3 %, which is four hundred times the tolerance.
 # ````
 #
-# ## Rule 2: where a part belongs, numbers decide
+# ## Rule 2: the numbers decide where a part belongs
 #
-# A **place** is an index: part = whole[place]. A table proposes places, the likeliest first: all of it, equal pieces along a dimension, zig-zag, every so-many-th row, sections of a joined matrix, flat pieces, uneven ones, rows in any order. Nothing is annotated, and no module's name means anything: which proposal holds is decided by the numbers.
+# A **place** is an index: part = whole[place]. A table proposes places, the likeliest first: the whole tensor, equal pieces along a dimension, zig-zag, every n-th row, sections of a joined matrix, flat pieces, uneven pieces, rows in any order. You annotate nothing, and names of modules do not matter: the numbers decide which proposal holds.
 #
-# That could hide a mistake: a wrong tensor might fit some other place. So places are learned from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are alike, as a LayerNorm's ones are, all places that fit are kept.
+# That could hide a mistake: a wrong tensor might fit some other place. So the check learns places from the *weights*, before the first step, when no mistake can have acted. If all numbers of a weight are equal, such as a LayerNorm's ones, it keeps all places that fit.
 #
 # ## Rule 3: strict at the ends, lenient inside
 #
-# Addends inside of a program are no mistake, nor is it one if a rank's backward runs with half the loss and everything is doubled at the end. What counts is what the *optimizer* is given, and what it makes of it.
+# Addends inside a program are no mistake. Nor is it a mistake if a rank's backward runs with half the loss and everything is doubled at the end. What counts are the *ends*: the gradients that the optimizer gets, and the weights that it makes of them.
 #
 # ![A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients, updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood, with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.](../figures/parity_step.svg)
 #
-# At the ends a tensor has to be in its weight's place, times exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that it misses inside still arrives at an end.
-# So what fits nowhere inside is no alarm while every gradient of the step is right; the report counts it.
+# At the ends a tensor has to be in its weight's place, with a factor of exactly 1, on each rank that holds it. Inside, a tensor may be in any place, be an addend, or in backward carry one factor for each rank; there the comparison only tells where a mistake began. A mistake that the check misses inside still arrives at an end.
+# So a tensor that fits nowhere inside raises no alarm while every gradient of the step is right; the report counts such tensors.
 #
-# ## Right is silent, wrong is read line by line
+# ## A report, line by line
 #
-# The three right programs, all of which fooled the plain way:
+# Here are the three correct programs that fooled the plain way:
 
 # %%
 for program in (averaged, dealt, halved):
@@ -386,9 +386,9 @@ for program in (averaged, dealt, halved):
 
 
 # %% [markdown]
-# Each program is a function of `watch`, and calls it once, with its model and its optimizer, before the first step. That is all that a program has to do. `rename=` translates parameters' names where a pipeline's stage numbers its layers anew.
+# Each program is a function with the argument `watch`, and calls it once, with its model and its optimizer, before the first step. A program has to do nothing else. `rename=` translates parameters' names where a pipeline's stage numbers its layers from 0.
 #
-# Now leave out what `halved` needs in backward: each half sees its own part of the input's gradient, and they have to be added up. The output is right, and so is the loss.
+# Now leave out the sum that `halved` needs in backward: each half computes its own part of the input's gradient, and these parts have to be added up. The output is right, and so is the loss.
 
 # %%
 def forgetful(model):
@@ -404,10 +404,10 @@ assert not report.equal
 
 # %% [markdown]
 # - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. Everything before it was right.
-# - **What**: one sentence from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, a weight that is in it twice.
-# - **How far**: the difference, of the tensor's size, beside what rounding explains. With less than two digits between them, suspect the tolerance; here there are five.
-# - **Where it began**: the first tensor of that phase that nobody added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line names it.
-# - **How many more** of this kind in this step. What follows is not judged.
+# - **What**: the likely cause, found from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, or a weight that counts twice.
+# - **How far**: the difference, relative to the tensor's size, beside the difference that rounding explains. If they are less than two digits apart, suspect the tolerance; here they are five digits apart.
+# - **Where it began**: the first tensor of that phase whose addends nobody added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line of the report names the place.
+# - **How many more** tensors of this kind are in this step. Later steps are not judged.
 #
 # `report.equal`, `report.first` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).equal`.
 #
@@ -415,7 +415,7 @@ assert not report.equal
 #
 # ## Ten published mistakes
 #
-# Each of these mistakes was published, and trained models without any error message. Each is here in a few lines, passed to `train`, beside the same program without it.
+# Each of these mistakes was published, and raised no error while it trained models. Each stands here in a few lines, passed to `train`, beside the same program without the mistake.
 #
 # **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `joined` is right: one sum, one count.
 
@@ -433,7 +433,7 @@ def joined(logits, targets):
 
 # %% [markdown]
 # **Another optimizer than you asked for** (DeepSpeed 8437 {cite}`deepspeed8437`). Muon is for matrices, so it is given the parameters of two dimensions. Sharded parameters are flat, and AdamW gets all of them.
-# Muon casts gradients to 16 bits, and one number that rounds the other way there moves its update by 1 %: the runs with noise turn some of these roundings, too.
+# Muon casts gradients to 16 bits, and a single number that rounds in the other direction moves Muon's update by 1 %. So the runs with noise also change some of these roundings.
 
 # %%
 def muon(model):
@@ -452,7 +452,7 @@ def sharded(model):
 
 
 # %% [markdown]
-# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed has not been told: it takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
+# **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed does not know it: the engine takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
 
 # %%
 def micro_batches():
@@ -514,7 +514,7 @@ def clip_cut(model, everywhere=True):
 
 
 # %% [markdown]
-# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. What the part's gradient is, only the author knows, and `to_local` was not told: three times in one project.
+# **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. Only the author knows the placement of that part's gradient, and three times in one project `to_local` was called without it.
 
 # %%
 def leaves(x, group, placements):
@@ -566,7 +566,7 @@ def add_norms(model, which, dtype=torch.float32):
 
 
 # %% [markdown]
-# **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is a sum over them already. It has to be divided by their number all the same.
+# **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. It still has to be divided by their number.
 
 # %%
 def unlike(model):
@@ -594,7 +594,7 @@ def average_dense(model):
 
 
 # %% [markdown]
-# **A gradient norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold different experts, so each finds another gradient norm, and clips by another factor what all of them share.
+# **A gradient norm on each rank** (Automodel 3816 {cite}`automodel3816`). Ranks hold different experts, so each rank finds another gradient norm, and clips the weights that all ranks share by another factor.
 
 # %%
 def average_and_clip(model, clip=experts.clip_grad_norm_):
@@ -607,7 +607,7 @@ def clip_own(model, limit):
 
 
 # %% [markdown]
-# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). Two contexts should be entered. `rng and fp8` is `fp8`: nobody enters the other one, and all ranks drop the same. To compare dropout at all, the plain program has to draw what ranks should draw: here each half of the batch has a seed of its own.
+# **`and` for a comma** (Megatron-LM 1256 {cite}`megatron1256`). Two contexts should be entered. `rng and fp8` is `fp8`: nobody enters `rng`, and all ranks drop the same units. To compare dropout at all, the plain program has to draw the numbers that the ranks should draw: here each half of the batch has its own seed.
 
 # %%
 @contextmanager
@@ -642,7 +642,7 @@ def drops(model, seeds=None, comma=True):
 
 
 # %% [markdown]
-# All ten, and all ten without their mistake, in one start of two ranks. The loss is that of step 1: right, or how far off.
+# One start of two ranks runs all ten, and all ten without their mistake. The column of losses is about step 1: right, or how far off.
 
 # %% tags=["hide-input"]
 # Runs all of them, right and wrong, in one start of two ranks
@@ -743,10 +743,10 @@ show.table(rows, head, caption="Ten published mistakes, each beside a right prog
 
 # %% [markdown]
 # - **Eight of ten losses are right**, to the last digits, and the other two are off by less than a thousandth: a fresh model guesses, and its loss is $\ln 256$ whatever it does. Compare gradients, by name.
-# - **Rank 0 may be fine.** DeepSpeed 1801 clips there, and is wrong on all others; of Megatron-LM 7452 it has a half. Whoever looks at rank 0 alone sees a part of the program.
-# - **One is right up to the optimizer**: DeepSpeed 8437 differs in its updates alone.
-# - **One is of the size of rounding in `bfloat16`.** With `bfloat16` weights, where pytorch 190626 really lives, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
-# - **The steps have to do what the job does.** Texts of one length hide the first, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 such threads that were read for this course, a plain step cannot show 33, and 31 more are in no single step.
+# - **Rank 0 may be fine.** DeepSpeed 1801 is right on rank 0 and wrong on all others; in Megatron-LM 7452 rank 0 has half of the gradient. Whoever looks only at rank 0 sees a part of the program.
+# - **One is right up to the optimizer**: DeepSpeed 8437 differs only in its updates.
+# - **One is as small as rounding in `bfloat16`.** With `bfloat16` weights, for which pytorch 190626 was reported, rounding hides it from a comparison with one process, [unless all other numbers are exact](../tests/parity_published.py).
+# - **The steps have to do what the job does.** Texts of equal length hide the first mistake, inactive clipping hides two, a single micro-batch hides another one, and a model without dropout the last. Of 118 published mistakes that were read for this course, a plain step cannot show 33, and 31 more are in no single step.
 #
 # ## Two scripts
 #
@@ -798,7 +798,7 @@ assert done.returncode == 1, done.stderr
 #
 # ## Same bits: what makes two runs of one program differ
 #
-# Parity asks about other ranks, where sums have another order, so it has to allow rounding. Between two runs of the *same* program on the same ranks you can ask for more: the same bits. Then a difference of one bit is a finding, and no tolerance is needed.
+# A parity check compares runs on different numbers of ranks. Their sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a finding, and you need no tolerance.
 
 # %%
 def mean_of_halves(tokens, targets, model):
@@ -850,7 +850,7 @@ rows = [(w, "yes" if same else "no", how) for (w, how), same in zip(what, found,
 show.table(rows, ["what is changed", "same bits", "what holds it still"])
 
 # %% [markdown]
-# On a GPU there is one more: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes other kernels where there are some, and raises an error where there are none; cuBLAS wants `CUBLAS_WORKSPACE_CONFIG=:4096:8` beside it, and `torch.backends.cudnn.benchmark` has to stay off. On any device it fills new memory with NaN, so that a tensor which is read before it was written shows.
+# A GPU adds one more cause: kernels that add in no fixed order, by atomic additions. `torch.use_deterministic_algorithms(True)` takes deterministic kernels where they exist, and raises an error where they do not; cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG=:4096:8`, and `torch.backends.cudnn.benchmark` has to stay off. On any device that switch also fills new memory with NaN, so that reading a tensor before it is written becomes visible.
 
 # %%
 torch.use_deterministic_algorithms(True)
@@ -863,9 +863,9 @@ torch.use_deterministic_algorithms(False)
 #
 # ## What a step does not show
 #
-# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, in both, says which samples a step's batch holds, so that data that are dealt wrongly have their own line.
+# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, called in both programs, says which samples a step's batch holds, so that wrongly distributed data get their own line in the report.
 #
-# A run that is stopped and resumed is a program in two halves, and has a call of its own. `before` takes some steps and saves to a folder, `after` loads and takes the rest, on as many ranks or on others. Here the optimizer's state is not saved.
+# A run that is stopped and resumed is a program in two halves, and has its own function. `before` takes some steps and saves to a folder; `after` loads and takes the remaining steps, on the same number of ranks or on another. Here the optimizer's state is not saved.
 
 # %%
 def some_steps(watch, model, optimizer, numbers):
@@ -907,11 +907,11 @@ print(parity.check_resume(through, before, after, ranks=(2, 4)))
 print(parity.check_resume(through, before, partial(after, forgets=True), ranks=2))
 
 # %% [markdown]
-# ## Beside tensor types: words before the run, numbers in it
+# ## Parity and tensor types: which finds what
 #
-# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a word for what it is on all ranks, and a checker follows the words. Words see neither factors nor data, and numbers see neither the line nor what does not run.
+# [Tensor types](tensor_types.md), later in this course, find a wrong gradient before a program runs: every tensor gets a type that says how the ranks' parts are related, and a checker follows the types. Types see neither factors nor data; parity sees neither the line of code nor the code that does not run.
 #
-# Which of all mistakes does each of them find? Every lesson ends in what goes wrong. [A test](../tests/parity_measured.py) made a program of each mistake that a program can make, and of those of the world that no lesson shows, trained it for twenty steps on CPU ranks beside one process, and gave it to both checkers.
+# Which mistakes does each of them find? Every lesson has a section on what goes wrong. [A test](../tests/parity_measured.py) wrote a program for each of these mistakes that a program can make, and for published mistakes that no lesson shows. It trained each program for twenty steps on CPU ranks beside one process, and gave it to both checkers.
 
 # %% tags=["hide-input"]
 # Table: what finds how many of the measured mistakes
@@ -929,8 +929,8 @@ assert looks[0][1] == 0 and looks[-1][1] == looks[-1][2]
 show.table(looks, ["what looks", "finds", "of"])
 
 # %% [markdown]
-# The loss of a first step finds nothing at all. A longer run finds about half, and names none: a loss that is off by 1 % after fifteen steps is one that you explain with rounding.
-# These are mistakes that both let pass, twenty losses within 1 % and the words:
+# The loss of the first step finds nothing at all. A longer run finds about half, and names none: you would explain a loss that is off by 1 % after fifteen steps by rounding.
+# These mistakes pass both a comparison of twenty losses (within 1 %) and the types:
 
 # %% tags=["hide-input"]
 # Table: what neither the loss nor types find
@@ -956,22 +956,22 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 # %% [markdown]
 # </details>
 #
-# | | words | numbers |
+# | | tensor types | parity |
 # |---|---|---|
-# | need | an operator's words, one line each; no second rank, no reference | a plain program, and one line in each |
-# | find | missing and double sums, by line | whatever changes a number: factors, seeds, data, places, the optimizer too |
+# | need | the types of each operator, one line each; no second rank, no reference | a plain program, and one line in each program |
+# | find | missing and double sums, by line | whatever changes a number: factors, seeds, data, places, the optimizer |
 # | cost | milliseconds a layer | four plain runs and a parallel one |
-# | miss | factors, starts, texts, orders of data | what both programs share; what these steps do not do |
+# | miss | factors, initial weights, texts, orders of data | mistakes that both programs share; whatever these steps do not do |
 #
 # ## Inside: from a tensor to a verdict
 #
-# The three rules are [one file](../code/shardtools/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps what fits no place.
+# The three rules are [one file](../code/shardtools/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps the tensors that fit no place.
 
 # %%
 show.source(core.Matcher.see, core.Matcher.place)
 
 # %% [markdown]
-# One tensor tells of the next through two kinds of state:
+# One tensor helps to place the next through two kinds of state:
 
 # %%
 show.source(core.Weight, core.Call)
@@ -983,13 +983,13 @@ show.source(core.Weight, core.Call)
 show.source(core.Matcher._weight, core.Matcher._weight_places)
 
 # %% [markdown]
-# An output may be in any place; that of other tensors of its shape is tried first. Of all proposals that fit, the nearest is taken, since with a loose tolerance wrong places fit, too.
+# An output may be in any place; the matcher first tries the place of other tensors of the same shape. Of all proposals that fit it takes the nearest, since with a loose tolerance wrong places fit, too.
 
 # %%
 show.source(core.Matcher._output, core.Matcher._best)
 
 # %% [markdown]
-# Its gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
+# The output's gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
 
 # %%
 show.source(
@@ -997,7 +997,7 @@ show.source(
 )
 
 # %% [markdown]
-# At the ends there is nothing to decide.
+# At the ends the place is known from the weight.
 
 # %%
 show.source(core.Matcher._end)
@@ -1009,13 +1009,13 @@ show.source(core.Matcher._end)
 show.source(judge.Judge.judge, judge.Judge._one)
 
 # %% [markdown]
-# For what fits no place by itself, sums over groups of ranks are tried. Equal parts are no addends, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
+# For tensors that fit no place by themselves, the judge tries sums over groups of ranks. Equal parts are no addends, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
 
 # %%
 show.source(across.summed, across._gradients_add_up)
 
 # %% [markdown]
-# What is left is wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the sentence for it.
+# The remaining tensors are wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the likeliest one.
 
 # %%
 show.source(judge.Judge._wrong)
@@ -1073,7 +1073,7 @@ show.table(rows, ["layers", "numbers: predicted", "counted", "float32 (MB)"])
 
 # %% [markdown]
 # For models whose outputs do not fit into memory, `parity.check(…, folder=…)` writes the plain run's to a file as they come, and each rank maps it and keeps of its own only what fits no place.
-# In time it is the plain program $1 + 3$ times and the parallel one once, and the comparison.
+# The check runs the plain program $1 + 3$ times and the parallel one once, and compares.
 
 # %% tags=["hide-input", "measured"]
 # Table: seconds of programs alone, and of a check
@@ -1125,7 +1125,7 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 # | Any model and library, one line in each program | Needs a plain program that fits on one device, or a small one of the same make |
 # | Names the tensor, the ranks and often the cause | The line of code is for you to find |
 # | Silent on right programs, without a tolerance that you choose | Says little after some steps in `bfloat16` |
-# | Finds factors, data and updates, which words do not | Sees what the steps do that you give it, and nothing else |
+# | Finds factors, data and updates, which tensor types do not | Sees only what the given steps do |
 #
 # Run it when you change how a model is parallelised, when a library is upgraded, and in every commit's tests, on two ranks and a model of two layers. It takes seconds.
 #

@@ -226,7 +226,7 @@ print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
 #
 # There are two layers, one on each stage. Each is a feed-forward network, $Y = \mathrm{GELU}(X W_1) W_2$, whose two matrices are cut in halves over a tensor group. Two copies take half of the batch each.
 # In names of tensors `B` is the batch, `H` the hidden size, `F` the network's width, and `f` this rank's half of it.
-# Every line is from an earlier lesson. New is that they run together.
+# Every line is from an earlier lesson. The new part is that they run together.
 
 # %%
 def plain_step(layers, x_BH, groups):
@@ -316,7 +316,7 @@ show.source(Parallel.step, Parallel._loss, Parallel._joined)
 # Two things here are in none of the earlier lessons:
 #
 # - Each copy's loss has a *weight*, so that the average over copies is the mean over all tokens that count, even where copies have different numbers of them: fewer sequences, or more targets of −100.
-# - The gradients of what is partly seen are summed over the tensor group at the very end: by then ZeRO has left each rank a shard of them, and the message is short.
+# - The gradients of partly seen parameters are summed over the tensor group at the very end: by then ZeRO has left each rank a shard of them, and the message is short.
 #
 # ## Five steps equal one process
 
@@ -460,7 +460,7 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 #
 # ### Dropout: which ranks draw the same mask
 #
-# Outside of the cut matrices all ranks of a *tensor* group hold the same activations, so they must drop the same ones. *Copies* and *stages* must each drop others.
+# Outside the cut matrices all ranks of a *tensor* group hold the same activations, so they must drop the same ones. Each *copy* and each *stage* must drop different ones.
 # One seed on all ranks breaks the second rule. A seed for each rank breaks the first.
 
 # %%
@@ -622,7 +622,7 @@ for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3")
 # %% [markdown]
 # A layout whose fullest rank would hold too much is refused before anything starts. A larger `--tp` divides everything that a rank holds; a larger `--dp` divides nothing unless `--zero` is larger, too.
 #
-# What no mesh can train is refused in the same way, on every rank and in one sentence:
+# A layout that no mesh can train is refused in the same way, with one sentence on every rank:
 
 # %%
 def said(make):
@@ -702,7 +702,7 @@ show.table(rows, head)
 
 # %% [markdown]
 # The weights as loaded have the same bits under every mesh. Two steps later they have them only if sums are made in the same order.
-# Another $p$ changes no sum while the micro-batches are the same. Another $t$ or $d$ adds up in another order, and the last digits differ.
+# A new $p$ changes no sum while the micro-batches are the same. A new $t$ or $d$ changes the order of additions, so the last digits differ.
 # Dropout draws other numbers under another mesh.
 #
 # ## Hybrid sharding: ZeRO-3 in a node, copies across
@@ -792,7 +792,7 @@ show.table(rows, head)
 #
 # Each exercise has a check; where ranks are needed, it runs your answer on real ones.
 #
-# ```{exercise-start} Who is with whom (easy)
+# ```{exercise-start} The groups of a rank (easy)
 # :label: ex-mesh-groups
 # ```
 #

@@ -68,177 +68,97 @@ class Rates(Mapping[str, float]):
 # What each rate is, and its guesses: value and spread. A profile without a guess of its own takes
 # that of the profile it is like, or else the course's. A layer takes the longer, softly, of what a
 # GPU and what a CPU takes. Bytes follow, and then what today's engines alone have.
+# fmt: off
 _GUESSES = {
-    "products": (
-        "share of the data sheet's operations that matrix products reach",
-        {
-            "course": (0.6, 0.2),
-            "megatron": (0.77, 0.04),
-            "nanotron": (0.5, 0.3),
-            "engines": (0.72, 0.2),
-        },
-    ),
-    "attention": (
-        "the same for fused attention",
-        {"course": (0.4, 0.3), "megatron": (0.45, 0.3), "engines": (0.4, 0.3)},
-    ),
+    "products": ("share of the data sheet's operations that matrix products reach",
+        {"course": (0.6, 0.2), "megatron": (0.77, 0.04), "nanotron": (0.5, 0.3),
+         "engines": (0.72, 0.2)}),
+    "attention": ("the same for fused attention",
+        {"course": (0.4, 0.3), "megatron": (0.45, 0.3), "engines": (0.4, 0.3)}),
     "memory": ("share of the data sheet's memory bandwidth", {"course": (0.75, 0.1)}),
-    "elementwise": (
-        "bytes for each token and width, in a layer's forward pass",
-        {
-            "course": (20.0, 0.3),
-            "megatron": (20.0, 0.2),
-            "nanotron": (30.0, 0.5),
-            "engines": (40.0, 0.5),
-        },
-    ),
-    "scores": (
-        "passes over plain attention's scores in a layer's forward pass",
-        {"course": (6.0, 0.3)},
-    ),
-    "launch": (
-        "seconds in which a CPU launches a layer, forward and backward",
-        {
-            "course": (0.002, 0.5),
-            "megatron": (0.001, 0.5),
-            "nanotron": (0.0036, 0.3),
-            "engines": (0.0006, 0.7),
-        },
-    ),
-    "crossing": (
-        "seconds more, for each further tensor rank, where a pipeline leaves the node",
-        {"course": (1e-6, 0.1), "nanotron": (0.0022, 0.4)},
-    ),
-    "node": (
-        "share of the data sheet's rate between the GPUs of a node",
-        {"course": (0.6, 0.2), "nanotron": (0.7, 0.3), "engines": (0.75, 0.25)},
-    ),
-    "hidden": (
-        "share of backward's tensor collectives, of those that can be hidden, that is",
-        {
-            "course": (0.2, 0.3),
-            "megatron": (0.85, 0.15),
-            "nanotron": (0.5, 0.3),
-            "engines": (0.65, 0.3),
-        },
-    ),
-    "beyond": (
-        "seconds more of a layer for each further node that a tensor group reaches",
-        {"course": (0.004, 0.5), "nanotron": (0.004, 0.4)},
-    ),
-    "network": (
-        "share of the network cards' rate",
-        {"course": (0.6, 0.3), "megatron": (0.6, 0.2), "nanotron": (0.6, 0.4)},
-    ),
-    "message": (
-        "seconds until a message between stages is on its way",
-        {"course": (0.0001, 0.5), "megatron": (3e-05, 0.7), "nanotron": (0.0004, 0.5)},
-    ),
-    "exposed": (
-        "share of unsharded copies' traffic that backward does not hide",
-        {
-            "course": (0.25, 0.5),
-            "megatron": (1.0, 0.1),
-            "nanotron": (0.5, 0.3),
-            "engines": (0.3, 0.5),
-        },
-    ),
-    "gathers": (
-        "share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
-        {"course": (0.2, 0.5)},
-    ),
+    "elementwise": ("bytes for each token and width, in a layer's forward pass",
+        {"course": (20.0, 0.3), "megatron": (20.0, 0.2), "nanotron": (30.0, 0.5),
+         "engines": (40.0, 0.5)}),
+    "scores": ("passes over plain attention's scores in a layer's forward pass",
+        {"course": (6.0, 0.3)}),
+    "launch": ("seconds in which a CPU launches a layer, forward and backward",
+        {"course": (0.002, 0.5), "megatron": (0.001, 0.5), "nanotron": (0.0036, 0.3),
+         "engines": (0.0006, 0.7)}),
+    "crossing": ("seconds more, for each further tensor rank, where a pipeline leaves the node",
+        {"course": (1e-06, 0.1), "nanotron": (0.0022, 0.4)}),
+    "node": ("share of the data sheet's rate between the GPUs of a node",
+        {"course": (0.6, 0.2), "nanotron": (0.7, 0.3), "engines": (0.75, 0.25)}),
+    "hidden": ("share of backward's tensor collectives, of those that can be hidden, that is",
+        {"course": (0.2, 0.3), "megatron": (0.85, 0.15), "nanotron": (0.5, 0.3),
+         "engines": (0.65, 0.3)}),
+    "beyond": ("seconds more of a layer for each further node that a tensor group reaches",
+        {"course": (0.004, 0.5), "nanotron": (0.004, 0.4)}),
+    "network": ("share of the network cards' rate",
+        {"course": (0.6, 0.3), "megatron": (0.6, 0.2), "nanotron": (0.6, 0.4)}),
+    "message": ("seconds until a message between stages is on its way",
+        {"course": (0.0001, 0.5), "megatron": (3e-05, 0.7), "nanotron": (0.0004, 0.5)}),
+    "exposed": ("share of unsharded copies' traffic that backward does not hide",
+        {"course": (0.25, 0.5), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3),
+         "engines": (0.3, 0.5)}),
+    "gathers": ("share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
+        {"course": (0.2, 0.5)}),
     # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
     # nanotron gathers the weights of a layer one by one.
-    "hop": (
-        "seconds of a layer's gather or sum for each further node of the copies, under ZeRO",
-        {"course": (14e-6, 0.5), "nanotron": (0.0001, 0.5)},
-    ),
-    "uneven": (
-        "times as many rows as the mean of ranks that deal out experts the fullest has",
-        {"course": (1.15, 0.15), "engines": (1.0, 0.05)},
-    ),
-    "step": (
-        "seconds of a step beside all that is counted",
-        {"course": (0.01, 1.0), "nanotron": (0.05, 1.0)},
-    ),
+    "hop": ("seconds of a layer's gather or sum for each further node of the copies, under ZeRO",
+        {"course": (1.4e-05, 0.5), "nanotron": (0.0001, 0.5)}),
+    "uneven": ("times as many rows as the mean of ranks that deal out experts the fullest has",
+        {"course": (1.15, 0.15), "engines": (1.0, 0.05)}),
+    "step": ("seconds of a step beside all that is counted",
+        {"course": (0.01, 1.0), "nanotron": (0.05, 1.0)}),
     # At 96 % nodes sometimes fail (the same issue): NCCL and the context need the rest.
     # nanotron, early in 2025, retried from some 71.5 GiB on.
-    "limit": (
-        "share of a GPU's memory beyond which the allocator retries",
-        {"course": (0.927, 0.02), "nanotron": (0.9042, 0.02)},
-    ),
-    "retries": (
-        "times as long as a step takes then",
-        {"course": (1.0, 0.5), "nanotron": (7.0, 0.5)},
-    ),
+    "limit": ("share of a GPU's memory beyond which the allocator retries",
+        {"course": (0.927, 0.02), "nanotron": (0.9042, 0.02)}),
+    "retries": ("times as long as a step takes then",
+        {"course": (1.0, 0.5), "nanotron": (7.0, 0.5)}),
     # Of memory.
-    "kept": (
-        "bytes for each token and width that a layer keeps outside of its cut matrices",
-        {"course": (8.0, 0.1), "megatron": (10.0, 0.1), "nanotron": (12.0, 0.15)},
-    ),
-    "fragments": (
-        "times as much as activations are, with what the allocator loses to fragments",
-        {"course": (1.05, 0.05), "nanotron": (1.08, 0.05)},
-    ),
-    "logit": (
-        "bytes for each logit, kept and to compute the loss with",
-        {"course": (12.0, 0.15), "megatron": (10.0, 0.15), "nanotron": (11.0, 0.15)},
-    ),
-    "late": (
-        "uncut residual streams whose buffers a tensor group's collectives free late",
-        {"course": (4.0, 0.5), "nanotron": (45.0, 0.3)},
-    ),
+    "kept": ("bytes for each token and width that a layer keeps outside of its cut matrices",
+        {"course": (8.0, 0.1), "megatron": (10.0, 0.1), "nanotron": (12.0, 0.15)}),
+    "fragments": ("times as much as activations are, with what the allocator loses to fragments",
+        {"course": (1.05, 0.05), "nanotron": (1.08, 0.05)}),
+    "logit": ("bytes for each logit, kept and to compute the loss with",
+        {"course": (12.0, 0.15), "megatron": (10.0, 0.15), "nanotron": (11.0, 0.15)}),
+    "late": ("uncut residual streams whose buffers a tensor group's collectives free late",
+        {"course": (4.0, 0.5), "nanotron": (45.0, 0.3)}),
     "settled": ("micro-batches after which two thirds of these are there", {"course": (4.0, 0.7)}),
-    "gathered": (
-        "times a rank's weights that ZeRO-1's gather takes beside them",
-        {"course": (0.1, 0.5), "nanotron": (1.0, 0.5)},
-    ),
+    "gathered": ("times a rank's weights that ZeRO-1's gather takes beside them",
+        {"course": (0.1, 0.5), "nanotron": (1.0, 0.5)}),
     # DeepSpeed's buckets: 5e8 gradients of 2 B, twice where it overlaps.
-    "fixed": (
-        "GiB that are reserved whatever the layout",
-        {"course": (0.3, 0.7), "megatron": (0.5, 0.7), "deepspeed": (2.2, 0.3)},
-    ),
+    "fixed": ("GiB that are reserved whatever the layout",
+        {"course": (0.3, 0.7), "megatron": (0.5, 0.7), "deepspeed": (2.2, 0.3)}),
     # Of today's engines alone; without them, `_WITHOUT`.
     "fp8": ("times that share, which products of 8 bits reach", {"engines": (1.0, 0.2)}),
     "mxfp8": ("the same with a scale for each block", {"engines": (1.0, 0.2)}),
     "nvfp4": ("the same for products of 4 bits", {"engines": (0.7, 0.3)}),
     "newer": ("times that share, which GPUs with 4-bit products reach", {"engines": (0.9, 0.15)}),
     "older": ("times that share, which GPUs without 8-bit ones reach", {"engines": (1.1, 0.15)}),
-    "narrow": (
-        "times the share of attention, with heads of 64 numbers and fewer",
-        {"engines": (0.6, 0.3)},
-    ),
-    "wide": (
-        "times the passes over what a network computes between its products",
-        {"engines": (1.5, 0.5)},
-    ),
-    "casts": (
-        "passes over what goes into and comes out of products, that casts take",
-        {"engines": (1.5, 0.7)},
-    ),
-    "scan": (
-        "times as long as attention takes for so many operations, that state spaces take",
-        {"engines": (50.0, 1.0)},
-    ),
+    "narrow": ("times the share of attention, with heads of 64 numbers and fewer",
+        {"engines": (0.6, 0.3)}),
+    "wide": ("times the passes over what a network computes between its products",
+        {"engines": (1.5, 0.5)}),
+    "casts": ("passes over what goes into and comes out of products, that casts take",
+        {"engines": (1.5, 0.7)}),
+    "scan": ("times as long as attention takes for so many operations, that state spaces take",
+        {"engines": (50.0, 1.0)}),
     "grouped": ("times the rate of products, that those of experts reach", {"engines": (0.6, 0.3)}),
     "rows": ("rows with which an expert's product reaches half of it", {"engines": (300.0, 1.0)}),
-    "routes": (
-        "passes over what experts read and say, to put it in order",
-        {"engines": (8.0, 0.7)},
-    ),
-    "deal": (
-        "seconds more in which a CPU launches a layer with experts",
-        {"engines": (0.004, 1.0)},
-    ),
-    "travels": (
-        "share of what goes to experts of other nodes, that nothing hides",
-        {"engines": (0.8, 0.3)},
-    ),
+    "routes": ("passes over what experts read and say, to put it in order",
+        {"engines": (8.0, 0.7)}),
+    "deal": ("seconds more in which a CPU launches a layer with experts",
+        {"engines": (0.004, 1.0)}),
+    "travels": ("share of what goes to experts of other nodes, that nothing hides",
+        {"engines": (0.8, 0.3)}),
     "eager": ("times as long as element-wise work takes uncompiled", {"engines": (1.4, 0.2)}),
     "torchtitan": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
     "automodel": ("times as long as Megatron's step", {"engines": (1.1, 0.2)}),
     "fsdp": ("times as long as Megatron's step", {"engines": (1.2, 0.15)}),
 }
+# fmt: on
 _LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
 # What changes nothing: of those that count at all times, and of factors.
 _ADDED = "casts", "rows", "routes", "deal"

@@ -12,7 +12,8 @@ import matplotlib.pyplot as plt
 
 from shardlab.common import show
 from shardlab.common.machines import MACHINES
-from shardtools.strategy import files, tables
+from shardtools.strategy import files
+from shardtools.strategy.profile import ENGINES
 from shardtools.strategy.rates import PUBLISHED
 
 HERE = Path(__file__).parent
@@ -57,7 +58,7 @@ def draw_engines() -> None:
     ratios: dict[str, list[float]] = {}
     for row in files.read_rows("rows", PUBLISHED / "throughput.csv"):
         if row["by_others_s"]:
-            measured = tables.measured(row, tables.row_job(row))
+            measured = files.row_measured(row, files.row_job(row, ENGINES))[0]
             name = row["source"].split(" (")[0].replace("MosaicML ", "").replace("NeMo A", "A")
             ratios.setdefault(name, []).append(float(row["by_others_s"]) / measured)
     figure, axes = plt.subplots(figsize=(4.6, 3.2))

@@ -200,8 +200,8 @@ for part in {*PARTS.values()}:
 FOLDER = "watch", "hang"  # ask for one before all else
 PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
-SMALL = "schedule 1f1b --stages 2 --microbatches 2"
-PLAN = "strategy plan --model llama-3-8b --gpu a100-80 --gpus 16"
+PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
+PLAN = "strategy plan --model llama-3-8b --gpu h100"
 MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
 MISTAKES = {  # a command: words of the one line that it gets
     **{f"{' '.join(c)} --no-such": "--no-such" for c in ALL if c[-1] not in PLACED},
@@ -216,6 +216,16 @@ MISTAKES = {  # a command: words of the one line that it gets
     "mesh --dp two": "dp='two': allowed",
     "mesh --tp 3": "heads=2: allowed",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
+    f"{PLAN} --layout d8,sideways": "'sideways'",
+    f"{PLAN} --layout d8 --tp 2": "--tp",
+    f"{PLAN} --layout d8 --gpus 16": "gpus=16",
+    f"{PLAN} --layout d8 --batch 12": "batch=12",
+    f"{PLAN} --gpus 8 --dtype fp7": "dtype='fp7'",
+    f"strategy fit none.csv --rates {os.devnull}/R --profile nanotron": f"rates='{os.devnull}/R'",
+    f"strategy fit {PUBLISHED}/sweep.csv --rates none --profile mine": "profile='mine'",
+    f"strategy predict {PUBLISHED}/sweep.csv --rates {PUBLISHED}/sweep.csv": "sweep.csv",
+    f"strategy predict {PUBLISHED}/sweep.csv --profile megatron --rates "
+    f"{PUBLISHED}/rates_nanotron.json": "profile='megatron'",
     "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
     "parity none.py -- true": "plain='none.py': there is no such script",
     "grade none": "folder='none': allowed",
@@ -238,9 +248,6 @@ def test_a_mistaken_option_gets_one_line(capsys: Any, line: str) -> None:
 
 
 # --- Files and folders that commands write and read ---------------------------------------------
-
-PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
-
 
 READ = {
     "file": f"strategy predict --rates {PUBLISHED}/rates_megatron.json",

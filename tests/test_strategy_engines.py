@@ -9,48 +9,27 @@ from statistics import median
 import pytest
 
 from shardlab.common.shapes import PRESETS
-from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict, tables
-from shardtools.strategy.job import Job
+from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict
+from shardtools.strategy.profile import ENGINES
 from shardtools.strategy.rates import PUBLISHED, known
 
 TABLE = PUBLISHED / "throughput.csv"
 ROWS = files.read_rows("rows", TABLE)
+JOBS = [files.row_job(row, ENGINES) for row in ROWS]
+TAKEN = [files.row_measured(row, job)[0] for row, job in zip(ROWS, JOBS, strict=True)]
 
 
-def usable() -> list[tuple[dict[str, str], Job, float]]:
-    found = []
-    for row in ROWS:
-        try:
-            job = tables.row_job(row)
-            found.append((row, job, tables.measured(row, job)))
-        except ValueError:
-            continue
-    return found
+def medians(others: list[float]) -> dict[str, float]:
+    """What each half of the table is predicted by the other: how far off, in the median.
 
-
-USED = usable()
-PLACES = [n for n, row in enumerate(ROWS) if any(row is used for used, _, _ in USED)]
-
-
-def source(i: int) -> str:
-    return USED[i][0]["source"].split(" (")[0]
-
-
-def medians(found: dict[int, float]) -> dict[str, float]:
-    """By what products are computed in, and whether there are experts; and by source."""
+    By what products are computed in, and whether there are experts; and by source.
+    """
     groups = defaultdict(list)
-    for i, error in found.items():
-        job = USED[i][1]
+    for row, job, taken, other in zip(ROWS, JOBS, TAKEN, others, strict=True):
         kind = "with experts" if job.model.experts else "dense"
-        groups[kind if job.dtype == "bf16" else "8 bits"].append(error)
-        groups[source(i)].append(error)
+        for name in (kind if job.dtype == "bf16" else "8 bits", row["source"].split(" (")[0]):
+            groups[name].append(abs(other / taken - 1))
     return {name: median(errors) for name, errors in groups.items()}
-
-
-def by_half(others: dict[int, float]) -> dict[str, float]:
-    """The medians of what each half of the table is predicted by the other."""
-    assert sorted(others) == PLACES
-    return medians({i: abs(others[n] / USED[i][2] - 1) for i, n in enumerate(PLACES)})
 
 
 def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
@@ -59,8 +38,7 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
     By source 29 at most, NeMo Automodel's: one fitted factor says how long all its eight steps
     take, and another half gives another one. Over several halves it is 18: see the test below.
     """
-    assert [bool(row["by_others_s"]) for row in ROWS] == [n in PLACES for n in range(len(ROWS))]
-    found = by_half({n: float(ROWS[n]["by_others_s"]) for n in PLACES})
+    found = medians([float(row["by_others_s"]) for row in ROWS])
     assert found.pop("dense") < 0.08
     assert found.pop("with experts") < 0.15
     assert found.pop("8 bits") < 0.125
@@ -72,9 +50,8 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
 def test_so_are_other_halves() -> None:
     """Five shufflings, of which the first is the table's: the median of each median over them."""
     first, *more = (learn.by_others(ROWS, seed) for seed in range(1, 6))
-    kept = {n: float(ROWS[n]["by_others_s"]) for n in PLACES}
-    assert kept == pytest.approx(first, rel=2e-3)
-    each = [by_half(others) for others in (first, *more)]
+    assert [float(row["by_others_s"]) for row in ROWS] == pytest.approx(first, rel=2e-3)
+    each = [medians(others) for others in (first, *more)]
     found = {name: median(one[name] for one in each) for name in each[0]}
     assert found.pop("dense") < 0.10 and found.pop("8 bits") < 0.20
     assert found.pop("with experts") < 0.15
@@ -83,15 +60,12 @@ def test_so_are_other_halves() -> None:
 
 
 def test_the_rates_that_come_with_the_course_are_those_of_the_table() -> None:
-    kept, (found, left) = known("engines"), learn.from_table(ROWS, TABLE.name)
+    kept, found = known("engines"), learn.from_rows(ROWS, ENGINES, TABLE.name)
     assert list(kept) == list(found)
     for rate in found:
         assert kept[rate] == pytest.approx(found[rate], rel=1e-6)
         assert kept.all[rate].origin == found.all[rate].origin
-    assert len(ROWS) == 291 and len(left) + len(USED) == len(ROWS)
-    why = [reason.split(":")[0] for _, reason in left]
-    assert sum("model=" in reason for reason in why) == 6 and why.count("kind") == 5
-    assert [line for line, reason in left if reason.startswith("ep=64")] == [170]
+    assert len(ROWS) == 279
 
 
 def test_models_are_what_the_hub_counts() -> None:

@@ -44,7 +44,8 @@ def test_cells_that_were_left_out(request) -> None:
         off: tuple[list[float], list[float]] = ([], [])
         cells = {}
         for row, rates in pairs:
-            job, measured = files.row_job(row, NANOTRON), files.row_measured(row)
+            job = files.row_job(row, NANOTRON)
+            measured = files.row_measured(row, job)
             found = of_job(job, rates).seconds.total, first_rank(job, rates)
             slow = row["state"] not in ("", "steady") or found[0] < measured[0] / 2
             if int(row["nodes"]) <= 32 and not slow:

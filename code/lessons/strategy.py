@@ -187,7 +187,8 @@ show.table(rows, head)
 nanotron = strategy.PROFILES["nanotron"]  # what is particular to that library
 sweep = files.read_rows("sweep", PUBLISHED / "sweep.csv")[:40]
 jobs = [files.row_job(row, nanotron) for row in sweep]
-seconds = [files.row_measured(row)[0] for row in sweep]  # of a step
+runs = [files.row_measured(row, job) for row, job in zip(sweep, jobs)]
+seconds = [step for step, _ in runs]  # of a step; the other is bytes
 
 # %% tags=["hide-input"]
 # Table: three of the forty
@@ -359,9 +360,9 @@ show.table(rows, ["left out", "off in the median", "order"])
 
 # %%
 half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").values_of()
-others = list(zip(jobs, sweep))[1::2]
-rest = [(of_job(job, half).seconds.total, files.row_measured(row)[0]) for job, row in others]
-rest_bytes = [(first_rank(job, half), files.row_measured(row)[1]) for job, row in others]  # bytes
+others = list(zip(jobs, runs))[1::2]
+rest = [(of_job(job, half).seconds.total, step) for job, (step, _) in others]
+rest_bytes = [(first_rank(job, half), size) for job, (_, size) in others]
 
 # %% tags=["hide-input"]
 # Draws predicted over measured seconds: the sweep's other half, and Megatron
@@ -422,7 +423,7 @@ show.table(rows, ["", "of what", "off in the median", "at most"])
 #
 # Five layer times of a model of 22 billion parameters predict, to some percent, steps of models of 175 billion on 64 GPUs, of 145.6 billion on 1,536 and of a trillion on 3,072: all run the same kernels.
 #
-# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `--fit` takes such a table with `--profile engines`, and says which of its lines it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
+# Today's engines publish tokens per second: Megatron, torchtitan and others, in 8 and 4 bits, with experts, on up to 1,024 GPUs. `strategy fit` takes such a table with `--profile engines`, and names the lines that it leaves out. In the picture each half of 279 lines is predicted by constants of the other half.
 #
 # ![Predicted over measured seconds of published steps, a dot each, by source, on a logarithmic axis; each half by rates of the other. Medians, and how many: Megatron-Bridge 1.00 (178), llm-foundry 1.00 (52), torchtitan 0.96 (16), Megatron-MoE-ModelZoo 1.05 (11), NeMo 24.07 0.95 (11), Automodel 1.14 (8), Megatron-LM examples 1.07 (3).](../figures/strategy_engines.svg)
 #
@@ -706,7 +707,7 @@ show.source(core.seconds, core._stage, core._bubble, core._likely, core._left, c
 # %% [markdown]
 # [`copies`](../code/shardtools/strategy/copies.py) says how long copies wait for gradients and weights.
 # ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
-# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `--emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
+# ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
 #
 # ## This machine
 #

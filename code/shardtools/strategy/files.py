@@ -1,8 +1,8 @@
-"""Jobs as files have them: rows of a sweep, and cases of published tables.
+"""Jobs and what was measured of them, as files have them.
 
-A row is a line of CSV with the columns of the Ultra-Scale sweep; a case a JSON object with the keys
-of a published configuration. What cannot be expressed raises ValueError with the reason, row by
-row: whoever reads a whole file writes it beside the row.
+A line of CSV, of the Ultra-Scale sweep or of a table of throughputs (`published/throughput.csv`),
+and a JSON object of a published configuration have the same fields by the same names. What cannot
+be expressed raises ValueError with the reason: whoever reads a whole file writes it beside the row.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import LAYERS, SIZES, check_number, check_whole, told
+from shardlab.common.arguments import (
+    LAYERS,
+    SIZES,
+    check_kind,
+    check_number,
+    check_one_of,
+    check_whole,
+)
 from shardlab.common.files import read_json, read_text
 from shardlab.common.machines import Machine, check_named, named
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 
-from .job import Job
-from .profile import Profile
+from . import models
+from .cost import flops
+from .job import DTYPES, Job
+from .profile import BY_ENGINE, Profile
 
-SHAPE = "layers", "hidden", "heads", "ffn", "seq"
-DEGREES = "mbs", "ga", "dp", "pp", "tp", "zero"
-COLUMNS = (*SHAPE, *DEGREES)
-# Of tables of throughputs: see `tables`.
-THROUGHPUTS = "source", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
+# Columns that a sweep has to have, and a table of throughputs.
+COLUMNS = "layers", "hidden", "heads", "ffn", "seq", "mbs", "ga", "dp", "pp", "tp", "zero"
+THROUGHPUTS = "engine", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
+# Other names of a field, and of what is computed again.
+ALSO = {"vp": "vpp", "n_gpus": "gpus", "tok_s_gpu": "tokens_per_s_per_gpu"}
+RECOMPUTED = {
+    "baseline": "none", "sp": "none", "selective+sp": "selective", "full recompute": "full",
+}  # fmt: skip
 SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
-# What tables call it that a layer, or attention's core, is computed again.
-_RECOMPUTE = {
-    "none": "none", "baseline": "none", "sp": "none", "selective": "selective",
-    "selective+sp": "selective", "full": "full", "full recompute": "full",
-}  # fmt: skip
+TIMES = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"  # that a published case may have
 
 
 def read_rows(name: str, path: Path) -> list[dict[str, str]]:
@@ -67,44 +75,37 @@ def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
 
 
 def row_job(row: Mapping[str, Any], profile: Profile) -> Job:
-    """The job of a line of the sweep, on H100s unless its column `gpu` says another."""
-    n = {key: _whole(row, key) for key in COLUMNS}
-    known = {key: _whole(row, key) for key in ("vocab", "kv_heads") if row.get(key)}
-    vocab = known.get("vocab", SWEEP_VOCABULARY)
-    tied = row.get("emb", "untied") == "tied"
-    config = Config(
-        vocab, n["seq"], n["layers"], n["heads"], n["hidden"], known.get("kv_heads"), n["ffn"],
-        "swiglu", "rms", False, tied,
-    )  # fmt: skip
-    layout = Layout(
-        n["dp"], n["tp"], n["pp"], n["zero"], n["mbs"], n["ga"],
-        sequence_parallel=n["tp"] > 1, stages=profile.stages,
-    )  # fmt: skip
-    for key, value in (("n_gpus", layout.ranks), ("gbs", layout.batch)):
-        if row.get(key) and _whole(row, key) != value:
-            raise ValueError(f"{key}={row[key]}: allowed is {value}, as dp, pp, tp, mbs, ga say")
-    return Job(config, machine_of({"gpu": row.get("gpu") or "h100"}), layout, profile, n["seq"])
+    """The job of a line: of a table of throughputs, whose engine it names, where profile is that
+    of the engines; or of the sweep, on H100s unless its column `gpu` says another.
+    """
+    c = _fields(row) | {"sequence_parallel": True}
+    if profile.name == "engines":
+        check_one_of(BY_ENGINE, engine=c.get("engine", ""))
+        engine = replace(BY_ENGINE[c["engine"]], compiled=c.get("compiled") != "no")
+        return _job(c, engine, models.named(c.get("model", "")))
+    if missing := [key for key in COLUMNS if key not in c]:
+        raise ValueError(f"{missing[0]} is missing")
+    c = {"vocab": SWEEP_VOCABULARY, "gpu": "h100"} | c
+    return _job(c, profile, _shape(c, gelu=False, tied=c.get("emb") == "tied"))
 
 
-def row_measured(row: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Seconds of a step and bytes reserved, as a line of the sweep has them; None: not there."""
+def row_measured(row: Mapping[str, Any], job: Job) -> tuple[float | None, float | None]:
+    """Seconds of a step and bytes reserved, as a line of its job has them; None: not there.
+
+    Operations are a model's own, as Megatron counts them: three passes, and half of the pairs.
+    """
+    c, tokens = _fields(row), job.layout.batch * job.seq
     seconds = size = None
-    if row.get("tok_s_gpu"):
-        rate = _number(row, "tok_s_gpu")
-        tokens = _whole(row, "mbs") * _whole(row, "ga") * _whole(row, "dp") * _whole(row, "seq")
-        seconds = tokens / rate / (_whole(row, "dp") * _whole(row, "pp") * _whole(row, "tp"))
-    if row.get("mem_GiB"):
-        size = _number(row, "mem_GiB") * 2**30
+    if "tokens_per_s_per_gpu" in c:
+        seconds = tokens / job.layout.ranks / _number(c, "tokens_per_s_per_gpu")
+    elif "step_s" in c:
+        seconds = _number(c, "step_s")
+    elif "tflops_per_gpu" in c:
+        work = flops(job.model, tokens, job.seq)
+        seconds = work / job.layout.ranks / (1e12 * _number(c, "tflops_per_gpu"))
+    if "mem_GiB" in c:
+        size = _number(c, "mem_GiB") * 2**30
     return seconds, size
-
-
-def case_measured(case: Mapping[str, Any]) -> dict[str, float]:
-    """The times that a case's table prints, by their keys: fwd_ms and bwd_ms, iter_s, iter_ms."""
-    printed = case.get("published") or {}
-    if not isinstance(printed, Mapping):
-        raise ValueError(f"published={told(printed)}: allowed are objects")
-    keys = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"
-    return {key: _number(printed, key) for key in keys if printed.get(key) is not None}
 
 
 def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
@@ -115,48 +116,59 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
     has key-value heads or a width that is no multiple of h, and the latter from 4,096 tokens on.
     "file" is the config.json of a model, in place of a shape.
     """
-    c = {key: value for key, value in config.items() if value is not None}
-    seq, model = _whole(c, "seq"), _model(c)
-    plain = isinstance(model, Config) and model.mlp == "gelu" and seq < 4096
-    profile = replace(profile, attention="plain" if plain else "flash")
-    t, p, cp = _whole(c, "tp"), _whole(c, "pp", 1), _whole(c, "cp", 1)
-    ranks = t * p * cp
-    gpus = _whole(c, "gpus", _whole(c, "n_gpus", ranks))
-    d, b = _whole(c, "dp", max(1, gpus // ranks)), _whole(c, "mbs")
-    if "gpus" in c and d * ranks != gpus:
-        raise ValueError(f"gpus={gpus}: allowed is {d * ranks}, as dp, pp, cp and tp say")
-    batch = _whole(c, "gbs", d * b * _whole(c, "ga", 1))
-    if batch % (d * b):
-        raise ValueError(f"gbs={batch}: allowed are multiples of dp * mbs = {d * b}")
-    v = _whole(c, "vpp", _whole(c, "vp", 1)) if p > 1 else 1
-    said = str(c.get("recompute", "none")).lower()
-    if said not in _RECOMPUTE:
-        raise ValueError(f"recompute={told(said)}: allowed are {', '.join(_RECOMPUTE)}")
-    layout = Layout(
-        d, t, p, _whole(c, "zero", 0), b, batch // d // b, _RECOMPUTE[said],
-        bool(c.get("sequence_parallel", said.endswith("sp"))), cp, _whole(c, "ep", 1), chunks=v,
-        schedule="interleaved" if v > 1 else "1f1b", stages=profile.stages,
-        etp=_whole(c, "etp", 1) if "etp" in c else None,
-    )  # fmt: skip
-    return Job(model, machine_of(c), layout, profile, seq)
-
-
-def _model(c: Mapping[str, Any]) -> Config | Structure:
-    """The shape of a case, or what its file describes."""
+    c = {"vocab": MEGATRON_VOCABULARY} | _fields(config)
     if "file" in c:
-        if not isinstance(c["file"], str):
-            raise ValueError(f"file={told(c['file'])}: allowed are names of config.json files")
         from shardtools import hub  # which no page's calculator needs
 
-        return hub.planned(c["file"], "file")
-    need = {key: _whole(c, key) for key in ("layers", "hidden", "heads")}
-    h = need["hidden"]
-    ffn = _whole(c, "ffn", 4 * h)
-    kv = _whole(c, "kv_heads", need["heads"])
-    gelu = kv == need["heads"] and ffn % h == 0
+        check_kind(str, file=c["file"])
+        return _job(c, replace(profile, attention="flash"), hub.planned(c["file"], "file"))
+    heads, h = _whole(c, "heads"), _whole(c, "hidden")
+    gelu = _whole(c, "kv_heads", heads) == heads and _whole(c, "ffn", 4 * h) % h == 0
+    model = _shape(c, gelu, tied=gelu)
+    how = "plain" if gelu and model.seq < 4096 else "flash"
+    return _job(c, replace(profile, attention=how), model)
+
+
+def case_measured(case: Mapping[str, Any]) -> dict[str, float]:
+    """The times that a case's table prints, by their keys: `TIMES`."""
+    printed = case.get("published") or {}
+    check_kind(Mapping, published=printed)
+    return {key: _number(printed, key) for key in TIMES if printed.get(key) is not None}
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is there, by one name."""
+    return {ALSO.get(key, key): value for key, value in given.items() if value not in (None, "")}
+
+
+def _job(c: Mapping[str, Any], profile: Profile, model: Config | Structure) -> Job:
+    t, p, cp = _whole(c, "tp"), _whole(c, "pp", 1), _whole(c, "cp", 1)
+    ranks = t * p * cp
+    d, b = _whole(c, "dp", max(1, _whole(c, "gpus", ranks) // ranks)), _whole(c, "mbs")
+    if _whole(c, "gpus", d * ranks) != d * ranks:
+        raise ValueError(f"gpus={c['gpus']}: allowed is {d * ranks}, as dp, pp, cp and tp say")
+    batch = _whole(c, "gbs", d * b * _whole(c, "ga", 1))
+    if batch % (d * b) or batch != d * b * _whole(c, "ga", batch // (d * b)):
+        words = "as dp, mbs and ga say" if "ga" in c else f"multiples of dp * mbs = {d * b}"
+        raise ValueError(f"gbs={batch}: allowed are {words}")
+    v = _whole(c, "vpp", 1) if p > 1 else 1
+    said = str(c.get("recompute", "none")).lower()
+    shared = t > 1 and bool(c.get("sequence_parallel", said.endswith("sp")))
+    check_one_of(DTYPES, dtype=(dtype := c.get("dtype", "bf16")))
+    layout = Layout(
+        d, t, p, _whole(c, "zero", 0), b, batch // d // b, RECOMPUTED.get(said, said), shared, cp,
+        _whole(c, "ep", 1), chunks=v, schedule="interleaved" if v > 1 else "1f1b",
+        stages=profile.stages, etp=_whole(c, "etp", 1) if "etp" in c else None,
+    )  # fmt: skip
+    return Job(model, machine_of(c), layout, profile, _whole(c, "seq"), dtype)
+
+
+def _shape(c: Mapping[str, Any], gelu: bool, tied: bool) -> Config:
+    h, heads = _whole(c, "hidden"), _whole(c, "heads")
     return Config(
-        _whole(c, "vocab", MEGATRON_VOCABULARY), _whole(c, "seq"), need["layers"], need["heads"],
-        h, kv, ffn, "gelu" if gelu else "swiglu", "layer" if gelu else "rms", gelu, gelu,
+        _whole(c, "vocab"), _whole(c, "seq"), _whole(c, "layers"), heads, h,
+        _whole(c, "kv_heads", heads), _whole(c, "ffn", 4 * h), "gelu" if gelu else "swiglu",
+        "layer" if gelu else "rms", gelu, tied,
     )  # fmt: skip
 
 
@@ -173,7 +185,7 @@ def machine_of(c: Mapping[str, Any]) -> Machine:
 
 def _whole(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = c.get(key, default)
-    if value is None or value == "":
+    if value is None:
         raise ValueError(f"{key} is missing")
     with suppress(TypeError, ValueError, OverflowError):  # "1e3", and tables have 4096.0
         value = int(float(value)) if float(value).is_integer() else value

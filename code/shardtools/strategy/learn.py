@@ -20,10 +20,10 @@ from typing import Any
 
 from shardtools import options
 
-from . import tables
 from .core import layer, seconds
 from .files import (
     COLUMNS,
+    THROUGHPUTS,
     case_job,
     case_measured,
     read_cases,
@@ -34,19 +34,20 @@ from .files import (
 from .fit import Predict, fit
 from .footprint import GIB, footprint
 from .job import Job
-from .predict import check_job, check_rates, first_rank, of_job
-from .profile import Profile
+from .predict import check_job, first_rank, of_job
+from .profile import ENGINES, Profile
 from .rates import Rates, Values, guesses
 
 Measured = list[tuple[Predict, float]]
 
 # Which rates each kind of measurement can tell something about.
 LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
+MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 STEP = (
     "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
     "beyond", "network", "message", "exposed", "step", "hop",
 )  # fmt: skip
-ENGINES = (
+OF_ENGINES = (
     "products", "attention", "memory", "elementwise", "launch", "node", "hidden", "network",
     "message", "exposed", "gathers", "fp8", "mxfp8", "nvfp4", "newer", "older", "narrow", "wide",
     "casts", "scan", "grouped", "rows", "routes", "deal", "travels", "eager", "torchtitan",
@@ -54,26 +55,28 @@ ENGINES = (
 )  # fmt: skip
 OTHERS = "by_others_s"  # the column of a table
 ADDED = "predicted_seconds", "predicted_memory_gib", "note"  # to the columns of a file
-MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 
 
 def fitted(source: Path, profile: Profile, left: list[str]) -> Rates:
     """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
     if source.suffix == ".json":
         return from_cases(read_cases("file", source), profile, source.name)
-    rows = read_rows("file", source)
-    if not tables.of_throughputs(rows, profile):
-        return from_rows(rows, profile, source.name)
-    rates, out = from_table(rows, source.name)
-    left += [f"line {line} is left out: {why}" for line, why in out]
-    return rates
+    return from_rows(_rows(source, profile), profile, source.name, left)
+
+
+def _rows(path: Path, profile: Profile) -> list[dict[str, str]]:
+    """The lines of a file. Raises ValueError for a table of throughputs with another profile."""
+    rows = read_rows("file", path)
+    throughputs = bool(rows) and all(name in rows[0] for name in THROUGHPUTS)
+    if throughputs != (profile.name == "engines"):
+        allowed = "is 'engines', with a table of throughputs" if throughputs else "are the others"
+        raise ValueError(f"profile={profile.name!r}: allowed {allowed}")
+    return rows
 
 
 def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
-    """The CSV file with what is predicted of each row, in order. Raises ValueError for the file."""
-    rows = read_rows("file", path)
-    values = check_rates(profile, rates)
-    published = tables.of_throughputs(rows, profile)
+    """The lines of a file as CSV, each with what is predicted of it. Raises ValueError for it."""
+    values, rows = rates.values_of(), _rows(path, profile)
     columns = [name for name in (rows[0] if rows else COLUMNS) if name not in (None, *ADDED)]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
@@ -81,20 +84,20 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
     for row in rows:
         found: dict[str, Any] = dict.fromkeys(ADDED, "")
         try:
-            job = tables.row_job(row) if published else row_job(row, profile)
+            job = row_job(row, profile)
             # A job that needs a little more gives back what it lost to fragments, and goes on.
             size = min(first_rank(job, values), job.machine.memory)
             found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
             found["predicted_memory_gib"] = f"{size / GIB:.4g}"
         except ValueError as error:
-            found = dict.fromkeys(ADDED, "") | {"note": str(error)}
+            found["note"] = str(error)
         writer.writerow({**row, **found})
     return text.getvalue()
 
 
 def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
     """What is predicted of each case, in order. Raises ValueError for the file."""
-    values = check_rates(profile, rates)
+    values = rates.values_of()
     listed = []
     for case in read_cases("file", path):
         found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
@@ -108,23 +111,30 @@ def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str
     return listed
 
 
-def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
-    """Rates by the rows of a sweep that can be expressed, and that tell seconds or bytes.
+def from_rows(
+    rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str, left: list[str] | None = None
+) -> Rates:
+    """Rates by the lines of a file that can be expressed, and that tell seconds or bytes.
 
     Runs that the file's column `state` calls other than "steady" say nothing about others.
+    left: gets a sentence for each line that says nothing, counted as in a file, from 2.
 
     Raises ValueError where none does.
     """
     jobs = []
-    for row in rows:
-        if (row.get("state") or "steady") != "steady":
-            continue
+    for line, row in enumerate(rows, 2):
         try:
             job = row_job(row, profile)
             check_job(job)
-            jobs.append((job, *row_measured(row)))
-        except ValueError:
-            continue  # its reason is given where it is predicted
+            measured = row_measured(row, job)
+            if not any(measured):
+                raise ValueError("neither seconds of a step nor bytes are there")
+            if (state := row.get("state") or "steady") != "steady":
+                raise ValueError(f"state={state!r}")
+            jobs.append((job, *measured))
+        except ValueError as error:
+            if left is not None:
+                left.append(f"line {line} is left out: {error}")
     rates = guesses(profile.name)
     if sizes := [(_reserves(job), size) for job, _, size in jobs if size]:
         rates = fit(rates, sizes, MEMORY, f"fitted on the memory of {len(sizes)} runs: {origin}")
@@ -132,66 +142,10 @@ def from_rows(rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str) 
     steps = [(_takes(job, known), time) for job, time, _ in jobs if time]
     if not steps and sizes:
         return rates
-    return fit(rates, steps, STEP, f"fitted on the seconds of {len(steps)} runs: {origin}")
-
-
-def from_table(
-    rows: Iterable[Mapping[str, Any]], origin: str, rounds: int = 8
-) -> tuple[Rates, list[tuple[int, str]]]:
-    """Rates of today's engines by a table of throughputs; and which lines say nothing, and why.
-
-    Lines are counted from 2, as a file's are whose first has the names of its columns.
-    Raises ValueError where none tells anything.
-    """
-    steps: Measured = []
-    left = []
-    rates = guesses("engines")
-    known = rates.values_of()
-    for line, row in enumerate(rows, 2):
-        try:
-            job = tables.row_job(row)
-            steps.append((_takes(job, known), tables.measured(row, job)))
-        except ValueError as error:
-            left.append((line, str(error)))
-    words = f"fitted on {len(steps)} steps of today's engines: {origin}"
-    return fit(rates, steps, ENGINES, words, rounds), left
-
-
-def by_others(rows: Sequence[Mapping[str, Any]], seed: int = 1) -> dict[int, float]:
-    """Seconds of each line of a table of throughputs that can be predicted, by its place in it.
-
-    Lines are shuffled, as `seed` has it, and halved: each half is predicted by rates that are
-    fitted on the other. Raises ValueError where a half tells nothing.
-    """
-    jobs = {}
-    for place, row in enumerate(rows):
-        try:
-            job = tables.row_job(row)
-            tables.measured(row, job)
-        except ValueError:
-            continue  # `from_table` says why
-        jobs[place] = job
-    shuffled = list(jobs)
-    random.Random(seed).shuffle(shuffled)
-    halves = shuffled[::2], shuffled[1::2]
-    found = {}
-    for half, other in (halves, halves[::-1]):
-        rates = from_table([rows[place] for place in sorted(other)], "the other half")[0]
-        values = rates.values_of()
-        found |= {place: seconds(jobs[place], values).total for place in half}
-    return found
-
-
-def write_by_others(path: Path) -> None:
-    """Put `by_others` into the last column of a table. Raises ValueError for others."""
-    rows = read_rows("table", path)
-    found = by_others(rows)
-    kept = [row | {OTHERS: f"{found[n]:.4g}" if n in found else ""} for n, row in enumerate(rows)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(kept[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(kept)
-    options.written("table", path, text.getvalue())
+    words = f"fitted on the seconds of {len(steps)} runs: {origin}"
+    if profile.name == "engines":
+        return fit(rates, steps, OF_ENGINES, words, rounds=8)
+    return fit(rates, steps, STEP, words)
 
 
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
@@ -232,6 +186,29 @@ def _reserves(job: Job) -> Predict:
     return lambda rates: footprint(job, Values(**rates)).reserved
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        write_by_others(Path(name))
+def by_others(rows: Sequence[Mapping[str, Any]], seed: int = 1) -> list[float]:
+    """Seconds of each line of a table of throughputs.
+
+    Lines are shuffled, as `seed` has it, and halved: each half is predicted by rates that are
+    fitted on the other.
+    """
+    places = list(range(len(rows)))
+    random.Random(seed).shuffle(places)
+    halves = places[::2], places[1::2]
+    found = {}
+    for half, other in (halves, halves[::-1]):
+        rates = from_rows([rows[place] for place in sorted(other)], ENGINES, "the other half")
+        values = rates.values_of()
+        found |= {place: seconds(row_job(rows[place], ENGINES), values).total for place in half}
+    return [found[place] for place in range(len(rows))]
+
+
+if __name__ == "__main__":  # put `by_others` into the last column of a table
+    path = Path(sys.argv[1])
+    rows = read_rows("table", path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row, time in zip(rows, by_others(rows), strict=True):
+        writer.writerow(row | {OTHERS: f"{time:.4g}"})
+    options.written("table", path, text.getvalue())

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import told
+from shardlab.common.arguments import check_one_of
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.layout import Structure, structure
 from shardlab.layout.entries import Entry
@@ -52,58 +52,15 @@ _SHAPES = {
     "mpt-70b": replace(_MPT, layers=80, heads=64, hidden=8192),
 }  # fmt: skip
 
-# How tables write a name, without spaces, points, hyphens and underscores: the first that is a
-# part of it counts. None: nobody has said what it is made of.
-_WRITTEN: dict[str, str | None] = {
-    "deepseekv4": None,
-    "lightning": None,
-    "ultra": None,
-    "deepseekv3": "deepseek-v3",
-    "kimik2": "kimi-k2",
-    "gptoss120b": "gpt-oss-120b",
-    "gptoss20b": "gpt-oss-20b",
-    "qwen330b": "qwen3-30b-a3b",
-    "qwen3moe30b": "qwen3-30b-a3b",
-    "qwen3235b": "qwen3-235b-a22b",
-    "qwen3next80b": "qwen3-next-80b-a3b",
-    "nemotron3nano": "nemotron-3-nano",
-    "nemotronv3nano": "nemotron-3-nano",
-    "nemotron3super": "nemotron-3-super",
-    "nemotronv3super": "nemotron-3-super",
-    "llama31405b": "llama-3-405b",
-    "llama3405b": "llama-3-405b",
-    "llama3170b": "llama-3-70b",
-    "llama318b": "llama-3-8b",
-}
 
-
-def name_of(written: str) -> str:
-    """Our name of a model that a table writes so. Raises ValueError for one that is not known."""
-    plain = "".join(letter for letter in written.lower() if letter.isalnum())
-    known = _WRITTEN | {name.replace("-", ""): name for name in _SHAPES}
-    found = next((name for part, name in known.items() if part in plain), None)
-    if found is None:
-        raise ValueError(f"model={written!r}: its shape is not known here")
-    return found
-
-
+@cache
 def named(name: str) -> Structure:
     """What the model of that name is made of. Raises ValueError for others."""
     if name in _SHAPES:
         return structure(_SHAPES[name])
-    if name not in _published():
-        raise ValueError(f"named={told(name)}: allowed are models of tables, as 'deepseek-v3'")
-    return _read(name)
-
-
-@cache
-def _published() -> dict[str, Any]:
-    return json.loads(PUBLISHED.read_text("utf-8"))
-
-
-@cache
-def _read(name: str) -> Structure:
-    return of_plain(_published()[name])
+    published = json.loads(PUBLISHED.read_text("utf-8"))
+    check_one_of([*_SHAPES, *published], model=name)
+    return of_plain(published[name])
 
 
 def of_plain(fields: Mapping[str, Any]) -> Structure:

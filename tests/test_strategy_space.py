@@ -119,17 +119,10 @@ def test_uneven_chunks_fill_a_pipeline_by_the_largest() -> None:
     assert shares == pytest.approx({2: 5 / 10, 3: 4 / 10, 4: 3 / 10, 5: 2 / 10})
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "batch", "seq", "profile"),
-    [
-        ("llama-3-8b", 16, 64, 8192, "course"),
-        ("mixtral-8x7b", 32, 32, 4096, "course"),
-    ],
-)
-def test_what_is_left_out_is_slower_or_does_not_fit(model, gpus, batch, seq, profile) -> None:
+def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
     """Each part of the space that a plan passes over, asked for by name, has no faster layout."""
-    config, profile = PRESETS[model], PROFILES[profile]
-    job = config, H100, gpus, batch, seq, profile
+    profile = PROFILES["course"]
+    job = PRESETS["mixtral-8x7b"], H100, 16, 16, 4096, profile
     found = plan(*job)
     assert all(a.seconds <= b.seconds + 1e-6 for a, b in pairwise(found.fits))
     first = found.fits[0].seconds
@@ -143,7 +136,7 @@ def test_what_is_left_out_is_slower_or_does_not_fit(model, gpus, batch, seq, pro
 
 def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
     config = PRESETS["mixtral-8x7b"]
-    found = plan(config, H100, 64, 64, 32_768)
+    found = plan(config, H100, 32, 32, 32_768)
     layouts = [one.layout for one in found.fits]
     assert any(x.etp == 1 and x.ep > x.dp * x.cp for x in layouts)
     assert any(x.ep > x.dp and x.etp is None for x in layouts)
@@ -224,20 +217,3 @@ def test_products_in_fewer_bits(capsys) -> None:
     assert eight["seconds"] < 0.8 * plain["seconds"]
     status, _, err = run(capsys, *given[:2], "--gpu", "a100", "--gpus", 8, "--dtype", "fp8")
     assert status == 2 and "dtype='fp8': allowed are 'bf16'" in err
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--layout", "d 8, sideways"), "'sideways'"),
-        (("--layout", "d 8", "--tp", 2), "--tp"),
-        (("--layout", "d 8", "--gpus", 16), "gpus=16"),
-        (("--layout", "d 8", "--batch", 12), "batch=12"),
-        (("--layout", "p 5"), "pp=5"),
-        (("--gpus", 8, "--offload", "all"), "offload='all'"),
-        (("--gpus", 8, "--dtype", "fp7"), "dtype='fp7'"),
-    ],
-)
-def test_what_cannot_be_asked_for(capsys, more, words) -> None:
-    status, out, err = run(capsys, "--model", "llama-3-8b", "--gpu", "h100", *more)
-    assert status == 2 and not out and err.count("\n") == 1 and words in err

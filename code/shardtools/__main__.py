@@ -18,52 +18,22 @@ import sys
 from shardtools import options
 
 COMMANDS = {
-    "record": (
-        "shardcourse.build",
-        "execute lessons on this machine and keep their outputs in book/recorded/",
-    ),
-    "pairs": (
-        "shardcourse.build.pairs",
-        "write code/lessons/*.py from lessons/*.md, and the rest from book/topics.yml",
-    ),
+    "record": ("shardcourse.build", "execute lessons, and keep their outputs in book/recorded/"),
+    "pairs": ("shardcourse.build.pairs", "write code/lessons/*.py, and tables of book/topics.yml"),
     "lab": ("shardcourse.build.lab", "write the lessons as notebooks into lab/"),
-    "gpu": (
-        "shardcourse.build.gpu",
-        "on a machine with a GPU: test, record and measure everything that needs one",
-    ),
+    "gpu": ("shardcourse.build.gpu", "test, record and measure everything that needs a GPU"),
     "memory": ("shardtools.commands.memory", "what one rank of a training job holds, in bytes"),
-    "schedule": (
-        "shardtools.commands.schedule",
-        "who works when in a pipeline; bubble, memory and a picture",
-    ),
-    "mesh": (
-        "shardtools.commands.mesh",
-        "train on any mesh of ranks: what each holds and sends, beside one process",
-    ),
-    "steps": (
-        "shardtools.steps",
-        "from one GPU to many: which of seventeen steps your script has made, on two ranks",
-    ),
-    "grade": (
-        "shardtools.grade.command",
-        "an engine of your own, in five files: written empty, and graded on real ranks",
-    ),
+    "schedule": ("shardtools.commands.schedule", "who works when in a pipeline, and a picture"),
+    "mesh": ("shardtools.commands.mesh", "train on any mesh of ranks, beside one process"),
+    "steps": ("shardtools.steps", "which of seventeen steps to many GPUs your script has made"),
+    "grade": ("shardtools.grade.command", "an engine of your own: written empty, and graded"),
     "parity": (
         "shardtools.parity.command",
-        "whether a parallel script computes what a plain one does; where not, and why",
+        "whether a parallel script computes as a plain one does",
     ),
-    "strategy": (
-        "shardtools.strategy.command",
-        "which layout: seconds and bytes of a step, predicted",
-    ),
-    "cluster": (
-        "shardtools.cluster.command",
-        "jobs on many nodes: up, status, down, run, watch, hang",
-    ),
-    "doctor": (
-        "shardtools.cluster.doctor",
-        "whether this machine, or this job's hosts, are fit to train on",
-    ),
+    "strategy": ("shardtools.strategy.command", "which layout: seconds and bytes of a step"),
+    "cluster": ("shardtools.cluster.command", "jobs on nodes: up, status, down, run, watch, hang"),
+    "doctor": ("shardtools.cluster.doctor", "whether this machine, or a job's hosts, are fit"),
 }
 PROGRAM = "python -m shardlab"
 PACKAGES = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}  # modules that pip knows by another name

@@ -84,6 +84,11 @@ def add(
     parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar, type=read)
 
 
+def flag(parser: Any, name: str, words: str) -> None:
+    """Add an option without a value: None unless it is given."""
+    parser.add_argument(f"--{name}", action="store_true", default=None, help=words)
+
+
 def _read(kind: Callable[[str], Any], given: str) -> Any:
     with suppress(ValueError):  # the value's user refuses what stays text
         return kind(given)
@@ -111,6 +116,13 @@ def apart(given: Iterable[str], names: Iterable[str], words: str) -> None:
     for name in names:
         if name in given:
             raise ValueError(f"--{name.replace('_', '-')} {words}")
+
+
+def one_of(given: Iterable[str], *names: str) -> None:
+    """Raise ValueError unless exactly one of these options is given."""
+    words, said = " and ".join(f"--{n}" for n in names), [f"--{n}" for n in names if n in given]
+    if len(said) != 1:
+        raise ValueError(f"{' and '.join(said) or 'neither'}: allowed is exactly one of {words}")
 
 
 def folder(name: str, given: str | Path) -> Path:

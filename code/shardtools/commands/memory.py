@@ -31,7 +31,7 @@ from typing import Any
 from shardlab import memory
 from shardlab.common.arguments import check_one_of, check_whole
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure
+from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure, structure
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -66,14 +66,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("etp", "ranks that share each matrix of an expert (as --tp)", "T", int)
     add("replicas", "groups of copies, within which ZeRO shards (1)", "N", int)
     add("device", "whose kernels keep activations: gpu or cpu (gpu)", "KIND")
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        default=None,
-        help="cut activations between tensor-parallel regions as well",
-    )
+    options.flag(parser, "sequence-parallel", "cut activations between cut matrices as well")
     add("unit", "of the table: GB (10^9 bytes), GiB (2^30 bytes), MB, MiB, … (GB)", "UNIT")
-    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    options.flag(parser, "json", "print bytes as JSON")
     parser.set_defaults(command=_main)
 
 
@@ -92,9 +87,7 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
 
     Raises ValueError for bad input.
     """
-    if ("model" in settings) == ("config" in settings):
-        said = "--model and --config" if "model" in settings else "neither"
-        raise ValueError(f"{said}: allowed is exactly one of --model and --config")
+    options.one_of(settings, "model", "config")
     ranks = settings.pop("ranks", None)
     names = ["dp", "tp", "pp", *["cp"] * ("cp" in settings)]
     layout = _layout(settings)
@@ -107,32 +100,29 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     if "model" in settings:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
-        config = PRESETS[name]
-        counted = memory.estimate(config, layout, **({"device": "gpu"} | settings))
-        more["peak"] = counted.peak
-        params, seq = memory.parameter_count(config), settings.get("seq", config.seq)
-        experts = config.experts
+        model = structure(PRESETS[name])
+        counted = memory.estimate(PRESETS[name], layout, **({"device": "gpu"} | settings))
+        more["peak"], seq = counted.peak, settings.get("seq", model.seq)
     else:
         model, name = _model(settings)
         seq = settings.setdefault("seq", min(model.seq, SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
-        params, experts = model.total, model.experts
-        numbers = {"total": params, "active": model.active, "model_type": model.model_type}
+        numbers = {"total": model.total, "active": model.active, "model_type": model.model_type}
         more |= {"count": numbers, "assumed": list(model.assumed)}
         unknown = model.unplanned and f"unknown: {model.unplanned}"
     found = {part: getattr(counted, part, 0) for part in PARTS}
     found |= {"total": sum(found.values()), **more, "host": counted.host}
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
-    active = more.get("count", {}).get("active", params)
-    some = f" ({active / 1e9:.4g} of them active)" if active < params else ""
+    active = more.get("count", {}).get("active", model.total)
+    some = f" ({active / 1e9:.4g} of them active)" if active < model.total else ""
     settings = {"precision": "bf16", "optimizer": "adamw"} | settings
     title = (
-        f"{name} of {params / 1e9:.4g} billion parameters{some}, "
+        f"{name} of {model.total / 1e9:.4g} billion parameters{some}, "
         f"{settings['precision']}, {settings['optimizer']}, "
         f"{layout.micro_batch} × {seq:,} tokens on each rank\n"
         f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
     )
-    if experts and layout.ranks > 1:
+    if model.experts and layout.ranks > 1:
         title += f"; experts over {layout.ep}, each matrix of one over {layout.cut} (--etp)"
     return found, title, unknown
 

@@ -61,14 +61,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("budget", "bytes of model states that a rank may hold", "BYTES", float)
     add("node", "ranks of a node: print the groups, and train nothing", "N", int)
     add("order", "of the axes, from the outermost in (dp,pp,tp)", "AXES", _axes)
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        default=None,
-        help="cut what lies between the matrices by tokens as well",
-    )
-    parser.add_argument("--untied", action="store_true", default=None, help="a head of its own")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    options.flag(parser, "sequence-parallel", "cut what lies between the matrices by tokens, too")
+    options.flag(parser, "untied", "a head of its own")
+    options.flag(parser, "json", "print everything as JSON")
     parser.set_defaults(command=_main)
 
 

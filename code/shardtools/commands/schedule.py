@@ -46,7 +46,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     add("backward-input", "time of the backward of the input alone (1)", "TIME", _times)
     add("backward-weight", "time of the backward of the weights alone (1)", "TIME", _times)
     add("hop", "time of a message to another stage (0)", "TIME", _times)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    options.flag(parser, "json", "print it as JSON")
     parser.set_defaults(command=_main)
 
 

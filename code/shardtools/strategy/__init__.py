@@ -1,10 +1,10 @@
 """Which ways of dividing a model go together, for which model on which machines, and why.
 
-- `Machine`, `MACHINES`, `room`: GPUs and their links; memory that a rank may take;
+- `MACHINES`, `room`: GPUs and their links; memory that a rank may take;
 - `Layout`: who holds which part;
 - `flops`, `zero_bytes`, `floor`, `training_days`: work, traffic, and the least that a step takes;
-- `predict`: what a step takes, in seconds and bytes, by a `Profile` (what an implementation keeps
-  and does) and `Rates` (what has to be measured); `learn` finds these in files, `measure` here;
+- `predict`: what a step takes, in seconds and bytes, by one of `PROFILES` (what an implementation
+  keeps and does) and `Rates` (what has to be measured: by `learn` in files, by `measure` here);
 - `plan`: the layouts of a job, the fastest first, and what ruled out the others; `alone`: one;
 - `rungs`, `choose`: the flow chart over a plan, from copies alone to pipelines across nodes;
 - `fullness`, `slowness`: what a layout lacks, in a sentence.
@@ -12,32 +12,25 @@
 The standard library alone: whoever only plans does not have to load torch. Bytes, and seconds.
 """
 
-from shardlab.common.machines import MACHINES, Machine
+from shardlab.common.machines import MACHINES
 from shardlab.layout import Layout
 
 from .advice import fullness, slowness
 from .chart import RUNGS, choose, rung, rungs
-from .core import Seconds
-from .cost import Floor, floor, flops, training_days, zero_bytes
-from .plan import Plan, Planned, alone, plan
+from .cost import floor, flops, training_days, zero_bytes
+from .plan import Plan, alone, plan
 from .predict import Prediction, predict, room
-from .profile import PROFILES, Profile
-from .rates import Rate, Rates, known
+from .profile import PROFILES
+from .rates import Rates, known
 
 __all__ = [
     "MACHINES",
     "PROFILES",
     "RUNGS",
-    "Floor",
     "Layout",
-    "Machine",
     "Plan",
-    "Planned",
     "Prediction",
-    "Profile",
-    "Rate",
     "Rates",
-    "Seconds",
     "alone",
     "choose",
     "floor",

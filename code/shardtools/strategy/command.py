@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.common.arguments import check_number, check_one_of, check_whole
-from shardlab.common.machines import MACHINES, check_named
-from shardlab.common.shapes import PRESETS, Config
+from shardlab.common.machines import MACHINES, Machine, check_named
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, Structure, structure
 from shardlab.layout import read as read_layout
 from shardlab.layout.core import OFFLOADS
@@ -50,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = options.command(commands, "strategy", __doc__)
     parser.set_defaults(command=lambda _: parser.print_help() or 0)
     parts = parser.add_subparsers(title="commands", metavar="command")
-    for add in (add_plan, add_run, add_emit, add_fit, add_predict):
+    for add in (add_plan, _add_run, _add_emit, _add_fit, _add_predict):
         add(parts)
 
 
@@ -61,17 +61,15 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     add = partial(options.add, parser)
     add("top", f"rows of the table ({TOP})", "N", int)
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--explain", action="store_true", default=None, help="the first, by part")
-    forms.add_argument("--json", action="store_true", default=None, help="everything, as JSON")
+    options.flag(forms, "explain", "the first, by part")
+    options.flag(forms, "json", "everything, as JSON")
 
 
-def add_run(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy run`."""
+def _add_run(commands: argparse._SubParsersAction) -> None:
     _add_job(_command(commands, "run", _run))
 
 
-def add_emit(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy emit`."""
+def _add_emit(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "emit", _emit)
     parser.add_argument("engine", metavar="ENGINE", help=", ".join(ENGINES))
     _add_job(parser)
@@ -82,16 +80,14 @@ def add_emit(commands: argparse._SubParsersAction) -> None:
     add("partition", "where the job runs (the default one); with --into", "NAME")
 
 
-def add_fit(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy fit`."""
+def _add_fit(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "fit", _fit)
     parser.add_argument("file", nargs="?", metavar="FILE", help="measured steps or layer times")
     parser.add_argument("--rates", required=True, metavar="FILE", help="the file to write")
     _add_profile(parser)
 
 
-def add_predict(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy predict`."""
+def _add_predict(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "predict", _predict)
     parser.add_argument("file", metavar="FILE", help="rows (CSV), or cases (.json)")
     parser.add_argument(
@@ -155,18 +151,17 @@ def _plan(given: dict[str, Any]) -> int:
     --layout takes one layout as it is, in the words of the table, and shows it part by part,
     whether it fits or not; micro-batches that it does not name follow from --batch.
     """
-    asked, found, rates = _planned(given)
-    first = found.fits[0] if found.fits else found.nearest
+    name, found = _planned(given)
+    tokens, first = given.get("tokens"), found.fits[0] if found.fits else found.nearest
     check_whole(top=(top := given.get("top", TOP)))
     if "json" in given:
-        best = found.fits[:top] or [first]
-        print(json.dumps(report.data(asked, found, best), indent=1))
+        print(json.dumps(report.data(found, found.fits[:top] or [first], tokens), indent=1))
     elif "explain" in given or "layout" in given:
-        print(report.explained(asked, found, first, rates))
+        print(report.explained(found, first))
         if len(rows := told(found, first.layout)) > 1:
             print("", *report.aligned(rows), sep="\n")
     else:
-        print(report.text(asked, found, rates, top))
+        print(report.text(name, found, top, tokens))
     return 0
 
 
@@ -178,10 +173,10 @@ def _run(given: dict[str, Any]) -> int:
     It says whether the layout equals one process, and what each rank holds and sends beside the
     prediction. The exit status is 1 where it does not equal one process.
     """
-    asked, found, _ = _planned(given, own=True)
+    name, found = _planned(given, own=True)
     from .trial import trained  # which loads torch
 
-    text, good = trained(asked.name, asked.config, (found.fits or [found.nearest])[0].layout)
+    text, good = trained(name, found.config, (found.fits or [found.nearest])[0].layout)
     print(text)
     return 0 if good else 1
 
@@ -198,12 +193,13 @@ def _emit(given: dict[str, Any]) -> int:
     course the options of train.py; slurm a batch file for any program. --into writes the whole
     Slurm job of torchtitan, megatron or course into a folder.
 
-    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.    """
+    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.
+    """
     from . import emitted  # which no page's calculator loads
 
     given = emitted.for_engine(given)
-    asked, found, _ = _planned(given, own=True)
-    print((emitted.written if "into" in given else emitted.emitted)(given, asked, found))
+    _, found = _planned(given, own=True)
+    print((emitted.written if "into" in given else emitted.emitted)(given, found))
     return 0
 
 
@@ -216,8 +212,8 @@ def _fit(given: dict[str, Any]) -> int:
     Without a file it measures this machine, in under a minute; a plan with those rates needs no
     --gpu. A CSV file has measured steps, with the columns of the Ultra-Scale sweep; a JSON file
     layer times, as a list of cases with "id", "config" and "published"; and with --profile engines
-    a CSV file is a table of throughputs (source, model, gpu, gpus, dtype, mbs, gbs, seq, degrees,
-    and tokens_per_s_per_gpu, step_s or tflops_per_gpu). Each line that is left out is named.
+    a CSV file is a table of throughputs (engine, model, gpu, gpus, dtype, degrees, mbs, gbs, seq,
+    recompute, and tokens_per_s_per_gpu, step_s or tflops_per_gpu). Lines left out are named.
     """
     from . import learn  # which no page's calculator needs
 
@@ -259,46 +255,77 @@ def _predict(given: dict[str, Any]) -> int:
     return 0
 
 
-def _planned(given: dict[str, Any], own: bool = False) -> tuple[report.Asked, Plan, Rates]:
-    """Return what was asked, its plan, and the rates. own: of the course's own model."""
-    if ("model" in given) == ("config" in given):
-        said = "--model and --config" if "model" in given else "neither"
-        raise ValueError(f"{said}: allowed is exactly one of --model and --config")
-    if "layout" in given:
-        options.apart(given, (*FIXED, *WORDS), "with --layout, which says it")
+def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
+    """Return the model's name, and the plan that is asked for. own: of the course's own model."""
     if "rates" in given:
         profile, rates = _rates(given)
     else:
         profile = _profile({"profile": "course", **given})
         rates = rates_today(known(profile.name))
     profile = today(profile)
-    asked = _asked(given, rates, own)
-    dtype = given.get("dtype", "bf16")
+    name, config = _model(given, own)
+    machine = rates.machine
+    if "gpu" in given or machine is None:
+        machine = check_named(gpu=given.get("gpu", ""))
+    if "per_node" in given:
+        machine = replace(machine, per_node=given["per_node"])
+    if "tokens" in given:
+        check_number(tokens=given["tokens"])
+    seq, dtype = given.get("seq", config.seq), given.get("dtype", "bf16")
     if "layout" in given:
-        layout = _entered(given, asked)
-        job = asked.config, asked.machine, layout, asked.seq
-        return asked, alone(*job, profile, rates, dtype), rates
-    fixed = _kept(given, asked, profile)
-    job = asked.config, asked.machine, asked.gpus, asked.batch, asked.seq
-    found = plan(*job, profile, rates, fixed, dtype)
+        options.apart(given, (*FIXED, *WORDS), "with --layout, which says it")
+        layout = _entered(given, machine, seq)
+        return name, alone(config, machine, layout, seq, profile, rates, dtype)
+    check_whole(seq=seq, gpus=(gpus := given.get("gpus", "")))
+    batch = given.get("batch", _batch(seq, gpus))
+    fixed = _kept(given, config, gpus, machine, profile)
+    found = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
     if not found.fits:
         raise ValueError(short(found))
-    return asked, found, rates
+    return name, found
 
 
-def _kept(given: dict[str, Any], asked: report.Asked, profile: Profile) -> dict[str, Any]:
+def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
+    """Return the name of the model, and what it is made of; ValueError unless there is one."""
+    options.one_of(given, "model", "config")
+    if "model" in given:
+        check_one_of(PRESETS, model=given["model"])
+        return given["model"], structure(PRESETS[given["model"]])
+    from shardtools import hub  # which no page's calculator needs
+
+    path = Path(given["config"])
+    found = hub.planned(path)
+    for words in found.assumed:  # aside: what is printed may be a configuration, or JSON
+        print(f"assumed: {words}", file=sys.stderr)
+    if own:  # the shape in which the course's own model computes the same
+        from shardlab.checkpoint.names import config_in  # which loads torch
+
+        found = replace(found, own=config_in(path))
+        if (total := structure(found.own).total) != found.total:
+            words = f"config={str(path)!r}: {found.total:,} parameters"
+            raise ValueError(f"{words}; allowed with emit and run are {total:,}")
+    return path.name, found
+
+
+def _batch(seq: int, gpus: int) -> int:
+    """Return some four million tokens in sequences, of which all copies get as many."""
+    return max(1, BATCH_TOKENS // seq // gpus) * gpus
+
+
+def _kept(
+    given: dict[str, Any], config: Structure, gpus: int, machine: Machine, profile: Profile
+) -> dict[str, Any]:
     """The fields of a layout that the options keep.
 
     Raises ValueError for what no layout of the job can have; it says which there are.
     """
-    gpus, node = asked.gpus, asked.machine.per_node
     fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
     for name, value in fixed.items():
         if name != "ep":  # which depends on others
             Layout(**{name: value})
-    tp = fixed.get("tp", 1)
-    check_expert_degree(asked.config, fixed.get("ep", 1))
-    check_tensor_degree(asked.config, tp, profile.copies)
+    tp, node = fixed.get("tp", 1), machine.per_node
+    check_expert_degree(config, fixed.get("ep", 1))
+    check_tensor_degree(config, tp, profile.copies)
     if tp > node:
         raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
     degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
@@ -308,67 +335,22 @@ def _kept(given: dict[str, Any], asked: report.Asked, profile: Profile) -> dict[
     return fixed
 
 
-def _entered(given: dict[str, Any], asked: report.Asked) -> Layout:
+def _entered(given: dict[str, Any], machine: Machine, seq: int) -> Layout:
     """The layout of --layout, with as many micro-batches as the batch that is asked for has."""
+    check_whole(seq=seq)
     layout = read_layout(given["layout"])
-    if "batch" in given and layout.microbatches == 1:
-        each = layout.dp * layout.micro_batch
-        if asked.batch % each:
-            raise ValueError(f"batch={asked.batch}: allowed are multiples of d · b = {each}")
-        layout = replace(layout, microbatches=asked.batch // each)
-    if "batch" in given and layout.batch != asked.batch:
-        raise ValueError(f"batch={asked.batch}: allowed is {layout.batch}, d · b · m of the layout")
-    if "gpus" in given and layout.ranks != asked.gpus:
-        raise ValueError(f"gpus={asked.gpus}: allowed is {layout.ranks}, those of the layout")
-    if layout.ranks > (n := asked.machine.per_node) and layout.ranks % n:
+    if (gpus := given.get("gpus", layout.ranks)) != layout.ranks:
+        raise ValueError(f"gpus={gpus!r}: allowed is {layout.ranks}, those of the layout")
+    if layout.ranks > (n := machine.per_node) and layout.ranks % n:
         raise ValueError(f"gpus={layout.ranks}: allowed are 1 to {n}, and whole nodes of {n}")
+    if "batch" not in given:
+        return layout
+    check_whole(batch=(batch := given["batch"]))
+    if layout.microbatches == 1 and batch % layout.batch == 0:
+        layout = replace(layout, microbatches=batch // layout.batch)
+    if layout.batch != batch:
+        raise ValueError(f"batch={batch}: allowed are d · b · m of the layout: {layout.batch}")
     return layout
-
-
-def _own(path: Path, found: Structure) -> Config:
-    """The shape in which the course's own model computes the same as `found`.
-
-    Raises ValueError where none does: an engine would be told of another model.
-    """
-    from shardlab.checkpoint.names import config_in  # which loads torch
-
-    own = config_in(path)
-    if structure(own).total != found.total:
-        words = f"config={str(path)!r}: {found.total:,} parameters"
-        raise ValueError(f"{words}; allowed with emit and run are {structure(own).total:,}")
-    return own
-
-
-def _asked(given: dict[str, Any], rates: Rates, own: bool) -> report.Asked:
-    if "model" in given:
-        name = given["model"]
-        check_one_of(PRESETS, model=name)
-        config = PRESETS[name]
-    else:
-        from shardtools import hub  # which no page's calculator needs
-
-        path = Path(given["config"])
-        name, config = path.name, hub.planned(path)
-        for words in config.assumed:  # aside: what is printed may be a configuration, or JSON
-            print(f"assumed: {words}", file=sys.stderr)
-        if own:
-            config = replace(config, own=_own(path, config))
-    if "gpu" in given or rates.machine is None:
-        machine = check_named(gpu=given.get("gpu", ""))
-    else:
-        machine = rates.machine
-    if "per_node" in given:
-        machine = replace(machine, per_node=given["per_node"])
-    seq, gpus = given.get("seq", config.seq), given.get("gpus", "")
-    if "layout" in given and "gpus" not in given:
-        gpus = read_layout(given["layout"]).ranks
-    check_whole(seq=seq, gpus=gpus)
-    # By default all copies get as many.
-    batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
-    check_whole(batch=batch)
-    if "tokens" in given:
-        check_number(tokens=given["tokens"])
-    return report.Asked(name, config, machine, gpus, batch, seq, given.get("tokens"))
 
 
 def _profile(given: dict[str, Any]) -> Profile:
@@ -390,8 +372,8 @@ def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
 
 def table(rates: Rates) -> str:
     """Rates as text: value, how far off it may be, what it is, where it comes from."""
-    lines = [f"{'rate':<12} {'value':>9}  {'±':>5}  what, and its origin"]
+    rows = [["rate", "value", "±", "what, and its origin"]]
     for name, rate in rates.all.items():
-        spread = f"{100 * rate.spread:.0f} %"
-        lines.append(f"{name:<12} {rate.value:>9.4g}  {spread:>5}  {rate.unit}; {rate.origin}")
-    return "\n".join(lines)
+        spread, words = f"{100 * rate.spread:.0f} %", f"{rate.unit}; {rate.origin}"
+        rows.append([name, f"{rate.value:.4g}", spread, words])
+    return "\n".join(report.aligned(rows))

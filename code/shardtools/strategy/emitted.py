@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import Any, TypeVar
+from typing import Any
 
 from shardlab.common.arguments import check_one_of
 from shardtools import options
 from shardtools.cluster import site
 
-from . import report
 from .emit import ENGINES, Limits, emit, job
 from .emit.job import ENGINES as JOBS
 from .emit.job import FILE, SITE
@@ -20,7 +18,6 @@ from .emit.target import Target
 from .plan import Plan, Planned
 from .profile import PROFILES
 
-T = TypeVar("T")
 STEPS = 1000  # of the training, unless --tokens says otherwise
 
 
@@ -50,18 +47,13 @@ def for_engine(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "profile": engine}
 
 
-def emitted(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
-    """The fastest layout that an engine can run, as its configuration; why not the first, aside."""
-    engine, job = given["engine"], (asked.config, asked.machine)
-
-    def text(one: Planned) -> str:
-        return emit(engine, *job, one.layout, asked.seq).rstrip("\n")
-
-    made = _able(engine, found, text)
-    return given["site"].batch(made) if "site" in given else made
+def emitted(given: dict[str, Any], found: Plan) -> str:
+    """The fastest layout that an engine can run, as its configuration."""
+    text = _fastest(given["engine"], found)[1].rstrip("\n")
+    return given["site"].batch(text) if "site" in given else text
 
 
-def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
+def written(given: dict[str, Any], found: Plan) -> str:
     """Write the whole job of an engine into a folder; what there is, and what comes next."""
     engine = given["engine"]
     known = {name: given[name] for name in ("time", "partition") if name in given}
@@ -69,14 +61,12 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     if at and at.partition and "," not in at.partition:
         known = {"partition": at.partition, **known}
     limits, steps = Limits(**known), STEPS
-    if asked.tokens:
-        steps = -(-int(asked.tokens) // (asked.batch * asked.seq))
+    if "tokens" in given:
+        steps = -(-int(given["tokens"]) // (found.batch * found.seq))
 
-    def files(one: Planned) -> tuple[Planned, dict[str, str]]:
-        target = Target.of(engine, asked.config, asked.machine, one.layout, asked.seq)
-        return one, job(target, limits, steps, one.seconds)
-
-    planned, texts = _able(engine, found, files)
+    planned, _ = _fastest(engine, found)
+    target = Target.of(engine, found.config, found.machine, planned.layout, found.seq)
+    texts = job(target, limits, steps, planned.seconds)
     if at:
         texts |= {FILE: at.batch(texts[FILE]), SITE: at.script()}
     folder = Path(options.folder("into", given["into"]))
@@ -91,17 +81,20 @@ def written(given: dict[str, Any], asked: report.Asked, found: Plan) -> str:
     return "\n".join([*said, f"  cd {quote(str(folder))} && sbatch {FILE}"])
 
 
-def _able(engine: str, found: Plan, make: Callable[[Planned], T]) -> T:
-    """What `make` makes of the fastest layout that `engine` can run; why not the first, aside."""
+def _fastest(engine: str, found: Plan) -> tuple[Planned, str]:
+    """The fastest layout that an engine can run, and its configuration; why not the first, aside.
+
+    Raises ValueError where it can run none.
+    """
     why = ""
     for number, one in enumerate(found.fits or [found.nearest], 1):
         try:
-            made = make(one)
+            text = emit(engine, found.config, found.machine, one.layout, found.seq)
         except ValueError as error:
             why = why or str(error)
             continue
         if why:
             words = f"number {number} of the layouts that fit, {one.layout}: the first is refused"
             print(f"{words}: {why}", file=sys.stderr)
-        return made
+        return one, text
     raise ValueError(f"engine={engine!r}: none of the {len(found.fits)} layouts that fit; {why}")

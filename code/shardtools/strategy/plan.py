@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from shardlab.common.arguments import SIZES, check_kind, check_one_of, check_whole
 from shardlab.common.machines import Machine
@@ -23,10 +24,10 @@ from . import host
 from .cost import flops
 from .footprint import Bytes, first_and_fullest, fullest, on_host
 from .job import DTYPES, Job
-from .predict import Prediction, check_job, check_rates, of_job, room
+from .predict import Prediction, check_job, of_job, rates_of, room
 from .profile import COURSE, Profile
 from .rates import Rates, Values
-from .space import LACKS, LONG, Space, bases, series
+from .space import LACKS, LONG, Fields, bases, recomputed, shapes, sharded
 
 CROWDED = "needs more than the host's memory"
 MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
@@ -59,14 +60,28 @@ class Plan:
     batch: int
     seq: int
     profile: Profile
-    rates: Rates | None
-    room: float  # bytes that a rank may reserve
+    rates: Rates
+    dtype: str = "bf16"
+    fixed: Mapping[str, object] = field(default_factory=dict)  # fields that have these values
     fits: list[Planned] = field(default_factory=list)
     ruled: Counter[str] = field(default_factory=Counter)
     nearest: Planned | None = None  # of those that do not fit, the one that lacks least
-    dtype: str = "bf16"
     # Parts of the space: "" where it was searched, or else why it was not.
     searched: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> Values:
+        """The rates' values."""
+        return self.rates.values_of()
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that a rank may reserve."""
+        return room(self.machine, self.values)
+
+    def keeps(self, layout: Layout, *names: str) -> bool:
+        """Whether those fields of a layout are as asked for."""
+        return all(getattr(layout, n) == self.fixed[n] for n in names if n in self.fixed)
 
     def job(self, layout: Layout) -> Job:
         """What is predicted of a layout."""
@@ -107,22 +122,23 @@ def plan(
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
     check_dtype(machine, dtype)
-    values = check_rates(profile, rates)
-    there = room(machine, values)
-    found = Plan(config, machine, gpus, batch, seq, profile, rates, there, dtype=dtype)
-    space = Space(config, machine, gpus, batch, seq, profile, fixed or {})
+    rates = rates_of(profile, rates)
+    found = Plan(config, machine, gpus, batch, seq, profile, rates, dtype, fixed or {})
     offloads = ["none", *profile.offloads]
-    if "offload" in space.fixed:
-        offloads = [str(space.fixed["offload"])]
+    if "offload" in found.fixed:
+        offloads = [str(found.fixed["offload"])]
+    lacking: list[tuple[float, Job]] = []
     for offload in offloads:
         if not found.fits:
-            _search(found, space, values, offload)
+            lacking += _search(found, offload)
             last = offload
-    if found.fits and "recompute" not in space.fixed:
-        _operators(found, values)
+    if lacking and not found.fits:
+        found.nearest = planned(found, min(lacking, key=lambda pair: pair[0])[1])
+    if found.fits and "recompute" not in found.fixed:
+        _operators(found)
     # Of layouts that take the same time, the emptier one: it leaves room for what is not counted.
     found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
-    found.searched = _searched(space, found, last)
+    found.searched = _searched(found, last)
     return found
 
 
@@ -132,15 +148,12 @@ def check_dtype(machine: Machine, dtype: str) -> None:
     check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
-def planned(
-    found: Plan, job: Job, values: Values | None = None, held: tuple[Bytes, Bytes] | None = None
-) -> Planned:
-    """What comes of one of its jobs, which fits or not; values, held: as in `of_job`.
+def planned(found: Plan, job: Job, held: tuple[Bytes, Bytes] | None = None) -> Planned:
+    """What comes of one of its jobs, which fits or not; held: as in `of_job`.
 
     Raises ValueError as `predict` does.
     """
-    values = check_rates(found.profile, found.rates) if values is None else values
-    prediction = of_job(job, values, held)
+    prediction = of_job(job, found.values, held)
     taken = prediction.seconds.total
     tokens = found.batch * found.seq
     mfu = flops(found.config, tokens, found.seq) / taken / (found.gpus * job.flops)
@@ -158,68 +171,69 @@ def alone(
 ) -> Plan:
     """The plan of one layout, as it is. Raises ValueError as `predict` and `plan` do."""
     check_dtype(machine, dtype)
-    there = room(machine, check_rates(profile, rates))
-    job = config, machine, layout.ranks, layout.batch, seq, profile, rates, there
-    found = Plan(*job, dtype=dtype)
+    job = structure(config), machine, layout.ranks, layout.batch, seq, profile
+    found = Plan(*job, rates_of(profile, rates), dtype)
     one = planned(found, found.job(layout))
-    if one.reserved <= there:
+    if one.reserved <= found.room:
         found.fits.append(one)
     else:
         found.nearest = one
     return found
 
 
-def _search(found: Plan, space: Space, values: Values, offload: str) -> None:
-    """Fill `found` with what of the space fits, and with what comes nearest."""
-    there = found.room
+def _search(found: Plan, offload: str) -> list[tuple[float, Job]]:
+    """Fill `found` with what of the space fits; return what does not, and what it reserves."""
+    lacking: list[tuple[float, Job]] = []
     easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
-    near: tuple[float, Job] | None = None
-
-    def reserved(job: Job) -> tuple[Bytes, Bytes]:
-        """What its first and its fullest rank reserve."""
-        nonlocal near
-        held = first_and_fullest(job, values)
-        size = held[1].reserved
-        if size > there and (near is None or size < near[0]):
-            near = size, job
-        return held
-
-    for base in bases(space, found.ruled if offload == "none" else Counter()):
+    again = recomputed(found)
+    for base in bases(found, found.ruled if offload == "none" else Counter()):
         copies = base.tp, base.pp, base.dp * base.cp
-        if easy.get(copies, base.cp) < base.cp and "cp" not in space.fixed:
+        if easy.get(copies, base.cp) < base.cp and "cp" not in found.fixed:
             found.ruled["context ranks where the same fits without them"] += 1
             continue
         check_job(found.job(base))
-        for start, rows in series(space, base, offload):
-            job = found.job(replace(start, **rows[-1][0]))
-            if min(space.gpus, space.machine.per_node) * on_host(job) > host.MEMORY:
-                found.ruled[CROWDED] += sum(map(len, rows))
+        before, tried = len(found.fits), list(shapes(found, base))
+        for start in sharded(found, base, offload):
+            if min(found.gpus, found.machine.per_node) * on_host(found.job(start)) > host.MEMORY:
+                found.ruled[CROWDED] += len(again) * len(tried)
                 continue
-            if reserved(job)[1].needed > there:  # a larger layout may not have what comes late
-                found.ruled[LACKS] += sum(map(len, rows))
-                continue
-            for row in rows:
-                for number, fields in enumerate(row):
-                    job = found.job(layout := replace(start, **fields))
-                    held = reserved(job)
-                    if held[1].reserved <= there:
-                        found.fits.append(planned(found, job, values, held))
-                        if layout.recompute == "none" and _bubble(layout) <= IDLE:
-                            easy.setdefault(copies, base.cp)
-                    elif held[1].needed > there and layout.chunks == 1:
-                        found.ruled[LACKS] += len(row) - number
-                        break
-                    else:
-                        found.ruled[LACKS] += 1
-    if near and (found.nearest is None or near[0] < found.nearest.reserved):
-        found.nearest = planned(found, near[1], values)
+            for number, how in enumerate(again, 1):
+                if not _fill(found, replace(start, recompute=how), tried, lacking):
+                    found.ruled[LACKS] += (len(again) - number) * len(tried)
+                    break
+        here = (one.layout for one in found.fits[before:])
+        if any(at.recompute == "none" and _bubble(at) <= IDLE for at in here):
+            easy.setdefault(copies, base.cp)
+    return lacking
+
+
+def _fill(
+    found: Plan, start: Layout, tried: list[Fields], lacking: list[tuple[float, Job]]
+) -> bool:
+    """Add what fits of a layout's shapes; return whether the first may have room at all.
+
+    Those with one chunk need more and more, and each of them less than the ones with several chunks
+    that follow it. What comes late is not needed: a larger layout may not have it.
+    """
+    for number, fields in enumerate(tried):
+        job = found.job(replace(start, **fields))
+        held = first_and_fullest(job, found.values)
+        if held[1].reserved <= found.room:
+            found.fits.append(planned(found, job, held))
+            continue
+        lacking.append((held[1].reserved, job))
+        if held[1].needed > found.room and job.layout.chunks == 1:
+            found.ruled[LACKS] += len(tried) - number
+            return number > 0
+        found.ruled[LACKS] += 1
+    return True
 
 
 def _bubble(layout: Layout) -> float:
     return (layout.pp - 1) / (layout.chunks * layout.microbatches)
 
 
-def _operators(found: Plan, values: Values) -> None:
+def _operators(found: Plan) -> None:
     """Add layouts that compute some operators again, where they may be the fastest.
 
     They lie between a layout that keeps all, which does not fit, and one that keeps its layers'
@@ -232,13 +246,13 @@ def _operators(found: Plan, values: Values) -> None:
     between: list[tuple[float, Layout]] = []
 
     def fits(job: Job) -> bool:
-        return fullest(job, values).reserved <= found.room
+        return fullest(job, found.values).reserved <= found.room
 
     for one in found.fits if some else ():
         plain = replace(one.layout, recompute="none")
         least = replace(plain, recompute=some[-1])
         if one.layout.recompute == "full" and plain not in fitting and fits(found.job(least)):
-            parts = of_job(found.job(plain), values).seconds
+            parts = of_job(found.job(plain), found.values).seconds
             between.append((parts.total - parts.retries, plain))
     for least, plain in sorted(between, key=lambda pair: pair[0]):
         if least >= fastest:
@@ -246,22 +260,22 @@ def _operators(found: Plan, values: Values) -> None:
         for name in some:
             job = found.job(replace(plain, recompute=name))
             if fits(job):
-                found.fits.append(planned(found, job, values))
+                found.fits.append(planned(found, job))
                 fastest = min(fastest, found.fits[-1].seconds)
                 break
 
 
-def _searched(space: Space, found: Plan, offload: str) -> dict[str, str]:
+def _searched(found: Plan, offload: str) -> dict[str, str]:
     """Parts of the space: "" where it was searched, or else why it was not."""
-    profile, fixed = space.profile, space.fixed
+    profile, fixed = found.profile, found.fixed
     name = profile.name
     without = f"{name} has none"
-    uneven = space.config.layers > 1 and profile.stages == "equal"
+    uneven = found.config.layers > 1 and profile.stages == "equal"
     there = "" if offload != "none" else "something fits without" if found.fits else without
     context = "" if profile.shares else without
-    if space.seq < LONG:
+    if found.seq < LONG:
         context = f"sequences are shorter than {LONG:,} tokens"
-    experts = structure(space.config).experts
+    experts = found.config.experts
     found_by = {
         "tensor ranks": "",
         "stages": "",

@@ -58,7 +58,7 @@ def predict(
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
     job = Job(config, machine, layout, profile, seq)
-    return of_job(job, check_rates(profile, rates))
+    return of_job(job, rates_of(profile, rates).values_of())
 
 
 def of_job(job: Job, rates: Values, held: tuple[Bytes, Bytes] | None = None) -> Prediction:
@@ -78,12 +78,12 @@ def first_rank(job: Job, rates: Values) -> float:
     return footprint(job, rates).reserved
 
 
-def check_rates(profile: Profile, rates: Rates | None) -> Values:
-    """`rates`, or those that are known, by name. Raises ValueError for those of another profile."""
+def rates_of(profile: Profile, rates: Rates | None) -> Rates:
+    """`rates`, or those that are known. Raises ValueError for those of another profile."""
     rates = known(profile.name) if rates is None else rates
     if rates.profile != profile.name:
         raise ValueError(f"rates.profile={rates.profile!r}: allowed is {profile.name!r}")
-    return rates.values_of()
+    return rates
 
 
 def check_job(job: Job) -> None:

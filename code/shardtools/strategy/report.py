@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from shardlab import memory
-from shardlab.common.machines import Machine
-from shardlab.common.shapes import Config
-from shardlab.layout import Structure
 from shardlab.layout.words import written
 
 from . import host
@@ -49,32 +45,22 @@ PIECES = {  # of a rank's bytes
 }
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a plan was made for, beside its machine."""
+def row(found: Plan, planned: Planned, tokens: float | None = None) -> dict[str, Any]:
+    """What is known of one layout, in plain numbers: bytes, seconds, shares.
 
-    name: str
-    config: Config | Structure
-    machine: Machine
-    gpus: int
-    batch: int
-    seq: int
-    tokens: float | None  # of the whole training
-
-
-def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
-    """What is known of one layout, in plain numbers: bytes, seconds, shares."""
-    machine = replace(asked.machine, flops=plan.job(planned.layout).flops)
-    found: dict[str, Any] = {
+    tokens: of the whole training, whose days and GPU hours are told.
+    """
+    machine = replace(found.machine, flops=found.job(planned.layout).flops)
+    told: dict[str, Any] = {
         "layout": str(planned.layout),
         "written": written(planned.layout),
         "fields": asdict(planned.layout),
         "micro_batch": planned.layout.micro_batch,
         "microbatches": planned.layout.microbatches,
         "reserved_bytes": round(planned.reserved),
-        "free_bytes": round(plan.room - planned.reserved),
+        "free_bytes": round(found.room - planned.reserved),
         "seconds": planned.seconds,
-        "floor_seconds": floor(asked.config, machine, planned.layout, asked.seq).total,
+        "floor_seconds": floor(found.config, machine, planned.layout, found.seq).total,
         "tokens_per_second": planned.tokens,
         "mfu": planned.mfu,
         "waits_for": waits_for(planned),
@@ -82,10 +68,10 @@ def row(asked: Asked, plan: Plan, planned: Planned) -> dict[str, Any]:
         "bytes_by_part": {n: round(x) for n, x in vars(planned.prediction.memory).items()},
         "host_bytes": planned.prediction.host,
     }
-    if asked.tokens:
-        found["days"] = asked.tokens / planned.tokens / DAY
-        found["gpu_hours"] = found["days"] * 24 * asked.gpus
-    return found
+    if tokens:
+        told["days"] = tokens / planned.tokens / DAY
+        told["gpu_hours"] = told["days"] * 24 * found.gpus
+    return told
 
 
 def waits_for(planned: Planned) -> str:
@@ -96,38 +82,37 @@ def waits_for(planned: Planned) -> str:
     return f"{most} {100 * rest[most] / planned.seconds:.0f} %"
 
 
-def text(asked: Asked, found: Plan, rates: Rates, top: int) -> str:
+def text(name: str, found: Plan, top: int, tokens: float | None = None) -> str:
     """The table of the `top` best layouts, why the first is first, and what was ruled out."""
-    billions = memory.parameter_count(asked.config) / 1e9
-    lines = [
-        f"{asked.name} of {billions:.3g} billion parameters on {asked.gpus} {asked.machine.name} "
-        f"({asked.machine.per_node} to a node), {asked.batch} sequences of {asked.seq:,} tokens in "
-        f"a step; as {rates.profile} does it: {guessed(rates)}",
-        "",
-    ]
-    columns = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
-    rows = [row(asked, found, planned) for planned in found.fits[:top]]
-    columns += ["days", "GPU hours"] if asked.tokens else []
-    table = [[*columns, "waits for"]]
-    for one in rows:
-        cells = [
-            one["layout"],
-            f"{one['micro_batch']} × {one['microbatches']}",
-            f"{one['reserved_bytes'] / 1e9:.1f}",
-            f"{one['free_bytes'] / 1e9:.1f}",
-            f"{one['seconds']:.3g}",
-            f"{one['tokens_per_second']:,.0f}",
-            f"{100 * one['mfu']:.0f} %",
-        ]
-        if asked.tokens:
-            cells += [f"{one['days']:,.1f}", f"{one['gpu_hours']:,.0f}"]
-        table.append([*cells, one["waits_for"]])
+    head = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
+    table = [[*head, *["days", "GPU hours"] * bool(tokens), "waits for"]]
+    for planned in found.fits[:top]:
+        one = row(found, planned, tokens)
+        days = [f"{one['days']:,.1f}", f"{one['gpu_hours']:,.0f}"] if tokens else []
+        table.append(
+            [
+                one["layout"],
+                f"{one['micro_batch']} × {one['microbatches']}",
+                f"{one['reserved_bytes'] / 1e9:.1f}",
+                f"{one['free_bytes'] / 1e9:.1f}",
+                f"{one['seconds']:.3g}",
+                f"{one['tokens_per_second']:,.0f}",
+                f"{100 * one['mfu']:.0f} %",
+                *days,
+                one["waits_for"],
+            ]
+        )
     if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `plan --explain`, too
         table = [cells[:-1] for cells in table]
-    lines += aligned(table)
-    lines += ["", first(found, rates), *on_host(asked, found.fits[0])]
-    lines += [ruled(found), searched(found)]
-    lines += [f"Warning: {words}." for words in warnings(found, found.fits[0])]
+    best = found.fits[0]
+    lines = [
+        f"{name} of {found.config.total / 1e9:.3g} billion parameters on {found.gpus} "
+        f"{found.machine.name} ({found.machine.per_node} to a node), {found.batch} sequences of "
+        f"{found.seq:,} tokens in a step; as {found.profile.name} does it: {guessed(found.rates)}",
+        *["", *aligned(table), ""],
+        *[first(found), *on_host(found, best), ruled(found), searched(found)],
+        *(f"Warning: {words}." for words in warnings(found, best)),
+    ]
     return "\n".join(lines)
 
 
@@ -152,7 +137,7 @@ def aligned(table: list[list[str]]) -> list[str]:
     ]
 
 
-def first(found: Plan, rates: Rates) -> str:
+def first(found: Plan) -> str:
     """Why the first is first: against the first of another kind."""
     best = found.fits[0]
     others = [planned for planned in found.fits[1:] if _kind(planned) != _kind(best)]
@@ -167,19 +152,19 @@ def first(found: Plan, rates: Rates) -> str:
         f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
         f"{100 * longer:.1f} % longer, {more[most]:.2g} s more of it for {most} ({PARTS[most]})."
     )
-    unsure = rates.all["products"].spread
+    unsure = found.rates.all["products"].spread
     if longer < unsure:
         words += f" That is less than the rates are sure of ({100 * unsure:.0f} %): measure both."
     return words
 
 
-def on_host(asked: Asked, planned: Planned) -> list[str]:
+def on_host(found: Plan, planned: Planned) -> list[str]:
     """What a layout needs of the host's memory, and what that costs, in a sentence; or none."""
     parts, size = planned.prediction.seconds, planned.prediction.host
     if not size:
         return []
-    here = min(asked.gpus, asked.machine.per_node)
-    link = host.LINK * asked.machine.host
+    here = min(found.gpus, found.machine.per_node)
+    link = host.LINK * found.machine.host
     what = "the optimizer's states"
     if planned.layout.offload == "parameters":
         what = f"weights and {what}"
@@ -238,10 +223,10 @@ def warnings(found: Plan, planned: Planned) -> list[str]:
     return said
 
 
-def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
+def data(found: Plan, best: list[Planned], tokens: float | None = None) -> dict[str, Any]:
     """A plan in plain numbers: its best layouts, and what `text` says beside them."""
     return {
-        "best": [row(asked, found, one) for one in best],
+        "best": [row(found, one, tokens) for one in best],
         "fit": len(found.fits),
         "ruled_out": dict(found.ruled.most_common()),
         "searched": [name for name, why in found.searched.items() if not why],
@@ -250,35 +235,30 @@ def data(asked: Asked, found: Plan, best: list[Planned]) -> dict[str, Any]:
     }
 
 
-def explained(asked: Asked, found: Plan, planned: Planned, rates: Rates) -> str:
+def explained(found: Plan, planned: Planned) -> str:
     """One layout in bytes and seconds, part by part, and where its rates come from."""
-    room = found.room
-    one = row(asked, found, planned)
-    layout = planned.layout
+    one, layout = row(found, planned), planned.layout
+    floors = "no step is faster: the data sheet's rates, all traffic hidden"
+    seconds = {**one["seconds_by_part"], "together": one["seconds"], "floor": one["floor_seconds"]}
+    sizes = {**one["bytes_by_part"], "together": one["reserved_bytes"], "room": found.room}
+    said = PARTS | {"together": "", "floor": floors}
+    step = [["a step", "s", "%", ""]]
+    for name, words in said.items():
+        if part := seconds[name]:
+            step.append([name, f"{part:.3f}", f"{100 * part / one['seconds']:.1f}", words])
+    said = PIECES | {"together": "reserved", "room": "beyond it the allocator retries"}
+    rank = [["the fullest rank", "GB", "%", ""]]
+    for name, words in said.items():
+        if part := sizes[name]:
+            share = f"{100 * part / one['reserved_bytes']:.1f}"
+            rank.append([name, f"{part / 1e9:.2f}", share, words])
     lines = [
         f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "
-        f"on {layout.ranks} {asked.machine.name}",
-        "",
+        f"on {layout.ranks} {found.machine.name}",
+        *["", *aligned(step), "", *aligned(rank), ""],
+        *[*on_host(found, planned), *_origins(found.rates)],
+        *(f"Warning: {words}." for words in warnings(found, planned)),
     ]
-    seconds = [["a step", "s", "%", ""]]
-    for name, words in PARTS.items():
-        if part := one["seconds_by_part"][name]:
-            percent = f"{100 * part / one['seconds']:.1f}"
-            seconds.append([name, f"{part:.3f}", percent, words])
-    floors = "no step is faster: the data sheet's rates, all traffic hidden"
-    percent = f"{100 * one['floor_seconds'] / one['seconds']:.1f}"
-    seconds.append(["together", f"{one['seconds']:.3f}", "100.0", ""])
-    seconds.append(["floor", f"{one['floor_seconds']:.3f}", percent, floors])
-    sizes = [["the fullest rank", "GB", "%", ""]]
-    for name, words in PIECES.items():
-        if part := one["bytes_by_part"][name]:
-            percent = f"{100 * part / one['reserved_bytes']:.1f}"
-            sizes.append([name, f"{part / 1e9:.2f}", percent, words])
-    sizes.append(["together", f"{one['reserved_bytes'] / 1e9:.2f}", "100.0", "reserved"])
-    sizes.append(["room", f"{room / 1e9:.2f}", "", "beyond it the allocator retries"])
-    lines += [*aligned(seconds), "", *aligned(sizes), ""]
-    lines += [*on_host(asked, planned), *_origins(rates)]
-    lines += [f"Warning: {words}." for words in warnings(found, planned)]
     return "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from test_cluster_slurm import ended, losses, state, until
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
+from shardlab.train import take_home
 from shardtools.cluster import slurm
 from shardtools.strategy.emit import Limits, job
 from shardtools.strategy.emit.job import FILE, SITE, in_seconds
@@ -65,31 +65,19 @@ def test_each_engine_is_told_to_resume_by_arguments_that_it_has():
 
 
 def test_the_course_s_script_takes_the_options_of_its_job(tmp_path):
-    put(files("course"), tmp_path)
-    read = (
-        'source ./options.sh; exec "$0" -c \'import train; print(train.parse())\' "${options[@]}"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", read, sys.executable], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "strategy='fsdp2'" in done.stdout and "seq=8192" in done.stdout, done.stderr
+    put(texts := files("course"), tmp_path)
+    assert texts["train.py"] == Path(take_home.__file__).read_text()
+    read = 'source ./options.sh; printf "%s\\n" "${options[@]}"'
+    said = subprocess.run(["bash", "-c", read], cwd=tmp_path, capture_output=True, text=True)
+    given = take_home.parse(said.stdout.split())
+    assert given.strategy == "fsdp2" and given.seq == 8192, said.stderr
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path, capsys):
     into = tmp_path / "job"
-    ask = [
-        "strategy",
-        "emit",
-        engine,
-        *JOB,
-        "--into",
-        str(into),
-        "--time",
-        "00:30:00",
-        "--tokens",
-        "1e9",
-    ]
+    ask = ["strategy", "emit", engine, *JOB, "--into", str(into)]
+    ask += ["--time", "00:30:00", "--tokens", "1e9"]
     status, out, error = ran(capsys, *ask)
     assert status == 0, error
     assert "sbatch job.sbatch" in out and all(path.name in out for path in into.iterdir())
@@ -115,10 +103,9 @@ def test_slurm_takes_the_batch_files(tmp_path):
 
 
 @NEEDS
-def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path, request):
+@pytest.mark.weekly("trains twice; the cluster's own batch files are requeued each day")
+def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
     engine, steps = "course", 300
-    if not request.config.getoption("--whole"):
-        pytest.skip("trains twice; the cluster's own batch files are requeued each day")
     nano = replace(PRESETS["nano"], seq=16)
     folder = put(files(engine, Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
     with slurm.up(tmp_path / "box", 1, cpus=8) as box:

@@ -13,7 +13,7 @@
 `job` returns all files of a Slurm job for torchtitan, Megatron or the course's script: a batch file
 with its environment, its signal and its way to resume, beside the engine's own file. Any other
 program, such as yours with DeepSpeed, is started by the batch file of "slurm".
-A layout that an engine cannot express is refused, with the field and what comes nearest. What no
+A layout that an engine cannot express is refused, with the field and the values allowed. What no
 layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
 """
 
@@ -54,7 +54,7 @@ def emit(
     seq: tokens of a sequence, by default the model's longest.
 
     Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
-    nodes, and what the engine cannot express: it names the field, its value and what is nearest.
+    nodes, and what the engine cannot express: it names the field, its value and what is allowed.
     """
     check_one_of(ENGINES, engine=engine)
     return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq))

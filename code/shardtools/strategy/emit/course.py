@@ -5,11 +5,10 @@ Its model is a plain GPT, in whose place yours goes: the options say its sizes a
 
 from __future__ import annotations
 
-from .target import Target, beside
+from .target import Row, Target, beside
 
 FILE = "options.sh"
 STRATEGIES = "ddp", "zero1", "zero2", "fsdp2"  # by the stage of ZeRO
-DTYPES = {"bf16": "bf16", "fp16": "fp16"}
 
 
 def write(target: Target) -> str:
@@ -27,34 +26,25 @@ def write(target: Target) -> str:
     return "\n".join(lines)
 
 
-def _rows(target: Target) -> list[tuple[str, str]]:
-    at, c = target.layout, target.config
+def _rows(target: Target) -> list[Row]:
+    at, c, why = target.layout, target.config, target.why
     return [
-        (f"--layers {c.layers}", "of the script's own GPT: your model goes in its place"),
-        (f"--hidden {c.hidden}", "width of what goes from layer to layer"),
-        (f"--heads {c.heads}", "of attention"),
-        (f"--seq {target.seq}", "tokens of a sequence"),
-        (f"--batch {at.batch}", target.why["batch"]),
-        (f"--micro {at.micro_batch}", target.why["micro_batch"]),
-        (f"--strategy {STRATEGIES[at.zero]}", target.why["zero"]),
-        (f"--tensor {at.tp}", target.why["tensor"]),
-        (f"--precision {target.half}", target.why["half"]),
+        (True, f"--layers {c.layers}", "of the script's own GPT: your model goes in its place"),
+        (True, f"--hidden {c.hidden}", "width of what goes from layer to layer"),
+        (True, f"--heads {c.heads}", "of attention"),
+        (True, f"--seq {target.seq}", "tokens of a sequence"),
+        (True, f"--batch {at.batch}", why["batch"]),
+        (True, f"--micro {at.micro_batch}", why["micro_batch"]),
+        (True, f"--strategy {STRATEGIES[at.zero]}", why["zero"]),
+        (True, f"--tensor {at.tp}", why["tensor"]),
+        (True, f"--precision {target.half}", why["half"]),
     ]
 
 
 def _check(target: Target) -> None:
     at = target.layout
-    for name in ("pp", "cp", "ep", "replicas"):
-        if getattr(at, name) > 1:
-            why = "train.py has copies and tensor ranks; nearest are torchtitan and megatron"
-            raise target.refusal(f"{name}={getattr(at, name)}", "is 1", why)
-    if at.recompute != "none" or at.offload != "none":
-        given = f"recompute={at.recompute!r}, offload={at.offload!r}"
-        why = "call torch.utils.checkpoint in your model, or take torchtitan, which has both"
-        raise target.refusal(given, "are 'none'", why)
-    if at.sequence_parallel and at.tp > 1:
-        why = "it keeps whole what stands between the cut matrices"
-        raise target.refusal("sequence_parallel=True", "is False", why)
-    if at.tp > 1 and (at.zero == 0 or target.half == "fp16"):
-        why = "it cuts matrices with fully_shard, in bf16; nearest is zero=1"
-        raise target.refusal(f"tp={at.tp}", f"with zero={at.zero} and {target.half} is 1", why)
+    target.allow(pp=[1], cp=[1], ep=[1], replicas=[1], recompute=["none"], offload=["none"])
+    if at.tp > 1:  # matrices are cut with fully_shard, in bf16; what stands between them is whole
+        target.allow("tp > 1", sequence_parallel=[False], zero=[1, 2, 3])
+    if at.tp > 1 and target.half == "fp16":
+        raise target.refusal(f"tp={at.tp}", "is 1, in fp16")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import course, megatron, torchtitan
-from .slurm import options
+from .slurm import MEET, options
 from .target import Target
 
 FILE, SITE = "job.sbatch", "site.sh"
@@ -52,12 +52,7 @@ source ./{site}
 # --------------------------------------------------------------------------------------------------
 command -v torchrun >/dev/null || fail "no torchrun: activate your environment in {site}"
 
-# Ranks meet at the first node, under the address at which Slurm itself finds that node.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-HOST=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-PORT=$((20000 + SLURM_JOB_ID % 10000))  # two jobs on a node do not meet each other
-export HOST PORT OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / {ranks}))
-export PYTORCH_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
+{meet}export PYTORCH_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
 {more}echo "run ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID"
 
 # torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.
@@ -132,7 +127,7 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
             files=" ".join([SITE, *files]),
             file=FILE,
             site=SITE,
-            ranks=target.ranks_of_node,
+            meet=MEET.format(ranks=target.ranks_of_node),
             launch=" \\\n  ".join(launch),
             more=more,
             trap=_GOES if target.engine == "torchtitan" else _SAVES,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .target import Target, beside
+from .target import Row, Target, beside
 
 FILE = "train_megatron.sh"
 # GPUs on which sums start in time by themselves: its arguments.py asks for compute capability 10.
@@ -65,47 +65,49 @@ def _environment(target: Target) -> list[str]:
     return []
 
 
-def _layout(target: Target) -> list[tuple[str, str]]:
-    at = target.layout
-    rows = [(f"--tensor-model-parallel-size {at.tp}", target.why["tensor"])]
-    if at.sequence_parallel and at.tp > 1:
-        rows.append(("--sequence-parallel", target.why["sequence"]))
-    rows.append((f"--pipeline-model-parallel-size {at.pp}", target.why["pipeline"]))
-    rows += _stages(target)
-    if at.cp > 1:
-        why = f"{at.cp} ranks share each sequence: its activations are too large for one"
-        rows.append((f"--context-parallel-size {at.cp}", why))
-    if at.ep > 1:
-        why = f"{at.ep} {'copies' if at.etp is None else 'ranks'} deal out the experts"
-        rows.append((f"--expert-model-parallel-size {at.ep}", f"{why}; tokens travel to them"))
-        if at.etp is not None:
-            why = "ranks that share each matrix of an expert"
-            rows.append((f"--expert-tensor-parallel-size {at.etp}", why))
-        rows.append(("--moe-token-dispatcher-type alltoall", "each to its own, and back"))
+def _layout(target: Target) -> list[Row]:
+    at, why = target.layout, target.why
+    parts = target.parts() if at.pp > 1 else []
+    uneven, fsdp = _text(parts) if len(set(parts)) > 1 else "", at.zero > 1
     idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
-    rows += [
-        (f"--micro-batch-size {at.micro_batch}", target.why["micro_batch"]),
-        (f"--global-batch-size {at.batch}", target.why["batch"] + idle),
-        *_copies(target),
-        *_recompute(target),
-        (f"--{target.half}", target.why["half"]),
-    ]
-    return rows
-
-
-def _stages(target: Target) -> list[tuple[str, str]]:
-    at = target.layout
-    if at.pp == 1:
-        return []
-    rows = []
-    parts = target.parts()
-    if len(set(parts)) > 1:
-        why = "layers (t) of each part, with embedding (E) and head (L)"
-        rows.append((f'--pipeline-model-parallel-layout "{_text(parts)}"', why))
-    elif at.chunks > 1:
-        why = f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"
-        rows.append((f"--num-virtual-stages-per-pipeline-rank {at.chunks}", why))
-    return rows
+    dealt = f"{at.ep} {'copies' if at.etp is None else 'ranks'} deal out the experts"
+    what, of_it = MODULES.get(at.recompute, ("", ""))
+    full, some = at.recompute == "full", at.recompute in MODULES
+    host = at.offload == "optimizer"
+    return [
+        (True, f"--tensor-model-parallel-size {at.tp}", why["tensor"]),
+        (at.sequence_parallel and at.tp > 1, "--sequence-parallel", why["sequence"]),
+        (True, f"--pipeline-model-parallel-size {at.pp}", why["pipeline"]),
+        (uneven, f'--pipeline-model-parallel-layout "{uneven}"',
+         "layers (t) of each part, with embedding (E) and head (L)"),
+        (at.chunks > 1 and not uneven, f"--num-virtual-stages-per-pipeline-rank {at.chunks}",
+         f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"),
+        (at.cp > 1, f"--context-parallel-size {at.cp}",
+         f"{at.cp} ranks share each sequence: its activations are too large for one"),
+        (at.ep > 1, f"--expert-model-parallel-size {at.ep}", f"{dealt}; tokens travel to them"),
+        (at.ep > 1 and at.etp is not None, f"--expert-tensor-parallel-size {at.etp}",
+         "ranks that share each matrix of an expert"),
+        (at.ep > 1, "--moe-token-dispatcher-type alltoall", "each to its own, and back"),
+        (True, f"--micro-batch-size {at.micro_batch}", why["micro_batch"]),
+        (True, f"--global-batch-size {at.batch}", why["batch"] + idle),
+        (at.zero, "--use-distributed-optimizer", why["zero"]),
+        (fsdp, "--use-megatron-fsdp", f"ZeRO-{at.zero}: more than the optimizer is shared"),
+        (fsdp, f"--data-parallel-sharding-strategy {SHARDING.get(at.zero)}", "which are these"),
+        (fsdp, "--ckpt-format fsdp_dtensor", "the only one that Megatron-FSDP writes"),
+        (at.zero or at.dp > 1, "--overlap-grad-reduce",
+         "gradients leave in buckets, while backward goes on"),
+        (at.zero, "--overlap-param-gather", "weights come for one bucket, while another computes"),
+        (at.zero and at.replicas > 1, f"--num-distributed-optimizer-instances {at.replicas}",
+         f"groups of {at.shards} ranks share; the groups repeat"),
+        (host, "--optimizer-cpu-offload", "the optimizer's states are too large for the GPU"),
+        (host, "--use-precision-aware-optimizer", "without it no optimizer goes to the host"),
+        (some, "--recompute-granularity selective", why["recompute"]),
+        (some, what, of_it),
+        (full, "--recompute-granularity full", why["recompute"]),
+        (full, "--recompute-method uniform", "all layers alike"),
+        (full, "--recompute-num-layers 1", "one after another: the least is kept"),
+        (True, f"--{target.half}", why["half"]),
+    ]  # fmt: skip
 
 
 def _text(parts: list[int]) -> str:
@@ -117,123 +119,56 @@ def _text(parts: list[int]) -> str:
     return text[:-1]
 
 
-def _copies(target: Target) -> list[tuple[str, str]]:
-    at = target.layout
-    overlap = ("--overlap-grad-reduce", "gradients leave in buckets, while backward goes on")
-    gather = ("--overlap-param-gather", "weights come for one bucket, while another computes")
-    if at.zero == 0:
-        return [overlap] if at.dp > 1 else []
-    rows = [("--use-distributed-optimizer", target.why["zero"])]
-    if at.zero > 1:
-        rows += [
-            ("--use-megatron-fsdp", f"ZeRO-{at.zero}: more than the optimizer is shared"),
-            (f"--data-parallel-sharding-strategy {SHARDING[at.zero]}", "which are these"),
-            ("--ckpt-format fsdp_dtensor", "the only one that Megatron-FSDP writes"),
-        ]
-    rows += [overlap, gather]
-    if at.replicas > 1:
-        why = f"groups of {at.shards} ranks share; the groups repeat"
-        rows.append((f"--num-distributed-optimizer-instances {at.replicas}", why))
-    if at.offload == "optimizer":
-        rows += [
-            ("--optimizer-cpu-offload", "the optimizer's states are too large for the GPU"),
-            ("--use-precision-aware-optimizer", "without it no optimizer goes to the host"),
-        ]
-    return rows
-
-
-def _recompute(target: Target) -> list[tuple[str, str]]:
-    how = target.layout.recompute
-    if how == "none":
-        return []
-    if how in MODULES:
-        rows = [("--recompute-granularity selective", target.why["recompute"])]
-        return [*rows, MODULES[how]]
-    return [
-        ("--recompute-granularity full", target.why["recompute"]),
-        ("--recompute-method uniform", "all layers alike"),
-        ("--recompute-num-layers 1", "one after another: the least is kept"),
-    ]
-
-
-def _shape(target: Target) -> list[tuple[str, str]]:
+def _shape(target: Target) -> list[Row]:
     c = target.config
-    rows = [
-        (f"--num-layers {c.layers}", "one after another"),
-        (f"--hidden-size {c.hidden}", "width of what goes from layer to layer"),
-        (f"--ffn-hidden-size {c.ffn_width}", "width of the feed-forward network"),
-        (f"--num-attention-heads {c.heads}", "heads of queries"),
-    ]
-    if c.key_value_heads != c.heads:
-        rows.append(("--group-query-attention", "several queries share a key and a value"))
-        rows.append((f"--num-query-groups {c.key_value_heads}", "heads of keys and values"))
-    rows += [
-        (f"--seq-length {target.seq}", "tokens of a sequence"),
-        (f"--max-position-embeddings {max(target.seq, c.seq)}", "the longest that there may be"),
-        ("--position-embedding-type rope", "positions turn queries and keys"),
-        (f"--rotary-base {int(c.rotary_base)}", "how slowly"),
-        (f"--attention-dropout {c.dropout}", "by itself Megatron drops 0.1"),
-        (f"--hidden-dropout {c.dropout}", "the same"),
-    ]
-    if c.mlp == "swiglu":
-        rows.append(("--swiglu", "gate, SiLU and product in the place of GELU"))
-    if c.norm == "rms":
-        rows.append(("--normalization RMSNorm", "no mean is subtracted"))
-    if c.norm_eps != 1e-5:
-        rows.append((f"--norm-epsilon {c.norm_eps}", "by itself Megatron adds 1e-5"))
-    if not c.bias:
-        rows.append(("--disable-bias-linear", "matrices have no bias"))
-    if not c.tied:
-        rows.append(("--untie-embeddings-and-output-weights", "the head is a matrix of its own"))
-    return rows + _experts(target)
-
-
-def _experts(target: Target) -> list[tuple[str, str]]:
-    c = target.config
-    if not c.experts:
-        return []
-    rows = [
-        (f"--num-experts {c.experts}", "feed-forward networks of a layer"),
-        (f"--moe-router-topk {c.experts_per_token}", "of them for each token"),
-        (f"--moe-router-score-function {c.router}", "of what the router says"),
-        (f"--moe-ffn-hidden-size {c.expert_width}", "width of one"),
-        ("--moe-grouped-gemm", "all experts of a rank in one launch"),
-    ]
-    return rows
-
-
-def _own(target: Target) -> list[tuple[str, str]]:
-    padded = 128 * target.layout.tp
-    balance = []
-    if target.config.experts:
-        balance = [("--moe-aux-loss-coeff 1e-2", "how much an uneven choice of experts costs")]
+    grouped = c.key_value_heads != c.heads
     return [
-        ("--mock-data", "in the place of --data-path"),
-        ("--tokenizer-type NullTokenizer", "in the place of your tokenizer"),
-        (
-            f"--vocab-size {target.config.vocab - 1}",
-            f"and an end of text; padded to a multiple of {padded}",
-        ),
-        ("--train-iters 100", "steps"),
-        ("--lr 3e-4", "largest learning rate"),
-        *balance,
-    ]
+        (True, f"--num-layers {c.layers}", "one after another"),
+        (True, f"--hidden-size {c.hidden}", "width of what goes from layer to layer"),
+        (True, f"--ffn-hidden-size {c.ffn_width}", "width of the feed-forward network"),
+        (True, f"--num-attention-heads {c.heads}", "heads of queries"),
+        (grouped, "--group-query-attention", "several queries share a key and a value"),
+        (grouped, f"--num-query-groups {c.key_value_heads}", "heads of keys and values"),
+        (True, f"--seq-length {target.seq}", "tokens of a sequence"),
+        (True, f"--max-position-embeddings {max(target.seq, c.seq)}",
+         "the longest that there may be"),
+        (True, "--position-embedding-type rope", "positions turn queries and keys"),
+        (True, f"--rotary-base {int(c.rotary_base)}", "how slowly"),
+        (True, f"--attention-dropout {c.dropout}", "by itself Megatron drops 0.1"),
+        (True, f"--hidden-dropout {c.dropout}", "the same"),
+        (c.mlp == "swiglu", "--swiglu", "gate, SiLU and product in the place of GELU"),
+        (c.norm == "rms", "--normalization RMSNorm", "no mean is subtracted"),
+        (c.norm_eps != 1e-5, f"--norm-epsilon {c.norm_eps}", "by itself Megatron adds 1e-5"),
+        (not c.bias, "--disable-bias-linear", "matrices have no bias"),
+        (not c.tied, "--untie-embeddings-and-output-weights", "the head is a matrix of its own"),
+        (c.experts, f"--num-experts {c.experts}", "feed-forward networks of a layer"),
+        (c.experts, f"--moe-router-topk {c.experts_per_token}", "of them for each token"),
+        (c.experts, f"--moe-router-score-function {c.router}", "of what the router says"),
+        (c.experts, f"--moe-ffn-hidden-size {c.expert_width}", "width of one"),
+        (c.experts, "--moe-grouped-gemm", "all experts of a rank in one launch"),
+    ]  # fmt: skip
+
+
+def _own(target: Target) -> list[Row]:
+    vocab, padded = target.config.vocab - 1, 128 * target.layout.tp
+    return [
+        (True, "--mock-data", "in the place of --data-path"),
+        (True, "--tokenizer-type NullTokenizer", "in the place of your tokenizer"),
+        (True, f"--vocab-size {vocab}", f"and an end of text; padded to a multiple of {padded}"),
+        (True, "--train-iters 100", "steps"),
+        (True, "--lr 3e-4", "largest learning rate"),
+        (target.config.experts, "--moe-aux-loss-coeff 1e-2",
+         "how much an uneven choice of experts costs"),
+    ]  # fmt: skip
 
 
 def _check(target: Target) -> None:
     at = target.layout
-    if at.pp > 1 and at.schedule not in ("1f1b", "interleaved"):
-        why = "nearest is '1f1b'"
-        raise target.refusal(f"schedule={at.schedule!r}", "are '1f1b' and 'interleaved'", why)
-    if at.pp > 1 and at.zero > 1:
-        why = "Megatron-FSDP shares weights between copies of whole models; nearest is 1"
-        raise target.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
-    if at.schedule == "interleaved" and at.pp > 1 and at.microbatches % at.pp:
-        allowed = f"with schedule='interleaved' are multiples of pp={at.pp}"
+    target.allow(offload=["none", "optimizer"])
+    if at.offload == "optimizer":  # the distributed optimizer alone goes to the host
+        target.allow("offload='optimizer'", zero=[1])
+    if at.pp > 1:  # Megatron-FSDP shares weights between copies of whole models
+        target.allow("pp > 1", schedule=["1f1b", "interleaved"], zero=[0, 1])
+    if at.pp > 1 and at.schedule == "interleaved" and at.microbatches % at.pp:
+        allowed = f"are multiples of pp={at.pp} with schedule='interleaved'"
         raise target.refusal(f"microbatches={at.microbatches}", allowed)
-    if at.offload == "parameters":
-        why = "it keeps no weights on the host; nearest is 'optimizer'"
-        raise target.refusal("offload='parameters'", "are 'none' and 'optimizer'", why)
-    if at.offload == "optimizer" and at.zero != 1:
-        why = "the distributed optimizer alone goes to the host"
-        raise target.refusal(f"zero={at.zero}", "with offload='optimizer' is 1", why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,36 +50,37 @@ class Target:
         check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
         if at.ranks > n and at.ranks % n:
             raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
-        has = PROFILES[self.engine].operators if self.engine in PROFILES else ()
-        if at.recompute not in (known := ("none", "selective", "full", *has)):
-            raise self.refusal(f"recompute={at.recompute!r}", f"are {listed(known)}")
+        operators = PROFILES[self.engine].operators if self.engine in PROFILES else ()
+        self.allow(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, at.ep)
-        if self.config.experts and self.engine != "megatron":
-            words = "of these engines 'megatron' has arguments for experts"
-            raise self.refusal(f"experts={self.config.experts}", "is 0", words)
+        if self.engine != "megatron":
+            self.allow(experts=[0])
         if self.engine in ("torchtitan", "megatron", "course"):  # whose files say the shape
-            self._check_plain()
-        if at.cp > 1 and self.seq % (2 * at.cp):
-            allowed = f"are multiples of 2·cp = {2 * at.cp}"
-            raise self.refusal(f"seq={self.seq}", allowed, "each rank takes two pieces of it")
+            self.allow(**{name: [only] for name, only in PLAIN.items()})
+            if self.config.content_size * self.config.heads != self.config.hidden:
+                raise self.refusal(f"head={self.config.head}", "is hidden / heads")
+        if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of it
+            raise self.refusal(f"seq={self.seq}", f"are multiples of 2·cp = {2 * at.cp}")
         if at.sequence_parallel and self.seq // at.cp % at.tp:
-            allowed = f"are divisors of seq={self.seq}"
-            raise self.refusal(f"tp={at.tp}", allowed, "sequence parallelism shares the tokens out")
+            raise self.refusal(f"tp={at.tp}", f"are divisors of seq={self.seq}, which is shared")
         if at.pp > 1:
             self.parts()
 
-    def _check_plain(self) -> None:
-        c = self.config
-        for name, only in PLAIN.items():
-            if (value := getattr(c, name)) != only:
-                raise self.refusal(f"{name}={value}", f"is {only}", "as in Llama 3 and Mixtral")
-        if c.content_size * c.heads != c.hidden:
-            raise self.refusal(f"head={c.head}", f"is {c.hidden // c.heads}")
+    def allow(self, when: str = "", **allowed: Sequence[object]) -> None:
+        """Raise ValueError for a field of layout or shape that has none of the values allowed.
 
-    def refusal(self, given: str, allowed: str, why: str = "") -> ValueError:
+        when: what else of the layout it is that allows no more, in words.
+        """
+        for name, values in allowed.items():
+            value = getattr(self.layout if hasattr(self.layout, name) else self.config, name)
+            if value not in values:
+                some = "is" if len(values) == 1 else "are"
+                words = f"{f'with {when} ' if when else ''}{some} {listed(values)}"
+                raise self.refusal(f"{name}={value!r}", words)
+
+    def refusal(self, given: str, allowed: str) -> ValueError:
         """ValueError for a field that this engine cannot express: 'given' and what is 'allowed'."""
-        words = f"{given}: with engine={self.engine!r} allowed {allowed}"
-        return ValueError(f"{words}; {why}" if why else words)
+        return ValueError(f"{given}: with engine={self.engine!r} allowed {allowed}")
 
     @property
     def nodes(self) -> int:
@@ -100,13 +102,6 @@ class Target:
     def half(self) -> str:
         """The 16-bit format that this GPU computes with: "bf16", or "fp16" where it has none."""
         return "fp16" if self.machine.name.upper().startswith("V100") else "bf16"
-
-    def check_vocab(self) -> None:
-        """ValueError unless the tensor ranks can share the vocabulary evenly."""
-        vocab, t = self.config.vocab, self.layout.tp
-        if vocab % t:
-            why = f"nearest is a vocabulary filled up to {-(-vocab // t) * t}, or tp=1"
-            raise self.refusal(f"vocab={vocab}", f"with tp={t} are multiples of {t}", why)
 
     def torchrun(self, program: str) -> list[str]:
         """The lines that start `program` on each node."""
@@ -184,16 +179,16 @@ class Target:
         return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
 
 
-def beside(rows: list[tuple[str, str]], mark: str = "#", indent: int = 0) -> list[str]:
-    """Lines with their reasons in one column; above them, all of them, where one is too long.
+Row = tuple[object, str, str]  # whether it is there, the line, its reason; "" for none
 
-    rows: each a line and its reason; "" for none.
-    """
-    space = " " * indent
-    column = max(len(line) for line, _ in rows)
-    longest = max(len(why) for _, why in rows)
+
+def beside(rows: list[Row], mark: str = "#", indent: int = 0) -> list[str]:
+    """Lines with their reasons in one column; above them, all of them, where one is too long."""
+    space, there = " " * indent, [(line, why) for when, line, why in rows if when]
+    column = max(len(line) for line, _ in there)
+    longest = max(len(why) for _, why in there)
     if indent + column + 2 + len(mark) + 1 + longest <= WIDTH:
-        found = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in rows]
+        found = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in there]
     else:
-        found = [text for line, why in rows for text in ([f"{mark} {why}"] if why else []) + [line]]
+        found = [text for line, why in there for text in ([f"{mark} {why}"] * bool(why)) + [line]]
     return [space + text for text in found]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardlab.common.shapes import Config
 
-from .target import Target, beside
+from .target import Row, Target, beside
 
 FILE = "planned.py"
 LAUNCH = "-m torchtitan.train --module planned --config planned"
@@ -83,104 +83,70 @@ def flavor(config: Config) -> str | None:
     return named[0] if named and llama else None
 
 
-def _settings(target: Target) -> list[tuple[str, str]]:
-    at = target.layout
+def _settings(target: Target) -> list[Row]:
+    at, why = target.layout, target.why
     repeat = at.dp if at.zero == 0 else at.replicas
     groups = f"{repeat} groups, each with the whole model"
     if repeat == 1:
         groups = "one copy" if at.dp == 1 else "one group of all copies"
-    local = at.micro_batch * (at.microbatches if at.pp > 1 else 1)
-    rows = [
-        (f"training.seq_len = {target.seq}", "tokens of a sequence"),
-        (
-            f"training.local_batch_size = {local}",
-            f"b·m = {at.micro_batch} · {at.microbatches}: a pipeline takes a step's at once"
-            if at.pp > 1
-            else target.why["micro_batch"],
-        ),
-        (f"training.global_batch_size = {at.batch}", target.why["batch"]),
-        ('training.mixed_precision_param = "bfloat16"', target.why["half"]),
-        (f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
-        (f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", target.why["zero"]),
-        (f"parallelism.tensor_parallel_degree = {at.tp}", target.why["tensor"]),
-    ]
-    if at.zero:
-        how = "always" if at.zero == 3 else "never"
-        why = "weights leave, and come again" if at.zero == 3 else "weights stay"
-        rows.append(
-            (
-                f'parallelism.fsdp_reshard_after_forward = "{how}"',
-                f"ZeRO-{at.zero}: {why} for backward",
-            )
-        )
-    if at.tp > 1:
-        shared = at.sequence_parallel
-        rows.append((f"parallelism.enable_sequence_parallel = {shared}", target.why["sequence"]))
-    if at.cp > 1:
-        why = f"{at.cp} ranks share each sequence: its activations are too large for one"
-        rows.append((f"parallelism.context_parallel_degree = {at.cp}", why))
+    local, of_it = at.micro_batch, why["micro_batch"]
     if at.pp > 1:
-        name = SCHEDULES[at.schedule]
-        rows += [
-            (f"parallelism.pipeline_parallel_degree = {at.pp}", target.why["pipeline"]),
-            (f'parallelism.pipeline_parallel_schedule = "{name}"', target.why["microbatches"]),
-            (
-                f"parallelism.pipeline_parallel_microbatch_size = {at.micro_batch}",
-                target.why["micro_batch"],
-            ),
-        ]
-    kind = RECOMPUTE[at.recompute]
-    saved = f"{kind}.Config()" if kind else "None"
-    why = target.why["recompute"]
+        local *= at.microbatches
+        of_it = f"b·m = {at.micro_batch} · {at.microbatches}: a pipeline takes a step's at once"
+    how, weights = ("always", "leave, and come again") if at.zero == 3 else ("never", "stay")
+    kind, again = RECOMPUTE[at.recompute], why["recompute"]
     if at.recompute == "selective":
-        why = "saves products and attention, computes the rest again: less than was planned for"
-    rows.append((f"activation_checkpoint = {saved}", why))
-    if at.offload == "parameters":
-        why = "weights and optimizer in the host's memory: room, for time"
-        rows.append(("training.enable_cpu_offload = True", why))
-    rows.append(("compile.enable = True", "kernels of its own for what lies between products"))
-    if at.pp > 1 or at.offload == "parameters":
-        why = "a captured step can neither send to a stage nor fetch from the host"
-        rows.append(("training.disable_cuda_graphs = True", why))
-    return [(f"config.{line}", why) for line, why in rows]
+        again = "saves products and attention, computes the rest again: less than was planned for"
+    host = at.offload == "parameters"
+    rows = [
+        (True, f"training.seq_len = {target.seq}", "tokens of a sequence"),
+        (True, f"training.local_batch_size = {local}", of_it),
+        (True, f"training.global_batch_size = {at.batch}", why["batch"]),
+        (True, 'training.mixed_precision_param = "bfloat16"', why["half"]),
+        (True, f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
+        (True, f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", why["zero"]),
+        (True, f"parallelism.tensor_parallel_degree = {at.tp}", why["tensor"]),
+        (at.zero, f'parallelism.fsdp_reshard_after_forward = "{how}"',
+         f"ZeRO-{at.zero}: weights {weights} for backward"),
+        (at.tp > 1, f"parallelism.enable_sequence_parallel = {at.sequence_parallel}",
+         why["sequence"]),
+        (at.cp > 1, f"parallelism.context_parallel_degree = {at.cp}",
+         f"{at.cp} ranks share each sequence: its activations are too large for one"),
+        (at.pp > 1, f"parallelism.pipeline_parallel_degree = {at.pp}", why["pipeline"]),
+        (at.pp > 1, f'parallelism.pipeline_parallel_schedule = "{SCHEDULES.get(at.schedule)}"',
+         why["microbatches"]),
+        (at.pp > 1, f"parallelism.pipeline_parallel_microbatch_size = {at.micro_batch}",
+         why["micro_batch"]),
+        (True, f"activation_checkpoint = {f'{kind}.Config()' if kind else None}", again),
+        (host, "training.enable_cpu_offload = True",
+         "weights and optimizer in the host's memory: room, for time"),
+        (True, "compile.enable = True", "kernels of its own for what lies between products"),
+        (at.pp > 1 or host, "training.disable_cuda_graphs = True",
+         "a captured step can neither send to a stage nor fetch from the host"),
+    ]  # fmt: skip
+    return [(when, f"config.{line}", reason) for when, line, reason in rows]
 
 
 def _check(target: Target) -> None:
     at, c = target.layout, target.config
-    if (c.mlp, c.norm, c.bias) != ("swiglu", "rms", False):
-        given = f"mlp={c.mlp!r}, norm={c.norm!r}, bias={c.bias}"
-        why = "its Llama 3 has no others; nearest is megatron"
-        raise target.refusal(given, "are 'swiglu', 'rms' and False", why)
-    if c.dropout:
-        raise target.refusal(f"dropout={c.dropout}", "is 0.0", "its Llama 3 has none")
+    target.allow(mlp=["swiglu"], norm=["rms"], bias=[False], dropout=[0.0])
     if flavor(c) is None:
         given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
-        raise target.refusal(given, f"are Llama 3's {', '.join(FLAVORS)}", "nearest is megatron")
+        raise target.refusal(given, f"are Llama 3's {', '.join(FLAVORS)}")
     if target.half != "bf16":
-        why = "it has no fp16; nearest are deepspeed and megatron"
-        raise target.refusal(f"machine={target.machine.name!r}", "are GPUs with bf16", why)
+        raise target.refusal(f"machine={target.machine.name!r}", "are GPUs with bf16")
     tokens = (at.tp if at.sequence_parallel else 1) * (2 * at.cp if at.cp > 1 else 1)
     if target.seq % tokens:
-        raise target.refusal(f"seq={target.seq}", f"are multiples of {tokens}", "ranks share it")
-    if at.offload == "optimizer":
-        why = "its offload takes weights along; nearest is 'parameters', with zero=3"
-        raise target.refusal("offload='optimizer'", "are 'none' and 'parameters'", why)
-    target.check_vocab()
-    _check_zero(target)
-    if at.pp > 1 and at.schedule not in SCHEDULES:
-        names = ", ".join(repr(name) for name in SCHEDULES)
-        raise target.refusal(f"schedule={at.schedule!r}", f"are {names}", "nearest is '1f1b'")
-
-
-def _check_zero(target: Target) -> None:
-    """What a pipeline and gradient accumulation do with gradients is not the layout's to choose."""
-    at = target.layout
-    if at.zero == 0 and at.cp > 1:
-        why = "ranks that share a sequence share the weights as well; nearest is 2"
-        raise target.refusal("zero=0", f"with cp={at.cp} are 2 and 3", why)
-    if at.pp > 1 and at.zero > 1:
-        why = "a pipeline keeps whole gradients up to the last micro-batch; nearest is 1"
-        raise target.refusal(f"zero={at.zero}", f"with pp={at.pp} are 0 and 1", why)
-    if at.pp == 1 and at.zero == 1 and at.microbatches > 1:
-        why = "it sends gradients for each micro-batch, and keeps a share; nearest is 2"
-        raise target.refusal("zero=1", f"with microbatches={at.microbatches} are 0, 2 and 3", why)
+        raise target.refusal(
+            f"seq={target.seq}", f"are multiples of {tokens}, whose ranks share it"
+        )
+    if c.vocab % at.tp:
+        raise target.refusal(f"vocab={c.vocab}", f"are multiples of tp={at.tp}")
+    target.allow(offload=["none", "parameters"])  # it takes weights along
+    # What a pipeline and accumulation do with gradients is not the layout's to choose.
+    if at.pp > 1:  # whole gradients are kept up to the last micro-batch
+        target.allow("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
+    elif at.microbatches > 1:  # each sends its gradients, of which a rank keeps a share
+        target.allow("microbatches > 1", zero=[0, 2, 3])
+    if at.cp > 1:  # ranks that share a sequence share the weights as well
+        target.allow("cp > 1", zero=[1, 2, 3])

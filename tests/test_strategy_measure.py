@@ -12,6 +12,7 @@ from timed import on_time
 from shardlab.common.machines import MACHINES, named
 from shardlab.common.shapes import PRESETS
 from shardlab.gpt.model import GPT, loss
+from shardlab.measure.count import speed
 from shardtools import strategy
 from shardtools.strategy import PROFILES, Layout
 from shardtools.strategy.rates import known, read
@@ -38,27 +39,22 @@ def test_a_driver_s_names(name: str, key: str | None) -> None:
 
 
 def step_seconds(config, batch: int) -> float:
-    """The median of some steps of training in one process, on one thread, as a rank has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _step_seconds(config, batch)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _step_seconds(config, batch: int) -> float:
+    """A step of training in one process, on one thread, as a rank has; the best of five."""
     model = GPT(config)
     adam = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(config.vocab, (batch, config.seq))
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
+
+    def step() -> None:
         loss(model(tokens), tokens).backward()
         adam.step()
         adam.zero_grad()
-        taken.append(time.perf_counter() - begin)
-    return sorted(taken[1:])[2]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return speed.seconds(step, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.alone

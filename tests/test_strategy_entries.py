@@ -82,21 +82,13 @@ def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) ->
         assert one["seconds"] is None and one["note"].startswith(one["id"]), one
 
 
-@pytest.mark.parametrize(
-    ("source", "profile"),
-    [
-        (CASES, "megatron"),
-        pytest.param(SWEEP, "nanotron", marks=pytest.mark.weekly("fits 340 rows")),
-    ],
-)
-def test_a_fit_writes_the_rates_that_come_with_the_course(
-    capsys, tmp_path, source: Path, profile: str
-) -> None:
+def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
+    """Of the sweep, which takes longer: test_strategy_predict."""
     rates = tmp_path / "rates.json"
-    status, out, err = run(capsys, "fit", source, "--rates", rates, "--profile", profile)
-    assert status == 0 and not err and "launch" in out and source.name in out
-    kept, found = known(profile), json.loads(rates.read_text())
-    assert found["profile"] == profile
+    status, out, err = run(capsys, "fit", CASES, "--rates", rates, "--profile", "megatron")
+    assert status == 0 and not err and "launch" in out and CASES.name in out
+    kept, found = known("megatron"), json.loads(rates.read_text())
+    assert found["profile"] == "megatron"
     for name, rate in found["rates"].items():
         assert set(rate) == {"value", "unit", "spread", "origin"}
         assert rate["value"] == pytest.approx(kept[name], rel=1e-6)

@@ -22,7 +22,15 @@ CASES = {x["id"]: x for x in files.read_cases("cases", PUBLISHED / "megatron.jso
 H100, A100 = MACHINES["h100"], MACHINES["a100"]
 
 
-def test_cells_that_were_left_out(request) -> None:
+@pytest.mark.weekly("fits 340 rows")
+def test_rates_that_come_with_the_course_are_those_of_the_sweep() -> None:
+    kept, found = known("nanotron"), learn.from_rows(ROWS, NANOTRON, "sweep.csv")
+    assert dict(found) == pytest.approx(dict(kept), rel=1e-6)
+    assert [rate.origin for rate in found.all.values()] == [x.origin for x in kept.all.values()]
+
+
+@pytest.mark.weekly("fits 340 rows")
+def test_cells_that_were_left_out() -> None:
     """Every other cell, a model on a number of nodes, at rates of the rest; and 300 rows by 40.
 
     Seconds are off by less than 7 % in the median, bytes of rank 0 by 3.5 %; the layout that is
@@ -31,8 +39,6 @@ def test_cells_that_were_left_out(request) -> None:
     Judged are runs on up to 32 nodes that the file calls steady, and that are not half as fast as
     predicted or slower: such are held up by something else, most of them by their messages.
     """
-    if not request.config.getoption("--whole"):
-        pytest.skip("fits 340 rows; runs with --whole")
     cells = sorted({(row["model"], row["nodes"]) for row in ROWS})
     halves = [[row for row in ROWS if (row["model"], row["nodes"]) in cells[k::2]] for k in (0, 1)]
     judged = []

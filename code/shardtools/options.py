@@ -95,10 +95,11 @@ def _read(kind: Callable[[str], Any], given: str) -> Any:
     return given
 
 
-def given(chosen: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are among the options given, by name."""
+def given(chosen: argparse.Namespace, kind: Any = None) -> dict[str, Any]:
+    """Return the options given, by name; kind: those that are fields of this dataclass."""
     there = {name: value for name, value in vars(chosen).items() if value is not None}
-    return {name: there[name] for name in kind.__dataclass_fields__ if name in there}
+    names = there if kind is None else kind.__dataclass_fields__
+    return {name: there[name] for name in names if name in there}
 
 
 def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:

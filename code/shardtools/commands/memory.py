@@ -76,7 +76,7 @@ def _main(chosen: argparse.Namespace) -> int:
     unit = "GB" if chosen.unit is None else chosen.unit
     memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
     aside = "command", "json", "unit"
-    given = {n: value for n, value in vars(chosen).items() if value is not None and n not in aside}
+    given = {n: value for n, value in options.given(chosen).items() if n not in aside}
     found, title, unknown = _counted(given)
     print(json.dumps(found) if chosen.json else _table(found, title, unit, unknown))
     return 0

@@ -71,9 +71,8 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.node is not None:
         trains = [name for name in KNOBS if name not in AXES]
         trains += ["schedule", "recompute", "budget", "sequence_parallel", "untied"]
-        options.apart(
-            _given(chosen), trains, "with --node, which trains nothing: allowed are dp, pp, tp"
-        )
+        words = "with --node, which trains nothing: allowed are dp, pp, tp"
+        options.apart(options.given(chosen), trains, words)
         print(_groups(chosen))
         return 0
     job = job_of(chosen)
@@ -117,10 +116,6 @@ def _axes(given: str) -> tuple[str, ...]:
     return tuple(given.split(","))
 
 
-def _given(chosen: argparse.Namespace) -> list[str]:
-    return [name for name, value in vars(chosen).items() if value is not None]
-
-
 def _fields(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return what the options say of a layout."""
     return {"order": AXES} | options.given(chosen, Layout)
@@ -130,8 +125,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
     """The job that the options describe; ValueError for those that describe none."""
     from shardlab.mesh.job import Job
 
-    given = {name: default for name, (default, _) in KNOBS.items()}
-    given |= {name: getattr(chosen, name) for name in KNOBS if getattr(chosen, name) is not None}
+    given = {name: default for name, (default, _) in KNOBS.items()} | options.given(chosen)
     names = "seq", "layers", "heads", "hidden"
     config = Config(tied=not chosen.untied, **{name: given[name] for name in names})
     fields, batch = _fields(chosen), given["batch"]

@@ -51,7 +51,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    given = options.given(chosen)
     if chosen.name not in NAMES:
         raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
     whole = {"stages": "", "microbatches": ""} | {n: given[n] for n in WHOLE if n in given}

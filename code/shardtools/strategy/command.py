@@ -100,13 +100,8 @@ def _command(
     commands: argparse._SubParsersAction, name: str, run: Callable[[dict[str, Any]], int]
 ) -> argparse.ArgumentParser:
     """Return the parser of a subcommand; the docstring of `run` is its manual."""
-
-    def called(chosen: argparse.Namespace) -> int:
-        return run({name: value for name, value in vars(chosen).items() if value is not None})
-
-    manual = (run.__doc__ or "").replace("\n    ", "\n")
-    parser = options.command(commands, name, manual)
-    parser.set_defaults(command=called)
+    parser = options.command(commands, name, (run.__doc__ or "").replace("\n    ", "\n"))
+    parser.set_defaults(command=lambda chosen: run(options.given(chosen)))
     return parser
 
 
@@ -277,7 +272,8 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
         layout = _entered(given, machine, seq)
         return name, alone(config, machine, layout, seq, profile, rates, dtype)
     check_whole(seq=seq, gpus=(gpus := given.get("gpus", "")))
-    batch = given.get("batch", _batch(seq, gpus))
+    # By default all copies get as many.
+    batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
     fixed = _kept(given, config, gpus, machine, profile)
     found = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
     if not found.fits:
@@ -305,11 +301,6 @@ def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
             words = f"config={str(path)!r}: {found.total:,} parameters"
             raise ValueError(f"{words}; allowed with emit and run are {total:,}")
     return path.name, found
-
-
-def _batch(seq: int, gpus: int) -> int:
-    """Return some four million tokens in sequences, of which all copies get as many."""
-    return max(1, BATCH_TOKENS // seq // gpus) * gpus
 
 
 def _kept(

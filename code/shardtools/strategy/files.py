@@ -1,8 +1,9 @@
 """Jobs and what was measured of them, as files have them.
 
-A line of CSV, of the Ultra-Scale sweep or of a table of throughputs (`published/throughput.csv`),
-and a JSON object of a published configuration have the same fields by the same names. What cannot
-be expressed raises ValueError with the reason: whoever reads a whole file writes it beside the row.
+A line of CSV, of the Ultra-Scale sweep or of a table of throughputs, and a JSON object of a
+published configuration have the same fields by the same names. In `published/throughput.csv` they
+are in our words; `said` has those of the source. What cannot be expressed raises ValueError with
+the reason: whoever reads a whole file writes it beside the row.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def read_rows(name: str, path: Path) -> list[dict[str, str]]:
         raise ValueError(f"{name}={str(path)!r}: allowed are CSV files in UTF-8") from None
     for column in () if set(THROUGHPUTS) <= {*columns} else COLUMNS:
         if column not in columns:
-            words = f"allowed are CSV files with the columns {', '.join(COLUMNS)}"
+            wanted = ", ".join(COLUMNS), ", ".join(THROUGHPUTS)
+            words = f"allowed are CSV files with the columns {' or '.join(wanted)}"
             raise ValueError(f"{name}={str(path)!r}: {words}; {column!r} is missing")
     return rows
 

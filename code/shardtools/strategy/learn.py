@@ -39,6 +39,7 @@ from .profile import ENGINES, Profile
 from .rates import Rates, Values, guesses
 
 Measured = list[tuple[Predict, float]]
+Run = tuple[Job, float | None, float | None]  # its seconds, and its bytes
 
 # Which rates each kind of measurement can tell something about.
 LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
@@ -121,7 +122,7 @@ def from_rows(
 
     Raises ValueError where none does.
     """
-    jobs = []
+    jobs: list[Run] = []
     for line, row in enumerate(rows, 2):
         try:
             job = row_job(row, profile)
@@ -135,17 +136,7 @@ def from_rows(
         except ValueError as error:
             if left is not None:
                 left.append(f"line {line} is left out: {error}")
-    rates = guesses(profile.name)
-    if sizes := [(_reserves(job), size) for job, _, size in jobs if size]:
-        rates = fit(rates, sizes, MEMORY, f"fitted on the memory of {len(sizes)} runs: {origin}")
-    known = rates.values_of()
-    steps = [(_takes(job, known), time) for job, time, _ in jobs if time]
-    if not steps and sizes:
-        return rates
-    words = f"fitted on the seconds of {len(steps)} runs: {origin}"
-    if profile.name == "engines":
-        return fit(rates, steps, OF_ENGINES, words, rounds=8)
-    return fit(rates, steps, STEP, words)
+    return _of_runs(jobs, profile, origin)
 
 
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
@@ -154,9 +145,7 @@ def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str
     Raises ValueError where no case has either.
     """
     layers: Measured = []
-    steps: Measured = []
-    guessed = guesses(profile.name)
-    known = guessed.values_of()
+    jobs: list[Run] = []
     for case in cases:
         try:
             printed = case_measured(case)
@@ -168,9 +157,26 @@ def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str
             for k, name in enumerate(("fwd_ms", "bwd_ms")):
                 layers.append((_layer(job, k), printed[name] / 1e3))
         elif time := printed.get("iter_s") or printed.get("iter_ms", 0) / 1e3:
-            steps.append((_takes(job, known), time))
-    measured, free, what = (layers, LAYER, "layer") if layers else (steps, STEP, "step")
-    return fit(guessed, measured, free, f"fitted on {len(measured)} {what} times: {origin}")
+            jobs.append((job, time, None))
+    if layers:
+        words = f"fitted on {len(layers)} layer times: {origin}"
+        return fit(guesses(profile.name), layers, LAYER, words)
+    return _of_runs(jobs, profile, origin)
+
+
+def _of_runs(runs: Sequence[Run], profile: Profile, origin: str) -> Rates:
+    """Rates by runs' bytes, and then by their seconds."""
+    rates = guesses(profile.name)
+    if sizes := [(_reserves(job), size) for job, _, size in runs if size]:
+        rates = fit(rates, sizes, MEMORY, f"fitted on the memory of {len(sizes)} runs: {origin}")
+    known = rates.values_of()
+    steps = [(_takes(job, known), time) for job, time, _ in runs if time]
+    if not steps and sizes:
+        return rates
+    words = f"fitted on the seconds of {len(steps)} runs: {origin}"
+    if profile.name == "engines":
+        return fit(rates, steps, OF_ENGINES, words, rounds=8)
+    return fit(rates, steps, STEP, words)
 
 
 def _layer(job: Job, k: int) -> Predict:

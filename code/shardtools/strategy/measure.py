@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -78,8 +79,13 @@ def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
     )  # fmt: skip
 
 
-def _timed(device: torch.device, work: Callable[[], Any], wait: bool = True) -> list[float]:
-    """Seconds of `work`, several times. wait: until the GPU has done it, not only been told."""
+def _rate(
+    device: torch.device, amount: float, work: Callable[[], Any], wait: bool = True
+) -> tuple[float, float]:
+    """Amount a second of `work`, several times, and how far it may be off.
+
+    wait: until the GPU has done it, not only been told.
+    """
     now = (lambda: clock(device)) if wait else time.perf_counter
     taken = []
     for _ in range(REPEATS + 1):
@@ -87,19 +93,14 @@ def _timed(device: torch.device, work: Callable[[], Any], wait: bool = True) -> 
         begin = now()
         work()
         taken.append(now() - begin)
-    return taken[1:]
-
-
-def _rate(taken: list[float], amount: float) -> tuple[float, float]:
-    """Amount a second, and how far it may be off."""
-    low, middle, high = quantiles(taken, n=4)
-    return amount / median(taken), max(LEAST, (high - low) / middle)
+    low, middle, high = quantiles(taken[1:], n=4)
+    return amount / median(taken[1:]), max(LEAST, (high - low) / middle)
 
 
 def _products(device: torch.device) -> tuple[float, float]:
     n, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return _rate(_timed(device, lambda: a @ b), 2.0 * n**3)
+    return _rate(device, 2.0 * n**3, lambda: a @ b)
 
 
 def _attention(device: torch.device) -> tuple[float, float]:
@@ -107,8 +108,8 @@ def _attention(device: torch.device) -> tuple[float, float]:
     heads, s, size = (16, 4096, 128) if device.type == "cuda" else (4, 512, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(1, heads, s, size, device=device).to(dtype) for _ in range(3))
-    taken = _timed(device, lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
-    return _rate(taken, 2.0 * s * s * heads * size)
+    work = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
+    return _rate(device, 2.0 * s * s * heads * size, work)
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
@@ -116,7 +117,7 @@ def _memory(device: torch.device) -> tuple[float, float]:
     n = 2**29 if device.type == "cuda" else 2**24
     a = torch.randn(n // 4, device=device)
     b = torch.empty_like(a)
-    return _rate(_timed(device, lambda: torch.add(a, 1.0, out=b)), 2.0 * n)
+    return _rate(device, 2.0 * n, lambda: torch.add(a, 1.0, out=b))
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
@@ -127,9 +128,9 @@ def _launch(device: torch.device) -> tuple[float, float]:
     config = Config(hidden=64, heads=4, mlp="swiglu", norm="rms", bias=False)
     layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)
     x = torch.randn(1, 8, 64, device=device)
-    taken = _timed(device, lambda: layers(x).sum().backward(), wait=device.type == "cpu")
-    seconds, spread = _rate(taken, 8.0)
-    return 1 / seconds, spread
+    here = device.type == "cpu"
+    rate, spread = _rate(device, 8.0, lambda: layers(x).sum().backward(), wait=here)
+    return 1 / rate, spread
 
 
 def _node(on_gpu: bool) -> tuple[float, float] | None:
@@ -138,17 +139,11 @@ def _node(on_gpu: bool) -> tuple[float, float] | None:
     None on a single GPU, which has none to talk to.
     """
     size = torch.cuda.device_count() if on_gpu else 2
-    if size < 2:
-        return None
-    taken = ranks.run(_all_reduce, size, show=False)[0]
-    return _rate(taken, 2 * (size - 1) / size * _BYTES[on_gpu])
+    return ranks.run(_all_reduce, size, show=False)[0] if size > 1 else None
 
 
-_BYTES = {True: 2**28, False: 2**22}  # of an all-reduce, on GPUs and on CPUs
-
-
-def _all_reduce() -> list[float]:
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    x = torch.ones(_BYTES[on_gpu] // 4, device=device)
-    return _timed(device, lambda: dist.all_reduce(x))
+def _all_reduce() -> tuple[float, float]:
+    device, n = ranks.device(), dist.get_world_size()
+    size = 2**28 if device.type == "cuda" else 2**22
+    x = torch.ones(size // 4, device=device)
+    return _rate(device, 2 * (n - 1) / n * size, lambda: dist.all_reduce(x))

@@ -7,7 +7,6 @@ layers and tensors, as they were counted in their config.json: reading a table l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -60,28 +59,24 @@ def named(name: str) -> Structure:
         return structure(_SHAPES[name])
     published = json.loads(PUBLISHED.read_text("utf-8"))
     check_one_of([*_SHAPES, *published], model=name)
-    return of_plain(published[name])
-
-
-def of_plain(fields: Mapping[str, Any]) -> Structure:
-    """The structure that published/models.json has, without what stands there by default."""
-    kinds = tuple(
-        Kind(
-            **{
-                "core": None,
-                "gated": False,
-                **kind,
-                "entries": _entries(kind["entries"]),
-                **({"core": Core(**kind["core"])} if "core" in kind else {}),
-                **({"routed": Routed(**kind["routed"])} if "routed" in kind else {}),
-            }
-        )
-        for kind in fields["kinds"]
+    found = {"tied": False} | published[name]  # without what stands there by default
+    return Structure(
+        **found
+        | {
+            "kinds": tuple(_kind(kind) for kind in found["kinds"]),
+            "order": tuple(map(int, found["order"].split())),
+            "outside": _entries(found["outside"]),
+            "assumed": tuple(found.get("assumed", ())),
+        }
     )
-    order = tuple(int(number) for number in fields["order"].split())
-    ends = _entries(fields["outside"])
-    more = {"tied": False, **fields, "kinds": kinds, "order": order, "outside": ends}
-    return Structure(**more | {"assumed": tuple(fields.get("assumed", ()))})
+
+
+def _kind(given: dict[str, Any]) -> Kind:
+    found = {"core": None, "gated": False, **given, "entries": _entries(given["entries"])}
+    for name, made in (("core", Core), ("routed", Routed)):
+        if name in given:
+            found[name] = made(**given[name])
+    return Kind(**found)
 
 
 def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:

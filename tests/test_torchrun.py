@@ -19,16 +19,15 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 # The others install, build or serve, or want several machines.
 HERE = [c for c in COMMANDS if c.startswith(".venv/bin/python") or "--standalone" in c]
-LONG = [c for c in HERE if "data_parallel" in c]  # a minute, and tests/test_pairs.py runs such
+LONG = pytest.mark.weekly("runs a whole lesson, as the tests of scripts and lessons do")
+HERE = [pytest.param(c, marks=LONG) if "code/lessons" in c else c for c in HERE]
 TRAIN = re.search(r":caption: train\.py\n\n(.*?)```", PAGE, re.DOTALL)[1]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TORCHRUN += ["--local-addr=127.0.0.1"]
 
 
-def under_torchrun(
-    folder: Path, processes: int, script: str, *options: str
-) -> subprocess.CompletedProcess[str]:
+def under_torchrun(folder: Path, processes: int, script: str) -> subprocess.CompletedProcess[str]:
     """Run `script` on so many processes; the lines that they printed may come in any order."""
     path = folder / "job.py"
     head = """
@@ -40,7 +39,7 @@ def under_torchrun(
             sys.stdout.write(" ".join(map(str, words)) + "\\n")
     """
     path.write_text(textwrap.dedent(head) + textwrap.dedent(script))
-    command = [*TORCHRUN, "--nproc-per-node", str(processes), *options, str(path)]
+    command = [*TORCHRUN, "--nproc-per-node", str(processes), str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 
@@ -61,9 +60,9 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
                 raise ValueError(words)
             dist.barrier()
 
-        def ends(how):
+        def hangs():
             if dist.get_rank() == 1:
-                os._exit(3) if how == "exits" else time.sleep(1000)
+                time.sleep(1000)
             dist.barrier()
 
         print([x.tolist() for x in run(work, 2, 1) + run(work, 3, 10)])
@@ -72,11 +71,10 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
         except RankError as error:
             print(error.ranks, str(error).splitlines()[0])
         print([x.tolist() for x in run(work, 4, 1)])  # more ranks than torchrun started
-        for how in ("exits", "hangs"):
-            try:
-                run(ends, 2, how, timeout=2, apart=True)
-            except RankError as error:
-                print(error.ranks)
+        try:
+            run(hangs, 2, timeout=2, apart=True)
+        except RankError as error:
+            print(error.ranks)
         print(ranks.pretend(dist.get_world_size, 512))
         print([x.tolist() for x in run(work, 3, 1)], flush=True)
 
@@ -92,14 +90,14 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
     )
     lines = done.stdout.splitlines()
     beside = [line for line in lines if "beside" in line]  # one for each run elsewhere
-    assert [line.split(" beside")[0] for line in beside] == ["[work on 4 ranks"] + 2 * [
-        "[ends on 2 ranks"
+    assert [line.split(" beside")[0] for line in beside] == [
+        "[work on 4 ranks",
+        "[hangs on 2 ranks",
     ]
     assert [line for line in lines if line not in beside] == [
         "[[1.0, 1.0], [1.0, 1.0], [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]",
         "[1] rank 1 of 2 raised ValueError: boom",
         "[[6.0, 6.0], [6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]",
-        "[1]",
         "[1]",
         "512",
         "[[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]",
@@ -113,18 +111,18 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
 def test_a_process_that_hangs_ends_the_job_with_the_cause(tmp_path: Path) -> None:
     done = under_torchrun(
         tmp_path,
-        3,
+        2,
         """
         def work():
             if dist.get_rank() == 1:
                 time.sleep(1000)
             dist.barrier()
 
-        run(work, 3, timeout=2)
+        run(work, 2, timeout=2)
         """,
     )
     assert done.returncode != 0
-    assert "rank 1 of 3 did not finish within 2 s" in done.stderr
+    assert "rank 1 of 2 did not finish within 2 s" in done.stderr
 
 
 # Set-up's commands, as that page prints them.
@@ -132,12 +130,8 @@ def test_a_process_that_hangs_ends_the_job_with_the_cause(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", HERE)
-def test_set_ups_commands_run_as_printed(
-    command: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_set_ups_commands_run_as_printed(command: str, tmp_path: Path) -> None:
     """In a plain shell, and without Jupyter, too."""
-    if command in LONG and not request.config.getoption("--whole"):
-        pytest.skip("takes a minute: --whole")
     for name, target in ((".venv", sys.prefix), ("code", show.ROOT / "code")):
         (tmp_path / name).symlink_to(target)
     (tmp_path / "train.py").write_text(TRAIN, "utf-8")

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked import forked
 
 from shardlab import ranks
 from shardlab.common import show, text
@@ -109,8 +110,7 @@ def test_half_precision_is_near(one, tmp_path):
     assert 1e-6 < apart(losses[0], one[0]) < 1e-2
 
 
-@pytest.mark.parametrize("during", [4, 9])  # the fifth step is validated; the tenth is the last
-def test_a_signal_saves_the_next_step_before_anything_else(during, tmp_path, monkeypatch):
+def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch):
     trained(take_home, 2, tmp_path / "whole")
     original, calls = Training.clip, []
 
@@ -123,21 +123,23 @@ def test_a_signal_saves_the_next_step_before_anything_else(during, tmp_path, mon
         return lambda self, *given: (calls.append((name, self.done)), method(self, *given))[1]
 
     def main():
-        options = Options(folder=str(tmp_path / "job"), **SMALL | {"report": 100})
+        options = Options(folder=str(folder), **SMALL | {"report": 100})
         take_home.main(options, lambda _: GPT(PRESETS["nano"]))
         return calls
 
-    monkeypatch.setattr(Training, "clip", clip)
     for name in ("save", "evaluate"):
         monkeypatch.setattr(Training, name, noted(name, getattr(Training, name)))
-    for calls_of_rank in ranks.run(main, 2, show=False, timeout=60):
-        after = [call for call in calls_of_rank if call[1] >= during]
-        assert after == [("save", during + 1)]
-    assert (tmp_path / "job/stopped").exists()
-    monkeypatch.setattr(Training, "clip", original)
-    ranks.run(main, 2, show=False, timeout=60)
-    for name in ("validation", "test"):  # nothing is left out, and the best is the same one
-        assert lines_of(tmp_path / "job", name) == lines_of(tmp_path / "whole", name)
+    for during in (4, 9):  # the fifth step is validated; the tenth is the last
+        folder = tmp_path / f"stopped-{during}"
+        monkeypatch.setattr(Training, "clip", clip)
+        for calls_of_rank in ranks.run(main, 2, show=False, timeout=60):
+            after = [call for call in calls_of_rank if call[1] >= during]
+            assert after == [("save", during + 1)]
+        assert (folder / "stopped").exists()
+        monkeypatch.setattr(Training, "clip", original)
+        ranks.run(main, 2, show=False, timeout=60)
+        for name in ("validation", "test"):  # nothing is left out, and the best is the same one
+            assert lines_of(folder, name) == lines_of(tmp_path / "whole", name)
 
 
 def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
@@ -152,18 +154,16 @@ def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(
-    ("size", "first", "then", "rest"),
-    [
-        (4, {}, 8, {"strategy": "zero1"}),
-        (4, {"strategy": "fsdp2", "tensor": 2}, 2, {}),
-    ],
-)
-def test_a_stop_on_some_ranks_goes_on_with_others(size, first, then, rest, tmp_path):
+def test_a_stop_on_some_ranks_goes_on_with_others(tmp_path):
     (whole,) = trained(one_gpu, 1, tmp_path / "plain", steps=20, every=20)
-    parts = trained(take_home, size, tmp_path / "parts", steps=11, **first)[0]  # in epoch 2
-    parts += trained(take_home, then, tmp_path / "parts", steps=20, **rest)[0]  # into the third
-    assert apart(parts, whole) < 2 * LOSS
+    for size, first, then, rest in (
+        (2, {}, 4, {"strategy": "zero1"}),
+        (4, {"strategy": "fsdp2", "tensor": 2}, 2, {}),
+    ):
+        folder = tmp_path / f"then-{then}"
+        parts = trained(take_home, size, folder, steps=11, **first)[0]  # in epoch 2
+        parts += trained(take_home, then, folder, steps=20, **rest)[0]  # into the third
+        assert apart(parts, whole) < 2 * LOSS
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
@@ -184,9 +184,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
     [
         {},
         {"strategy": "zero2"},
-        {"strategy": "fsdp2"},
-        {"strategy": "zero1", "tensor": 2},
-        {"strategy": "fsdp2", "tensor": 2},
+        {"strategy": "zero1", "tensor": 2},  # fsdp2, and with tensor ranks: in the tests above
     ],
 )
 def test_a_strategy_equals_one_process_and_goes_on(changes, one, tmp_path):
@@ -268,12 +266,21 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
 
 
 def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
-    how = {"strategy": "fsdp2", "steps": 5}
-    trained(take_home, 2, tmp_path / "nano", **how)
-    trained(take_home, 2, tmp_path / "deep", layers=4, **how)
-    for folder, layers in (("nano", 4), ("deep", 2)):
-        with pytest.raises(ranks.RankError, match="is of another model: state.model.blocks.2"):
-            trained(take_home, 2, tmp_path / folder, layers=layers, **how)
+    def told() -> list[str]:
+        found, trainings = [], {}
+        for layers in (2, 4):
+            config = replace(PRESETS["nano"], layers=layers)
+            how = {"folder": str(tmp_path / str(layers)), "strategy": "fsdp2"}
+            trainings[layers] = on_a_rank(lambda config=config: GPT(config), **how)
+            trainings[layers].save()
+        for layers, other in ((2, 4), (4, 2)):
+            with pytest.raises(Refused) as refused:
+                trainings[layers].load(*checkpoints(tmp_path / str(other)))
+            found.append(str(refused.value))
+        return found
+
+    for found in ranks.run(told, 2, show=False, device="cpu"):
+        assert all("is of another model: state.model.blocks.2" in words for words in found)
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
@@ -331,10 +338,10 @@ ENVIRONMENT |= {"PYTHONUNBUFFERED": "1"}  # an error is the last line, behind wh
 SHORT = ["--limit", str(SMALL["limit"]), "--every", "5", "--report", "1"]
 
 
-def begin(folder: Path, size: int, *more: str, script=SCRIPT) -> subprocess.Popen[str]:
+def begin(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
     head = [*TORCHRUN, f"--nproc-per-node={size}"] if size else [sys.executable]
     return subprocess.Popen(
-        [*head, str(script), "--folder", str(folder), *SHORT, *more],
+        [*head, str(SCRIPT), "--folder", str(folder), *SHORT, *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -372,59 +379,59 @@ def rank_processes(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children()]
 
 
-def test_a_job_is_stopped_by_signals_and_goes_on_with_more_ranks(tmp_path):
+def alone(folder: Path, *options: str) -> tuple[int, str]:
+    """Exit status and output of the script on one rank, in a fork."""
+
+    def main() -> None:
+        sys.argv = [str(SCRIPT), "--folder", str(folder), *SHORT, *options]
+        take_home.run()
+
+    return forked(main, folder.parent, ENVIRONMENT)
+
+
+def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
     whole = unbroken(tmp_path / "whole", 30)
     folder = tmp_path / "job"
     first = begin(folder, 2, "--steps", "100000")
-    until(folder, 7)
+    until(folder, 8)
+    os.kill(rank_processes(first)[1], signal.SIGKILL)
+    killed_after = max(lines_of(folder, "loss"))
+    until(folder, killed_after + 6)  # torchrun has started all ranks again
     os.kill(random.Random(0).choice(rank_processes(first)), signal.SIGUSR1)  # one rank alone
     output = ended(first)
-    assert (folder / "stopped").exists() and "Traceback" not in output
+    assert (folder / "stopped").exists()
     assert "\r" not in output  # a progress bar is for terminals
     made = max(lines_of(folder, "loss"))
     assert checkpoints(folder)[-1].name == f"step-{made:06d}"
 
-    second = begin(folder, 4, "--steps", "100000", "--strategy", "fsdp2")
+    second = begin(folder, 2, "--steps", "100000", "--strategy", "fsdp2")
     until(folder, made + 5)
     second.send_signal(signal.SIGTERM)  # to torchrun, which hands it on, and then fails itself
     ended(second, status=1)
     assert (folder / "stopped").exists()
     made = max(lines_of(folder, "loss"))
 
-    ended(begin(folder, 0, "--steps", str(max(30, made + 1))))
-    assert not (folder / "stopped").exists()
+    status, output = alone(folder, "--steps", str(max(30, made + 1)))
+    assert status == 0 and not (folder / "stopped").exists(), output
     found = lines_of(folder, "loss")
     assert list(found) == list(range(1, max(30, made + 1) + 1))
     assert apart([found[n + 1] for n in range(30)], whole) < 2e-5  # three kinds of sums in a row
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
-    whole = unbroken(tmp_path / "whole", 20)
-    folder = tmp_path / "job"
-    process = begin(folder, 2, "--steps", "20000")
-    until(folder, 8)
-    os.kill(rank_processes(process)[1], signal.SIGKILL)
-    killed_after = max(lines_of(folder, "loss"))
-    until(folder, killed_after + 15)  # torchrun has started all ranks again
-    process.send_signal(signal.SIGTERM)
-    ended(process, status=1)
-    found = lines_of(folder, "loss")
-    assert apart([found[n] for n in range(1, 21)], whole) < 2e-5
-
-
 def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
-    first = begin(tmp_path, 0, "--steps", "100000")
+    first = begin(tmp_path / "job", 0, "--steps", "100000")
     try:
-        until(tmp_path, 3)
-        output = ended(begin(tmp_path, 0, "--steps", "5"), status=2)
+        until(tmp_path / "job", 3)
+        status, output = alone(tmp_path / "job", "--steps", "5")
         (line,) = [text for text in output.splitlines() if "train.py: " in text]
-        assert repr(str(tmp_path)) in line and f"process {first.pid} on" in line
+        assert status == 2 and repr(str(tmp_path / "job")) in line
+        assert f"process {first.pid} on" in line
     finally:
         first.kill()  # nothing is cleared away
         first.communicate()
-    made = max(lines_of(tmp_path, "loss"))
-    ended(begin(tmp_path, 0, "--steps", str(made + 2)))
-    assert max(lines_of(tmp_path, "loss")) == made + 2
+    made = max(lines_of(tmp_path / "job", "loss"))
+    assert alone(tmp_path / "job", "--steps", str(made + 2))[0] == 0
+    assert max(lines_of(tmp_path / "job", "loss")) == made + 2
 
 
 def test_ranks_that_disagree_are_told(tmp_path):
@@ -464,8 +471,8 @@ def test_what_a_job_is_given_and_cannot_be_is_one_line(tmp_path):
         ("never", ["--stepz", "1"], "train.py: unrecognized arguments: --stepz 1"),
         ("never", ["--steps", "0"], "train.py: steps=0: allowed are numbers from 1 to 1e+18"),
     ):
-        output = ended(begin(tmp_path / folder, 0, *changes), status=2)
-        assert "Traceback" not in output and words in output.splitlines()[-1]
+        status, output = alone(tmp_path / folder, *changes)
+        assert status == 2 and "Traceback" not in output and words in output.splitlines()[-1]
     assert not (tmp_path / "never").exists()
 
 

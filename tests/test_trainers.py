@@ -61,6 +61,11 @@ def run(fn, *args, timeout=60.0):
     return ranks.run(fn, 2, *args, device="cpu", timeout=timeout)
 
 
+def each(wrapper: str, kinds: tuple[str, ...], steps: int):
+    """What `trained` returns, by kind and rank: one start of ranks for all kinds."""
+    return zip(*run(lambda: [trained(wrapper, kind, steps) for kind in kinds]), strict=True)
+
+
 def trained(wrapper: str, kind: str, steps: int):
     """On a rank: losses of all ranks, scales and weights of a GPT in float16, doubled every 3."""
     torch.manual_seed(0)
@@ -102,19 +107,19 @@ def trained(wrapper: str, kind: str, steps: int):
 
 
 def test_with_ddp_the_sum_tells_all_ranks():
-    (losses, scales, weights), (_, others, _) = run(trained, "ddp", "alone", 10)
+    alone, (torchs, _) = each("ddp", ("alone", "torch"), 10)
+    (losses, scales, weights), (_, others, _) = alone
     assert scales == others and max(scales) > 2**16 and scales[-1] < max(scales)  # up, then down
-    torchs = run(trained, "ddp", "torch", 10)[0]
     assert (losses, scales) == torchs[:2]
     assert all(map(torch.equal, weights, torchs[2]))
 
 
 def test_with_shards_one_all_reduce_decides():
-    (losses, scales, weights), (_, others, _) = run(trained, "fsdp2", "together", 12)
-    torchs = run(trained, "fsdp2", "torch", 12)[0]
+    together, (torchs, _), alone = each("fsdp2", ("together", "torch", "alone"), 12)
+    (losses, scales, weights), (_, others, _) = together
     assert scales == others == torchs[1] and losses == torchs[0]
     assert all(map(torch.equal, weights, torchs[2]))
-    (bad, first, _), (_, second, _) = run(trained, "fsdp2", "alone", 12)
+    (bad, first, _), (_, second, _) = alone
     assert max(first[-1], second[-1]) > 64 * min(first[-1], second[-1])
     assert bad[-1] > losses[-1] + 0.1
 
@@ -145,8 +150,8 @@ def placed(*kinds):
 
 def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
     """From torch's scaler it does: the lesson shows it."""
-    for kinds in ((Shard(0), Replicate()), (Replicate(), Shard(0))):
-        assert run(placed, *kinds) == [512, 512]
+    orders = (Shard(0), Replicate()), (Replicate(), Shard(0))
+    assert run(lambda: [placed(*kinds) for kinds in orders]) == [[512, 512]] * 2
 
 
 def test_bad_input_of_lightning_is_named():

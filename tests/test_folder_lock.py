@@ -42,8 +42,9 @@ def test_the_second_is_refused_until_the_first_is_killed(tmp_path: Path) -> None
         os.kill(first.pid, signal.SIGKILL)  # the process alone, and not its child
         first.wait()
         held = folder_lock.hold(tmp_path, "another")
-        with held, pytest.raises(ValueError, match="writes into it"):
+        with pytest.raises(ValueError, match="writes into it"):
             folder_lock.hold(tmp_path, "a third in this process")
+        held.release()
         folder_lock.hold(tmp_path, "another").release()
     finally:
         os.killpg(first.pid, signal.SIGKILL)

@@ -7,42 +7,35 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = """
-import pathlib, sys, {first}
+import pathlib, sys, torch
 from shardlab import ranks
-from shardlab.common import show, stale
-import shardlab.added
-path = pathlib.Path(shardlab.added.__file__)
-def rank():
-    return shardlab.added.value()
-for edit in ("", "# more\\n", "# and more\\n"):
-    if edit:
-        path.write_text(path.read_text() + edit)
-    {call}
+from shardlab.common import show
+import shardlab.first, shardlab.second
+for module, call in (
+    (shardlab.first, lambda: ranks.run(shardlab.first.value, 1)),
+    (shardlab.second, lambda: show.source(shardlab.second)),
+):
+    path = pathlib.Path(module.__file__)
+    for edit in ("", "# more\\n", "# and more\\n"):
+        if edit:
+            path.write_text(path.read_text() + edit)
+        call()
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path, root: Path) -> Path:
-    """The course's package with a module of its own, which may be edited."""
+def test_a_changed_file_is_named_once_by_a_run_and_by_a_page(tmp_path: Path, root: Path):
+    """In a package that is the course's, with two modules of its own, which may be edited."""
     folder = tmp_path / "shardlab"
     folder.mkdir()
     for path in (root / "code/shardlab").iterdir():
         (folder / path.name).symlink_to(path)
-    (folder / "added.py").write_text("def value():\n    return 1\n")
-    return folder
-
-
-@pytest.mark.parametrize("call", ["ranks.run(rank, 1)", "show.source(shardlab.added)"])
-def test_a_changed_file_is_named_once(call, package):
-    added = package / "added.py"
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
-    program = PROGRAM.format(first="torch", call=call)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
+    added = [folder / f"{name}.py" for name in ("first", "second")]
+    for path in added:
+        path.write_text("def value():\n    return 1\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     words = "has changed since it was imported: restart the kernel to run the new code"
-    assert done.stderr == f"{added} {words}\n"
+    assert done.stderr == "".join(f"{path} {words}\n" for path in added)

@@ -7,27 +7,19 @@ dies, lets go: nothing has to be cleared away. A child that it forked holds noth
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock, Timeout
 
 NAME = ".lock"
 
 
-class Held(FileLock):
-    """A lock that is held from the start, until `release`, or until this process ends."""
-
-    def __enter__(self) -> Self:
-        return self
-
-
-def hold(folder: Path, what: str) -> Held:
-    """Hold `folder`, which exists, for `what` ("a training job"): keep what is returned.
+def hold(folder: Path, what: str) -> FileLock:
+    """Hold `folder`, which exists, for `what` ("a training job"), until the result's `release`.
 
     Raises ValueError, which names the folder, where somebody holds it already, in this process or
     in another one; OSError where the folder takes no file.
     """
-    lock = Held(folder / NAME, thread_local=False)  # another thread may release it
+    lock = FileLock(folder / NAME, thread_local=False)  # another thread may release it
     try:
         lock.acquire(blocking=False)
     except Timeout:

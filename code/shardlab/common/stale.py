@@ -21,19 +21,9 @@ _said: set[str] = set()
 
 def notice() -> None:
     """Say, once for each file, which files of the course have changed since they were imported."""
-    for path in changed():
-        if path not in _said:
-            _said.add(path)
-            words = "has changed since it was imported: restart the kernel to run the new code"
-            print(f"{path} {words}", file=sys.stderr)
-
-
-def changed() -> list[str]:
-    """The files of the package that are not what this process imported: a `stat` for each."""
-    found = []
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if not path or name.partition(".")[0] not in PACKAGES:
+        if not path or name.partition(".")[0] not in PACKAGES or path in _said:
             continue
         try:
             stat = os.stat(path)
@@ -44,8 +34,9 @@ def changed() -> list[str]:
         if name not in _seen or _seen[name][0] is not spec:  # new, or loaded again
             _seen[name] = spec, _imported(module, now) if stat.st_mtime > _BEGIN else now
         if now != _seen[name][1]:
-            found.append(path)
-    return found
+            _said.add(path)
+            words = "has changed since it was imported: restart the kernel to run the new code"
+            print(f"{path} {words}", file=sys.stderr)
 
 
 def _imported(module: ModuleType, now: tuple[int, int]) -> tuple[int, int]:

@@ -92,7 +92,11 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
         path = Path(inspect.getsourcefile(thing) or "").resolve()
         name = getattr(thing, "__qualname__", getattr(thing, "__name__", "source"))
         start = max(start, 1)
-        pages.append(_source_html(code, path, start, name, len(lines) > fold))
+        where, link = _linked(path, start)
+        folded = code.count("\n") if len(lines) > fold else None
+        # The fold's own line is a button, and no place for a link.
+        caption = f"<code>{html.escape(name)}</code> in {link if folded is None else where}"
+        pages.append(_listing(code, "python", caption, folded, f"The whole file: {link}"))
         texts.append(f"# {_below_root(path)}, line {start}\n{code.rstrip()}")
         notes.append(f"source: {_below_root(path)}:{start} {name}")
     return _shown("\n".join(pages), "\n\n".join(texts), "\n".join(notes))
@@ -107,7 +111,8 @@ def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
     path = Path(path).resolve()
     code, where = path.read_text("utf-8"), _below_root(path)
     lines, name = code.count("\n"), html.escape(path.name)
-    page = _listing(code, language, where.removeprefix("code/"), lines if lines > fold else None)
+    caption = html.escape(where.removeprefix("code/"))
+    page = _listing(code, language, caption, lines if lines > fold else None)
     data = base64.b64encode(code.encode()).decode()  # the page holds it: no address may be wrong
     save = f'<a href="data:text/plain;base64,{data}" download="{name}">{name}</a>'
     page += f'<p class="source-download">Download: {save}</p>'
@@ -116,45 +121,37 @@ def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
 
 def terminal(text: str, caption: str) -> Shown:
     """Show what was typed into a terminal, after `$ `, and what came out; `caption` says when."""
-    return _shown(_listing(text, "console", caption), f"# {caption}\n{text.rstrip()}")
+    return _shown(_listing(text, "console", html.escape(caption)), f"# {caption}\n{text.rstrip()}")
 
 
-def _listing(text: str, language: str, caption: str, folded: int | None = None) -> str:
-    caption, body = html.escape(caption), _highlighted(text, language)
-    if folded is None:
-        return f'<div class="shown-source"><p class="source-caption">{caption}</p>{body}</div>'
-    summary = f"<summary>{caption} ({folded} lines)</summary>"
-    return f'<details class="shown-source">{summary}{body}</details>'
-
-
-def _highlighted(text: str, language: str) -> str:
+def _listing(
+    text: str, language: str, caption: str, folded: int | None = None, below: str = ""
+) -> str:
+    """Highlighted `text` under a caption; folded: so many lines, with `below` inside the fold."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
 
     formatter = HtmlFormatter(cssclass="highlight", wrapcode=True)
-    return highlight(text, get_lexer_by_name(language), formatter)
+    body = highlight(text, get_lexer_by_name(language), formatter)
+    if folded is None:
+        return f'<div class="shown-source"><p class="source-caption">{caption}</p>{body}</div>'
+    summary = f"<summary>{caption} ({folded} lines)</summary>"
+    below = f'<p class="source-caption">{below}</p>' if below else ""
+    return f'<details class="shown-source">{summary}{below}{body}</details>'
 
 
 def _below_root(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
-def _source_html(code: str, path: Path, start: int, name: str, folded: bool) -> str:
-    caption = f"{_below_root(path).removeprefix('code/')}, line {start}"
-    link = caption
-    if path.is_relative_to(ROOT):
-        # Works as it stands in JupyterLab; the book's extension points it at its own copy.
-        link = f'<a class="source-link" href="../{_below_root(path)}#L{start}">{caption}</a>'
-    body = _highlighted(code, "python")
-    head = f"<code>{html.escape(name)}</code> in "
-    if not folded:
-        return f'<div class="shown-source"><p class="source-caption">{head}{link}</p>{body}</div>'
-    # The fold's own line is a button, and no place for a link.
-    return (
-        f'<details class="shown-source"><summary>{head}{caption} ({code.count(chr(10))} lines)'
-        f'</summary><p class="source-caption">The whole file: {link}</p>{body}</details>'
-    )
+def _linked(path: Path, line: int) -> tuple[str, str]:
+    """A line of a file in words, and as a link where the file is the course's."""
+    where = html.escape(f"{_below_root(path).removeprefix('code/')}, line {line}")
+    if not path.is_relative_to(ROOT):
+        return where, where
+    # Works as it stands in JupyterLab; the book's extension points it at its own copy.
+    return where, f'<a class="source-link" href="../{_below_root(path)}#L{line}">{where}</a>'
 
 
 def table(

@@ -10,16 +10,16 @@ from typing import Any
 
 from shardlab.common import stale
 
-from . import ROOT, Shown, _below_root, _shown
+from . import Shown, _below_root, _linked, _shown
 
 _TINT = {"+": "rgba(0,158,115,.16)", "-": "rgba(213,94,0,.16)", " ": "transparent"}
 
 
-def changes(old: Any, new: Any, context: int = 1) -> Shown:
-    """Show what differs between two functions, classes or modules, with `context` lines around."""
+def changes(old: Any, new: Any) -> Shown:
+    """Show what differs between two functions, classes or modules, with a line around."""
     stale.notice()
     old, new = inspect.unwrap(old), inspect.unwrap(new)
-    path, lines = Path(inspect.getsourcefile(new) or "").resolve(), changed(old, new, context)
+    path, lines = Path(inspect.getsourcefile(new) or "").resolve(), changed(old, new)
     if not lines:
         raise ValueError(f"new={new!r}: allowed is what differs from {old!r}")
     first = next((number for sign, number, _ in lines if number and sign != " "), 1)
@@ -27,10 +27,7 @@ def changes(old: Any, new: Any, context: int = 1) -> Shown:
     marks = [sign for sign, *_ in lines]
     codes = [code[margin:] if number else code for _, number, code in lines]
     name = f"new in {getattr(new, '__module__', new.__name__).rpartition('.')[2]}"
-    caption = f"{_below_root(path).removeprefix('code/')}, line {first}"
-    if path.is_relative_to(ROOT):
-        target = f"../{_below_root(path)}#L{first}"
-        caption = f'<a class="source-link" href="{target}">{html.escape(caption)}</a>'
+    _, caption = _linked(path, first)
     page = (
         f'<div class="shown-source"><p class="source-caption">{html.escape(name)}, from '
         f'{caption}</p><div class="highlight"><pre>{_tinted(marks, codes)}</pre></div></div>'
@@ -40,7 +37,7 @@ def changes(old: Any, new: Any, context: int = 1) -> Shown:
     return _shown(page, text, f"{name}: {_below_root(path)}:{first}")
 
 
-def changed(old: Any, new: Any, context: int = 1) -> list[tuple[str, int, str]]:
+def changed(old: Any, new: Any) -> list[tuple[str, int, str]]:
     """Sign, line in the file of `new` or of `old`, and text; number 0 for lines that are left out.
 
     Lines with "-" are numbered in the file of `old`.
@@ -50,7 +47,7 @@ def changed(old: Any, new: Any, context: int = 1) -> list[tuple[str, int, str]]:
     start, begin = max(start, 1), max(begin, 1)  # a module's is 0
     found: list[tuple[str, int, str]] = []
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for group in matcher.get_grouped_opcodes(context):
+    for group in matcher.get_grouped_opcodes(1):
         found += [(" ", 0, "⋯")] * bool(found)
         for kind, a, b, c, d in group:
             if kind != "equal":

@@ -143,8 +143,8 @@ def sent() -> Iterator[Sent]:
         yield result
 
 
-def wire_bytes(interface: str = "lo") -> int | None:
-    """Bytes transmitted so far on a network interface, by every process of this machine.
+def wire_bytes() -> int | None:
+    """Bytes transmitted so far on the loopback interface, by every process of this machine.
 
     None where the operating system keeps no such file (it is Linux's). Source: proc(5), net/dev.
     """
@@ -153,6 +153,6 @@ def wire_bytes(interface: str = "lo") -> int | None:
         return None
     for line in table.read_text().splitlines():
         name, _, counters = line.partition(":")
-        if name.strip() == interface:
+        if name.strip() == "lo":
             return int(counters.split()[8])  # the ninth column: transmitted bytes
     return None

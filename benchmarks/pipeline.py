@@ -136,7 +136,7 @@ class Alone:
                 torch.autograd.backward(y, dy)
                 backward = clock(x.device)
                 if later is not None:
-                    pipeline.deferred.run(later.take())
+                    pipeline.deferred.run(later)
                 spent["F"] += forward - begin
                 spent["I"] += backward - forward
                 spent["W"] += clock(x.device) - backward

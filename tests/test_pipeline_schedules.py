@@ -1,9 +1,7 @@
 """Schedules as data: valid for every p, m, v; what papers print; torch's own orders; deadlocks."""
 
-from collections import deque
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from shardlab.pipeline import (
     from_text,
     interleaved,
     live,
-    needed,
     one_f_one_b,
     other_end,
     schedule,
@@ -26,7 +23,6 @@ from shardlab.pipeline import (
     with_messages,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -55,7 +51,7 @@ def test_every_schedule_is_valid_and_adds_up_in_one_process_order(made: Schedule
 
 @QUICK
 @given(schedules())
-def test_messages_have_two_ends_and_one_order(made: Schedule) -> None:
+def test_messages_have_two_ends(made: Schedule) -> None:
     crossings = sum(
         made.owner(part)[0] != made.owner(part + 1)[0] for part in range(made.parts - 1)
     )
@@ -70,42 +66,6 @@ def test_messages_have_two_ends_and_one_order(made: Schedule) -> None:
         peer, there = other_end(made, stage, message)
         assert peer != stage and (peer, there) in messages
         assert other_end(made, peer, there) == (stage, message)
-    arrives(made)
-
-
-def arrives(made: Schedule) -> None:
-    """Wires without names: every pair of stages has a queue, and takes what comes first."""
-    wires: dict[tuple[int, int], deque] = {}
-    posted: dict[tuple[int, int], deque] = {}
-    todo = [deque(actions) for actions in made.actions]
-    got, made_by = [set() for _ in todo], [set() for _ in todo]
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(todo):
-            while actions:
-                action = actions[0]
-                if action.kind[0] == "R":
-                    peer, _ = other_end(made, stage, action)
-                    posted.setdefault((peer, stage), deque()).append(action)
-                elif action.kind[0] == "S":
-                    peer, there = other_end(made, stage, action)
-                    wires.setdefault((stage, peer), deque()).append(there)
-                else:
-                    receive = needed(made, stage, action)
-                    if receive and receive not in got[stage]:
-                        break
-                    made_by[stage].add(action)
-                actions.popleft()
-                moved = True
-        for pair, wire in wires.items():
-            queue = posted.get(pair, deque())
-            while wire and queue:
-                message, wanted = wire.popleft(), queue.popleft()
-                assert message == wanted, "another message came"
-                got[pair[1]].add(message)
-    assert not any(todo), "some stage waits for ever"
-    assert not any(wires.values()) and not any(posted.values())
 
 
 # --- judged by others ---------------------------------------------------------------------------
@@ -257,11 +217,12 @@ def test_text_is_read_back(made: Schedule) -> None:
 
 
 WRONG = [
-    (["F0 F1 B0", "F0 B0 F1 B1"], r"stage 0: B1 \(or I1 and W1\) is missing"),
-    (["F0 I0 F1 B1", "F0 B0 F1 B1"], "stage 0: W0 is missing"),
-    (["F0 B0", "B0 F0"], "stage 1: B0 stands before F0"),
-    (["F0 SF0 B0", "RF0 F0 B0 SB0"], "stage 0: RB0, needed by B0, is missing"),
+    (["F0 F1 B0", "F0 B0 F1 B1"], "stage 0: it does F1; allowed are F1 B1, or F1 I1 W1"),
+    (["F0 I0 F1 B1", "F0 B0 F1 B1"], "stage 0: it does F0 I0; allowed"),
+    (["F0 B0", "B0 F0"], "stage 1: it does B0 F0; allowed"),
+    (["F0 SF0 B0", "RF0 F0 B0 SB0"], "stage 0: RB0 stands there 0 times; allowed is 1"),
     (["SF0 F0 RB0 B0", "RF0 F0 B0 SB0"], "stage 0: SF0 stands before F0, which makes it"),
+    (["F0 SF0 B0 RB0", "RF0 F0 B0 SB0"], "stage 0: RB0 stands after B0, which needs it"),
     (
         ["F0 SF0 F1 SF1 RB0 B0 RB1 B1", "RF1 RF0 F0 B0 SB0 F1 B1 SB1"],
         "stages 0 and 1 order their messages differently: number 1 that stage 0 sends there is "
@@ -270,10 +231,8 @@ WRONG = [
     (
         ["F0 B0 F1 B1", "F0 F1 B0 B1"],
         r"deadlock: stages 0 and 1 wait for each other, in a circle\n"
-        r"  stage 0 stands at B0 and waits for stage 1 to send gradients \(SB0\), "
-        r"which it does only after its F1\n"
-        r"  stage 1 stands at F1 and waits for stage 0 to send activations \(SF1\), "
-        r"which it does only after its B0$",
+        r"  stage 0 stands at B0 and waits for SB0 of stage 1, which stands at F1\n"
+        r"  stage 1 stands at F1 and waits for SF1 of stage 0, which stands at B0$",
     ),
     (
         ["F0 F1 I0 W0 I1 W1", "F0 I0 F1 I1 W0 W1", "F1 I1 W1 F0 I0 W0"],

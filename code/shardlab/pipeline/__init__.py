@@ -28,21 +28,12 @@ from .schedules import (
 from .simulate import Span, Timeline, balance, simulate
 from .validate import from_text, live, validate
 
-__all__ = [
+__all__ = [  # beside what is in _LATER
     "NAMES",
-    "Part",
-    "Pipeline",
     "Schedule",
-    "Sleeping",
     "Span",
     "Timeline",
-    "asleep",
     "balance",
-    "compute_again",
-    "cut",
-    "defer",
-    "distribute",
-    "draw",
     "from_text",
     "gpipe",
     "interleaved",

@@ -103,7 +103,8 @@ class Passes:
         if edge is not None:  # something in it can be trained
             torch.autograd.backward(edge, dy)
         if self.later is not None:
-            self.undone[i, chunk] = self.later[chunk].take()
+            self.undone[i, chunk] = self.later[chunk].copy()
+            self.later[chunk].clear()
         return x.grad
 
     def backward_weights(self, i: int, chunk: int, _: None = None) -> None:
@@ -197,13 +198,13 @@ class Mail:
         """F, B, I: take what it made, for the send that follows or for a part on this stage."""
         if action.kind == "W" or tensor is None:
             return
-        if found := sent(self.schedule, self.stage, action):
+        if send := sent(self.schedule, self.stage, action):
             if (tensor.shape, tensor.dtype) != (form := self._forms[action.microbatch]):
                 made = f"{list(tensor.shape)} {tensor.dtype}"
                 wanted = f"{list(form[0])} {form[1]} travels from part to part"
                 what = f"{action} made {made}; `between` says that {wanted}"
                 raise ValueError(f"stage {self.stage}: {what}")
-            self._messages[found[0]] = Message(State.MADE, tensor)
+            self._messages[send] = Message(State.MADE, tensor)
             return
         part = self.schedule.placement[self.stage][action.chunk] + (1 if action.kind == "F" else -1)
         if 0 <= part < self.schedule.parts:

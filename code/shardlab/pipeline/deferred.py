@@ -25,22 +25,6 @@ from torch.autograd.function import once_differentiable
 Task = Callable[[], None]
 
 
-class Later:
-    """What backward has left undone since the last `take`."""
-
-    def __init__(self) -> None:
-        self._tasks: list[Task] = []
-
-    def put(self, task: Task) -> None:
-        """Leave `task` for later."""
-        self._tasks.append(task)
-
-    def take(self) -> list[Task]:
-        """What one backward left, to be given to `run` once."""
-        tasks, self._tasks = self._tasks, []
-        return tasks
-
-
 def run(tasks: list[Task]) -> None:
     """Do it now, first come, first served; what a task holds is free when it is done."""
     tasks.reverse()
@@ -48,12 +32,13 @@ def run(tasks: list[Task]) -> None:
         tasks.pop()()
 
 
-def defer(module: nn.Module) -> Later:
+def defer(module: nn.Module) -> list[Task]:
     """From now on, backward through `module` leaves its linear layers' weights for later.
 
-    A module with an attribute `later` is told where to put its own work, and looks after itself.
+    Returns the list to which backward adds what it leaves undone. A module with an attribute
+    `later` is told of the list, and looks after itself.
     """
-    later = Later()
+    later: list[Task] = []
     for part in module.modules():
         if hasattr(part, "later"):
             part.later = later
@@ -66,7 +51,9 @@ class _Linear(torch.autograd.Function):
     """A linear layer whose backward gives dx, and leaves dW and db for later."""
 
     @staticmethod
-    def forward(ctx: Any, later: Later, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, later: list[Task], weight: Tensor, bias: Tensor | None, x: Tensor
+    ) -> Tensor:
         y = F.linear(x, weight, bias)
         ctx.later, ctx.weight, ctx.bias = later, weight, bias
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was really multiplied
@@ -79,7 +66,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dy_NO = dy.reshape(-1, dy.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])
-        ctx.later.put(partial(_weight_gradients, weight_OI, ctx.bias, x_NI, dy_NO))
+        ctx.later.append(partial(_weight_gradients, weight_OI, ctx.bias, x_NI, dy_NO))
         if not ctx.needs_input_grad[3]:
             return None, None, None, None
         dx_NI = dy_NO @ weight_OI.to(dy.dtype)  # [N, O] @ [O, I]

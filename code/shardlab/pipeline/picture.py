@@ -99,19 +99,10 @@ def summary(timeline: Timeline) -> str:
     )
 
 
-def rows(
-    axes: Axes,
-    timeline: Timeline,
-    x: float,
-    y: float,
-    unit: float,
-    tall: float = TALL,
-    gap: float = GAP,
-    numbers: bool = True,
-) -> None:
+def rows(axes: Axes, timeline: Timeline, x: float, y: float, unit: float) -> None:
     """The rows of a timeline alone, its first begin at x, `unit` inches for a unit of time.
 
-    Stage s stands at y + s (tall + gap), and is as long as the step costs; where it idles it is
+    Stage s stands at y + s (TALL + GAP), and is as long as the step costs; where it idles it is
     grey: that is the bubble, neither more nor less. A number that does not fit into its box is left
     out.
     """
@@ -119,21 +110,20 @@ def rows(
     chunks = timeline.schedule.chunks
     outlines: dict[str, list[Corners]] = {}  # by colour; a path for each keeps the file small
     for stage, spans in enumerate(timeline.spans):
-        top = y + stage * (tall + gap)
+        top = y + stage * (TALL + GAP)
         # A stage that begins late ends late, or has waited for so long.
         now = min(spans[0].begin, max(first, spans[-1].end - timeline.cost))
         over = spans[-1]._replace(begin=now + timeline.cost)
         for span in (*spans, over):
-            idle = (x + (now - first) * unit, top), (span.begin - now) * unit, tall
+            idle = (x + (now - first) * unit, top), (span.begin - now) * unit, TALL
             if idle[1] > 1e-6:
                 axes.add_patch(Rectangle(*idle, **IDLE))
             now = span.end
         for span in spans:
             place, wide = x + (span.begin - first) * unit, (span.end - span.begin) * unit
-            for color, corners in box(place, top, wide, tall, span, chunks):
+            for color, corners in box(place, top, wide, TALL, span, chunks):
                 outlines.setdefault(color, []).append(corners)
-            if numbers:
-                _number(axes, place, top, wide, tall, span, chunks)
+            _number(axes, place, top, wide, span, chunks)
     _fill(axes, outlines)
 
 
@@ -162,15 +152,13 @@ def _fill(axes: Axes, outlines: dict[str, list[Corners]]) -> None:
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), fc=color, ec="#222222", lw=0.5))
 
 
-def _number(
-    axes: Axes, x: float, y: float, wide: float, tall: float, span: Span, chunks: int
-) -> None:
+def _number(axes: Axes, x: float, y: float, wide: float, span: Span, chunks: int) -> None:
     words = str(span.microbatch)
     size = min(8.5, 72 * wide / (0.75 * len(words)))
     if size < 5.0:
         return
-    foot = y + tall - CUT * (span.kind == "B")
-    top = foot - LOW * tall if span.kind == "W" else y
+    foot = y + TALL - CUT * (span.kind == "B")
+    top = foot - LOW * TALL if span.kind == "W" else y
     # Centred by hand: matplotlib would centre the line, with its room for descenders.
     base = (top + foot) / 2 + 0.35 * size / 72
     color = on(shade(span.kind, span.chunk, chunks))

@@ -19,7 +19,7 @@ from shardlab.gpt.model import GPT, loss
 from shardlab.ranks.agree import check_same
 
 from .core import Loss, Pipeline
-from .deferred import Later
+from .deferred import Task
 from .parts import Form, compute_again, cut, stage_of
 from .schedules import Schedule
 from .simulate import Times, each_stage
@@ -91,7 +91,7 @@ class Sleeping(nn.Module):
         super().__init__()
         self.seconds, self.size = (forward, backward_input, backward_weight), size
         self.weight = nn.Parameter(torch.zeros(()))
-        self.later: Later | None = None  # where `defer` wants the weights' share
+        self.later: list[Task] | None = None  # where `defer` wants the weights' share
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, ...] of any dtype (the first part) or [B, size] float32, to [B, size]."""
@@ -115,27 +115,21 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        begin = time.perf_counter()
-        _, input_seconds, weight_seconds = ctx.part.seconds
+        _sleep(time.perf_counter(), ctx.part.seconds[1])
+        weights = partial(_backward_weights, ctx.part)
         if ctx.part.later is None:
-            _count(ctx.part)
-            input_seconds += weight_seconds
+            weights()
         else:
-            ctx.part.later.put(partial(_backward_weight, ctx.part, weight_seconds))
-        _sleep(begin, input_seconds)
+            ctx.part.later.append(weights)
         return dy, None, None
 
 
-def _backward_weight(part: Sleeping, seconds: float) -> None:
-    begin = time.perf_counter()
-    _count(part)
-    _sleep(begin, seconds)
-
-
 @torch.no_grad()
-def _count(part: Sleeping) -> None:
-    one = torch.ones(())
+def _backward_weights(part: Sleeping) -> None:
+    """Count this backward, and take its time."""
+    begin, one = time.perf_counter(), torch.ones(())
     part.weight.grad = one if part.weight.grad is None else part.weight.grad + one
+    _sleep(begin, part.seconds[2])
 
 
 def _sleep(begin: float, seconds: float) -> None:

@@ -200,25 +200,23 @@ def _by_stage(
 
 def needed(schedule: Schedule, stage: int, action: Action) -> Action | None:
     """The receive that `action` waits for; None if what it needs was made on its own stage."""
-    if action.kind not in ("F", "B", "I"):
-        return None
-    back = action.kind != "F"
-    part = schedule.placement[stage][action.chunk] + (1 if back else -1)
-    if not 0 <= part < schedule.parts or schedule.owner(part)[0] == stage:
-        return None
-    return Action("RB" if back else "RF", action.microbatch, action.chunk)
+    return _message("R", schedule, stage, action)
 
 
-def sent(schedule: Schedule, stage: int, action: Action) -> tuple[Action, int, Action] | None:
-    """(send, stage that receives, its receive) of what `action` made; None if nobody waits."""
+def sent(schedule: Schedule, stage: int, action: Action) -> Action | None:
+    """The send of what `action` made; None if no other stage waits for it."""
+    return _message("S", schedule, stage, action)
+
+
+def _message(side: str, schedule: Schedule, stage: int, action: Action) -> Action | None:
     if action.kind not in ("F", "B", "I"):
         return None
     what = "F" if action.kind == "F" else "B"
-    part = schedule.placement[stage][action.chunk] + (1 if what == "F" else -1)
+    ahead = (side == "S") == (what == "F")  # the other end holds the part after this one
+    part = schedule.placement[stage][action.chunk] + (1 if ahead else -1)
     if not 0 <= part < schedule.parts or schedule.owner(part)[0] == stage:
         return None
-    send = Action(f"S{what}", action.microbatch, action.chunk)
-    return send, *other_end(schedule, stage, send)
+    return Action(side + what, action.microbatch, action.chunk)
 
 
 def other_end(schedule: Schedule, stage: int, message: Action) -> tuple[int, Action]:
@@ -246,8 +244,8 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
     incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for stage, order in enumerate(schedule.orders):
         for action in order:
-            if found := sent(schedule, stage, action):
-                _, peer, receive = found
+            if send := sent(schedule, stage, action):
+                peer, receive = other_end(schedule, stage, send)
                 incoming[peer][stage].append(receive)
     made = []
     for stage, order in enumerate(schedule.orders):
@@ -255,8 +253,8 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
         actions: list[Action] = []
         for receives, action in zip(posted, order, strict=False):
             actions += [*receives, action]
-            if message := sent(schedule, stage, action):
-                actions.append(message[0])
+            if send := sent(schedule, stage, action):
+                actions.append(send)
         made.append(tuple(actions + posted[-1]))
     return tuple(made)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from itertools import groupby
 
 from .simulate import Span, Timeline
 
@@ -63,18 +64,14 @@ def _row(spans: tuple[Span, ...], first: float, each: float, columns: int, chunk
         place = bisect_right(begins, middle) - 1
         span = spans[place] if place >= 0 else None
         shown.append(span if span and middle < span.end else None)
-    row, column = "", 0
-    while column < columns:
-        span = shown[column]
-        long = 1
-        while column + long < columns and shown[column + long] is span:
-            long += 1
+    row = ""
+    for span, stretch in groupby(shown):
+        long = len(list(stretch))
         if span is None:
             row += IDLE * long
         else:
-            label = f"{span.kind}{span.microbatch}" + (f".{span.chunk}" if chunks > 1 else "")
-            short = label.partition(".")[0]
+            short = f"{span.kind}{span.microbatch}"
+            label = f"{short}.{span.chunk}" if chunks > 1 else short
             words = next((word for word in (label, short) if len(word) <= long), span.kind)
             row += words.ljust(long, FILL[span.kind])
-        column += long
     return row

@@ -6,9 +6,9 @@ The standard library alone.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import product
 
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 
@@ -28,7 +28,7 @@ def validate(schedule: Schedule, blocking: bool = False) -> None:
     pipeline posts them and goes on. (Receives posted early are then waited for early: what a loop
     of blocking calls would do is `with_messages(schedule, early=False)`.)
     """
-    finders = _passes, _ends, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
+    finders = _passes, _messages, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
     for problems in finders:
         if (problem := next(problems(schedule), None)) is not None:
             raise ValueError(f"schedule {schedule.name!r}: {problem}")
@@ -78,71 +78,55 @@ def _at(schedule: Schedule, part: int, kind: str, action: Action) -> Where:
 
 def _passes(schedule: Schedule) -> Iterator[str]:
     """Each micro-batch once through each chunk of a stage, forward and then backward."""
-    name, m, v = schedule.name_of, schedule.microbatches, schedule.chunks
+    name = schedule.name_of
     for stage, order in enumerate(schedule.orders):
-        place = {action: i for i, action in enumerate(order)}
-        for action, count in Counter(order).items():
-            inside = action.microbatch in range(m) and action.chunk in range(v)
-            if action.kind not in COMPUTE or not inside:
-                passes = f"{', '.join(COMPUTE)} of {m} micro-batches and {v} chunks, from 0"
-                yield f"stage {stage}: {name(action)} is none of its passes, which are {passes}"
-            if count > 1:
-                yield f"stage {stage}: {name(action)} stands {count} times"
-        for chunk, i in product(range(v), range(m)):
-            f, b, x, w = (Action(kind, i, chunk) for kind in COMPUTE)
-            if f not in place:
-                yield f"stage {stage}: {name(f)} is missing"
-            split = [half for half in (x, w) if half in place]
-            if b in place and split:
-                yield f"stage {stage}: {name(b)} and {name(split[0])}: the backward is done twice"
-            if b not in place and len(split) < 2:
-                absent = " and ".join(name(half) for half in (x, w) if half not in place)
-                absent = absent if split else f"{name(b)} (or {absent})"
-                yield f"stage {stage}: {absent} is missing"
-            for first, then in pairwise([f, b] if b in place else [f, x, w]):
-                if place[then] < place[first]:
-                    yield f"stage {stage}: {name(then)} stands before {name(first)}"
+        each = product(range(schedule.microbatches), range(schedule.chunks))
+        done: dict[tuple[int, int], list[Action]] = {where: [] for where in each}
+        for action in order:
+            if action[1:] not in done:
+                yield f"stage {stage}: {name(action)} is of no micro-batch and chunk of its"
+            else:
+                done[action[1:]].append(action)
+        for where, passes in done.items():
+            allowed = [[Action(kind, *where) for kind in kinds] for kinds in ("FB", "FIW")]
+            if passes not in allowed:
+                words = [" ".join(map(name, row)) or "nothing" for row in (passes, *allowed)]
+                yield "stage {}: it does {}; allowed are {}, or {}".format(stage, *words)
 
 
-def _ends(schedule: Schedule) -> Iterator[str]:
+def _messages(schedule: Schedule) -> Iterator[str]:
     """Messages of a stage: those that its passes make and need, each once, and in time."""
     name = schedule.name_of
     for stage, (actions, order) in enumerate(zip(schedule.actions, schedule.orders, strict=True)):
         if tuple(action for action in actions if action.kind in COMPUTE) != order:
             yield f"stage {stage}: actions do not hold the passes of its order"
-        place, counts = {action: i for i, action in enumerate(actions)}, Counter(actions)
-        wanted = set()
-        for action in order:
-            receive, found = needed(schedule, stage, action), sent(schedule, stage, action)
-            for message, role in ((receive, "needs"), (found and found[0], "makes")):
-                if message is None:
-                    continue
-                wanted.add(message)
-                if (count := counts[message]) != 1:
-                    times = f"stands {count} times" if count else "is missing"
-                    by = "needed" if role == "needs" else "made"
-                    yield f"stage {stage}: {name(message)}, {by} by {name(action)}, {times}"
-                late = place[message] > place[action]
-                if late == (role == "needs"):
-                    side = f"stands {'after' if late else 'before'} {name(action)}"
-                    yield f"stage {stage}: {name(message)} {side}, which {role} it"
-        for action in actions:
-            if action.kind not in COMPUTE and action not in wanted:
-                yield f"stage {stage}: {name(action)} is a message that nobody needs"
+        receives = {needed(schedule, stage, action): action for action in order}
+        sends = {sent(schedule, stage, action): action for action in order}
+        wanted = Counter(message for message in (*receives, *sends) if message)
+        counts = Counter(action for action in actions if action.kind in MESSAGES)
+        for message in (wanted - counts) + (counts - wanted):
+            times = f"{counts[message]} times; allowed is {wanted[message]}"
+            yield f"stage {stage}: {name(message)} stands there {times}"
+        place = {action: i for i, action in enumerate(actions)}
+        for receive, action in receives.items():
+            if receive and place[receive] > place[action]:
+                yield f"stage {stage}: {name(receive)} stands after {name(action)}, which needs it"
+        for send, action in sends.items():
+            if send and place[send] < place[action]:
+                yield f"stage {stage}: {name(send)} stands before {name(action)}, which makes it"
 
 
 def _pairs(schedule: Schedule) -> Iterator[str]:
     """Each stage posts its receives from another in the order in which that one sends."""
     name = schedule.name_of
-    sends: dict[tuple[int, int], list[Action]] = {}
-    receives: dict[tuple[int, int], list[Action]] = {}
+    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):
         for action in actions:
-            if action.kind in MESSAGES:
-                peer, _ = other_end(schedule, stage, action)
-                way = (stage, peer) if action.kind[0] == "S" else (peer, stage)
-                rows = sends if action.kind[0] == "S" else receives
-                rows.setdefault(way, []).append(action)
+            if action.kind in ("SF", "SB"):
+                sends[stage, other_end(schedule, stage, action)[0]].append(action)
+            elif action.kind in ("RF", "RB"):
+                receives[other_end(schedule, stage, action)[0], stage].append(action)
     for (source, target), row in sends.items():
         for i, (send, receive) in enumerate(zip(row, receives[source, target], strict=True), 1):
             _, meant = other_end(schedule, source, send)
@@ -220,18 +204,9 @@ class _Walk:
         """What a stage waits for."""
         name = self.schedule.name_of
         peer, what = self.waits(stage)
-        later = self.schedule.actions[peer][self.at[peer] :]
-        # An I does what is asked for as a B.
-        there = name(next(action for action in later if what in (action, result(action))))
-        does = {
-            "SF": f"stage {peer} to send activations ({there})",
-            "SB": f"stage {peer} to send gradients ({there})",
-            "RF": f"stage {peer} to receive them ({there})",
-            "RB": f"stage {peer} to receive them ({there})",
-        }.get(what.kind, f"its own {there}")
         return (
-            f"  stage {stage} stands at {name(self.next(stage))} and waits for {does}, "
-            f"which it does only after its {name(later[0])}"
+            f"  stage {stage} stands at {name(self.next(stage))} and waits for {name(what)} of "
+            f"stage {peer}, which stands at {name(self.next(peer))}"
         )
 
 

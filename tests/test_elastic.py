@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -17,12 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from commands import gone
 from torch.distributed import run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from shardlab.elastic import core
 from shardlab.elastic.host import Failure, Host, Order, Report, first_cause
 from shardlab.elastic.job import Job, free_port
+from shardtools.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -140,14 +141,7 @@ def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
 
 def alive(found: dict[int, dict]) -> list[int]:
     """Ranks that run: one whose end nobody has asked for yet, as of an orphan, does not."""
-    return [r for r, of in found.items() if runs(of["pid"])]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return [r for r, of in found.items() if not gone(of["pid"])]
 
 
 @pytest.fixture
@@ -244,7 +238,7 @@ note(f"helper-{{rank}}", str(helper.pid))
     host.wait()
     assert other.wait() == 1 and "is gone" in other.said()
     helpers = [int(path.read_text()) for path in tmp_path.glob("helper-*")]
-    wait_for(lambda: not alive(notes(tmp_path, 0)) and not any(map(runs, helpers)))
+    wait_for(lambda: not alive(notes(tmp_path, 0)) and all(map(gone, helpers)))
 
 
 def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
@@ -391,11 +385,11 @@ def addresses(agent: Agent) -> set[str]:
     return {one.laddr.ip for one in found if one.status == "LISTEN"}
 
 
-def test_where_nobody_answers_the_agent_says_so_in_time():
-    command = ["-m", "shardlab", "cluster", "run", "--join", "2", "--at", "192.0.2.1:29400"]
-    done = subprocess.run([sys.executable, *command, __file__], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr  # torch's own warnings of each try stand before
-    assert "no agent answered there within 2 s" in done.stderr.splitlines()[-1]
+def test_where_nobody_answers_the_agent_says_so_in_time(start):
+    command = ["cluster", "run", "--join", "2", "--at", "192.0.2.1:29400", __file__]
+    agent = start(lambda: main(command))
+    assert agent.wait() == 2, agent.said()  # torch's own warnings of each try stand before
+    assert "no agent answered there within 2 s" in agent.said().splitlines()[-1]
 
 
 # torchrun.
@@ -520,6 +514,7 @@ def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_pa
 QUIET = "last_call_timeout=1,join_timeout=2,read_timeout=2"
 
 
+@pytest.mark.weekly("torchrun alone")
 def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
     """A node does not come, the address is wrong, two ids meet at a port: no message has an id."""
     told = ["--nnodes=2", "missing.py"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import gone
 
 from shardlab import ranks
 from shardlab.ranks import RankError, p2p, run
@@ -45,7 +46,7 @@ class Model:
     config = 3
 
 
-@pytest.mark.parametrize(("method", "world_size"), [("fork", 1), ("fork", 4), ("fresh", 3)])
+@pytest.mark.parametrize(("method", "world_size"), [("fork", 4), ("fresh", 2)])
 def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
     # Whole numbers, whose sum is the same for any number of threads.
     weights, model = torch.randint(9, (512, 512)).float(), Model()
@@ -132,8 +133,8 @@ DOES = {
     "leaves through the back door": (lambda: os._exit(5), "exit status 5"),
 }
 HANGS = {
-    "sleeps": (lambda: time.sleep(1000), "rank 1 of 3 did not finish within 2 s"),
-    "spins": (spin, "rank 1 of 3 did not finish within 2 s"),
+    "sleeps": (lambda: time.sleep(1000), "rank 1 of 3 did not finish within 1 s"),
+    "spins": (spin, "rank 1 of 3 did not finish within 1 s"),
 }
 
 
@@ -146,12 +147,12 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
             does()
         add_ranks()
 
-    error, seconds = failing(work, 3, 2.0 if what in HANGS else 60.0)
+    error, seconds = failing(work, 3, 1.0 if what in HANGS else 60.0)
     assert error.ranks == [1] and error.rank == 1
     assert words in str(error) and "Connection" not in str(error)  # the neighbours' complaints
     assert "test_ranks.py" in str(error) or "exit" in words or "SIGKILL" in words
     if what in HANGS:
-        assert "Ranks 0 and 2 wait for it in all_reduce" in str(error) and 2 <= seconds < 15
+        assert "Ranks 0 and 2 wait for it in all_reduce" in str(error) and 1 <= seconds < 15
     else:
         assert seconds < 30  # at once, not at the timeout of 60
 
@@ -190,7 +191,7 @@ PART = {  # whose ranks part ways: who is at fault, and words of what is said
 
 @pytest.mark.parametrize("calls", PART, ids=lambda calls: calls.__name__)
 def test_ranks_that_part_ways(calls):
-    error, _ = failing(calls, 3, timeout=2)
+    error, _ = failing(calls, 3, timeout=1)
     at_fault, *words = PART[calls]
     assert error.ranks == at_fault and all(word in str(error) for word in words), error
 
@@ -236,14 +237,8 @@ def test_ranks_that_return_without_having_agreed(calls):
 
 
 def test_fresh_ranks_are_watched_like_forked_ones():
-    error, _ = failing(
-        lambda: dist.broadcast(torch.ones(4 + dist.get_rank() // 2), 0), 3, 60, "fresh"
-    )
-    assert error.ranks == [2] and "ranks 0 and 1 called broadcast(float32[4])" in str(error)
-    error, _ = failing(
-        lambda: os.kill(os.getpid(), 9) if dist.get_rank() else dist.barrier(), 2, 60, "fresh"
-    )
-    assert error.ranks == [1] and "rank 1 of 2 was ended by SIGKILL" in str(error)
+    error, _ = failing(lambda: dist.broadcast(torch.ones(4 + dist.get_rank()), 0), 2, 60, "fresh")
+    assert error.ranks == [1] and "rank 0 called broadcast(float32[4])" in str(error)
 
 
 # What differs between ranks by right.
@@ -296,21 +291,7 @@ def test_a_result_that_cannot_be_sent_back():
     assert "generator" in str(error) and "cannot be sent" in str(error)
 
 
-def alive(pid: int) -> bool:
-    """Whether that process is there, and no mere entry that nobody has collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 # The caller.
-
-
-def script_of(path: Path, text: str) -> Path:
-    """A script that calls `run`."""
-    path.write_text("from shardlab.ranks import run\n" + textwrap.dedent(text))
-    return path
 
 
 @pytest.mark.parametrize(("method", "end"), [("fork", signal.SIGKILL), ("fresh", signal.SIGTERM)])
@@ -319,9 +300,8 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal
     folder, pids = tmp_path / "temporary", tmp_path / "pids"
     folder.mkdir()
     pids.mkdir()
-    script = script_of(
-        tmp_path / "caller.py",
-        f"""
+    script = f"""
+        from shardlab.ranks import run
         import ctypes, os, subprocess, torch, torch.distributed as dist
         def work():
             me = dist.get_rank()
@@ -335,10 +315,10 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal
             while True:
                 pass
         run(work, 3, method={method!r})
-        """,
-    )
+        """
+    (tmp_path / "caller.py").write_text(textwrap.dedent(script))
     environment = {**os.environ, "TMPDIR": str(folder)}
-    caller = subprocess.Popen([sys.executable, str(script)], env=environment)
+    caller = subprocess.Popen([sys.executable, str(tmp_path / "caller.py")], env=environment)
     deadline = time.monotonic() + 120  # fresh interpreters, on a busy machine
     while len(list(pids.iterdir())) < 5:
         assert time.monotonic() < deadline, "the ranks did not start"
@@ -346,7 +326,7 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal
     assert list(folder.iterdir())
     caller.send_signal(end)
     caller.wait()
-    while left := [p.name for p in pids.iterdir() if alive(int(p.name))] + list(folder.iterdir()):
+    while left := [p.name for p in pids.iterdir() if not gone(int(p.name))] + [*folder.iterdir()]:
         assert time.monotonic() < deadline, f"outlived their caller: {left}"
         time.sleep(0.05)
 
@@ -393,7 +373,7 @@ def test_bad_arguments_are_refused_before_any_process_starts():
 def test_without_a_gpu_cuda_is_refused():
     if torch.cuda.device_count():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA GPU"):
+    with pytest.raises(ValueError, match="device='cuda': there is none here"):
         run(add_ranks, 2, device="cuda")
     assert ranks.place(2) == ("gloo", "cpu") and ranks.device() == torch.device("cpu")
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab.gpt.model import GPT
-from shardlab.ranks import agree, check_group
-from shardlab.ranks.gather import gathered, named
+from shardlab.ranks import check_group, check_same
+from shardlab.ranks.gather import named
 
 from .schedules import Schedule
 from .simulate import balance
@@ -117,7 +117,10 @@ class Held:
         if check:
             validate(schedule)
         self.between = between or self.parts[0].between
-        self._agree(given)
+        wrong, actions = None, zlib.crc32(repr(schedule.actions).encode())
+        if len(self.parts) != (chunks := schedule.chunks):
+            wrong = f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
+        check_same(group, wrong=wrong, schedule=f"{schedule.name} ({actions:08x})", **given)
         self.numbers = schedule.placement[self.stage]  # of its parts
         tensors = (t for part in self.parts for t in (*part.parameters(), *part.buffers()))
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -155,21 +158,6 @@ class Held:
         """Parts, and what goes before their names: nothing where these are the model's own."""
         numbered = zip(self.parts, self.numbers, strict=True)
         return [(p, "" if hasattr(p, "plain_names") else f"{number}.") for p, number in numbered]
-
-    def _problem(self) -> str | None:
-        """What is wrong on this rank."""
-        if len(self.parts) != (chunks := self.schedule.chunks):
-            return f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
-        return None
-
-    def _agree(self, given: dict[str, Any]) -> None:
-        actions = zlib.crc32(repr(self.schedule.actions).encode())
-        given = {"schedule": f"{self.schedule.name} ({actions:08x})", **given}
-        told = gathered((self._problem(), dist.get_rank(), agree.parts(given)), self.group)
-        for rank, (problem, *_) in enumerate(told):
-            if problem is not None:
-                raise ValueError(f"rank {rank} of the group: {problem}")
-        agree.compare([parts for _, *parts in told])
 
 
 def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:

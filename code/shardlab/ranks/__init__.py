@@ -9,7 +9,14 @@ The same call works in a script that torchrun started: see `torchrun`.
 
 Every rank is a real process in a real process group. What a rank prints comes back grouped by
 rank; what it returns comes back in rank order; a rank that fails ends the run with an error that
-names it.
+names it. The path of a call:
+
+1. `start` begins the processes, in which `worker` joins the group, calls the function and reports;
+2. here the caller waits for reports, and asks the ranks that still run where they stand (`stacks`);
+3. `start` ends the processes, and the caller shows what they printed;
+4. `blame` says who is at fault, from reports, stacks and the log of collectives (`calls`).
+
+What techniques call inside of a run: `p2p`, `gather`, `renamed`, and `agree` for checks.
 """
 
 from __future__ import annotations
@@ -96,19 +103,16 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
 
 def _place(here: int, device: str) -> tuple[str, str]:
     """The same for `here` ranks on this machine, whoever starts them."""
-    if device not in ("auto", "cpu", *gpu.CARRIERS):
-        raise ValueError(f"device={device!r}: allowed are 'auto', 'cpu', 'cuda' and 'xpu'")
+    check_one_of(("auto", "cpu", *gpu.CARRIERS), device=device)
     kind, gpus = gpu.kind(), gpu.module().device_count()
     if device in gpu.CARRIERS and (device != kind or not gpus):
-        maker = "CUDA" if device == "cuda" else "Intel"
-        words = f"this machine has no {maker} GPU; allowed here: 'auto', 'cpu'"
-        raise ValueError(f"device={device!r}: {words}")
+        raise ValueError(f"device={device!r}: there is none here; allowed are 'auto' and 'cpu'")
     if device == "cpu" or not gpus:
         return "gloo", "cpu"
     if gpus >= here:
         return f"cpu:gloo,{kind}:{gpu.CARRIERS[kind]}", kind
     if device == "xpu":
-        words = f"{here} ranks want a GPU each, of {gpus}; allowed here: 'auto', 'cpu'"
+        words = f"{here} ranks want a GPU each, of {gpus}; allowed are 'auto' and 'cpu'"
         raise ValueError(f"device='xpu': {words}")
     return "gloo", ("cuda" if kind == "cuda" else "cpu")
 
@@ -155,20 +159,19 @@ def run(
     under_torchrun = torchrun.launched()
     if under_torchrun:
         torchrun.enter()
-    scaled = timeout is None
-    timeout = worker.TIMEOUT if timeout is None else timeout
-    _check(fn, world_size, args, timeout, method)
+    limit = worker.TIMEOUT if timeout is None else timeout
+    _check(fn, world_size, args, limit, method)
+    name = getattr(fn, "__name__", repr(fn))
     if under_torchrun and not apart and world_size <= torchrun.world()[1]:
-        reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), timeout)
+        reports = torchrun.run_joined(fn, args, world_size, *place(world_size, device), limit)
         if any(report is None or report.failed for report in reports):
             witnesses = [blame.Witness(rank, report, None) for rank, report in enumerate(reports)]
-            culprits, message = blame.explain(witnesses, timeout if None in reports else None)
-            raise RankError(message, culprits)
-        return [_result(rank, report) for rank, report in enumerate(reports)]
+            time_up = limit if None in reports else None
+            raise RankError(*reversed(blame.explain(witnesses, time_up)))
+        return [_result(report) for report in reports]
     backend, device = _place(world_size, device)
     if under_torchrun:
         why = "it may end them" if apart else f"torchrun started {torchrun.world()[1]} processes"
-        name = getattr(fn, "__name__", repr(fn))
         print(f"[{name} on {world_size} ranks beside those of torchrun: {why}]")
     history[backend, device, world_size] += 1
     if method == "auto":
@@ -176,27 +179,30 @@ def run(
         spoilt = gpu.module().is_initialized() or under_torchrun
         spoilt = spoilt or (device in gpu.CARRIERS and not start.gpus_survive_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
-    try:
-        return _run(fn, args, world_size, timeout, scaled, backend, device, method, show)
-    except KeyboardInterrupt:
-        raise _interrupted(getattr(fn, "__name__", repr(fn)), world_size) from None
+    worker.flush()
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
+        state = torch.get_rng_state()
+        job = worker.Job(world_size, backend, device, limit, directory, os.getpid(), state)
+        try:
+            return _run(job, fn, args, method, timeout is None, show)
+        except KeyboardInterrupt:
+            raise _interrupted(name, world_size) from None
 
 
 def pretend(
-    fn: Callable[..., Any], world_size: int, *args: Any, rank: int = 0, timeout: float | None = None
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None
 ) -> Any:
-    """Call `fn(*args)` in one process that takes itself for `rank` of `world_size` ranks.
+    """Call `fn(*args)` in one process that takes itself for rank 0 of `world_size` ranks.
 
     The world may be of any size: nothing of it is there. Use fake or meta tensors for what would
     not fit (`torch._subclasses.FakeTensorMode`). Returns what `fn` returns; tensors need data then.
-    Raises ValueError for a world or a rank that cannot be; RankError as `run` does.
+    Raises ValueError for a world that cannot be; RankError as `run` does.
     """
     check_whole(world_size=world_size)
-    check_whole(0, world_size - 1, rank=rank)
-    return run(_alone, 1, fn, world_size, rank, args, timeout=timeout, device="cpu")[0]
+    return run(_alone, 1, fn, world_size, args, timeout=timeout, device="cpu")[0]
 
 
-def _alone(fn: Callable[..., Any], world_size: int, rank: int, args: tuple[Any, ...]) -> Any:
+def _alone(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> Any:
     """Call `fn(*args)` in a process group whose other ranks do not exist.
 
     Its collectives return at once and move nothing, so what they return is not data. Shapes, sizes
@@ -207,7 +213,7 @@ def _alone(fn: Callable[..., Any], world_size: int, rank: int, args: tuple[Any, 
 
     dist.destroy_process_group()
     store = dist.HashStore()
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=store)
     return fn(*args)
 
 
@@ -223,39 +229,30 @@ def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
 
 
 def _run(
+    job: worker.Job,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    world_size: int,
-    timeout: float,
-    scaled: bool,
-    backend: str,
-    device: str,
     method: str,
+    scaled: bool,
     show: bool,
 ) -> list[Any]:
     """Start the ranks here, wait for them, end them; their results in rank order."""
-    worker.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
-        job = worker.Job(
-            world_size, backend, device, timeout, directory, os.getpid(), torch.get_rng_state()
-        )
-        starter = start.forked if method == "fork" else start.fresh
-        processes, lifeline = starter(job, fn, args)
-        patience = 0.0
-        try:
-            time_up = _wait(processes, timeout, scaled)
-            failed = any(p.report is None or p.report.failed for p in processes)
-            witnesses = _question(job, processes) if failed else []
-            patience = 0.0 if failed else 0.5
-        finally:
-            start.end(processes, lifeline, patience)
-            if show:
-                _show(job)
-        if failed:
-            raise RankError(*reversed(blame.explain(witnesses, time_up)))
-        if found := blame.disagreement(job):
-            raise RankError(*reversed(found))
-        return [_result(p.rank, p.report) for p in processes]
+    processes, lifeline = start.start(job, fn, args, method)
+    patience = 0.0
+    try:
+        time_up = _wait(processes, job.timeout, scaled)
+        failed = any(p.report is None or p.report.failed for p in processes)
+        witnesses = _question(job, processes) if failed else []
+        patience = 0.0 if failed else 0.5
+    finally:
+        start.end(processes, lifeline, patience)
+        if show:
+            _show(job)
+    if failed:
+        raise RankError(*reversed(blame.explain(witnesses, time_up)))
+    if found := blame.disagreement(job):
+        raise RankError(*reversed(found))
+    return [_result(p.report) for p in processes]
 
 
 def _check(fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method: Any) -> None:
@@ -283,36 +280,39 @@ def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float
 
     scaled: when `timeout` is over, add what it lacks on a slow machine, as for the start.
     """
-    limit, deadline, met, extend = worker.START, time.monotonic() + worker.START, False, True
-    while True:
-        if not met and all(p.met for p in processes):
-            limit, deadline, met, extend = timeout, time.monotonic() + timeout, True, scaled
-        pending = [p for p in processes if p.report is None]
-        left = deadline - time.monotonic()
-        if not pending:
-            return None
-        if left <= 0 and extend:
-            extend = False
-            deadline += limit * (min(slowdown(), worker.MAX_SLOWDOWN) - 1)
-            continue
-        if left <= 0:
-            return limit
-        # 50 ms: a death shows at the pipe at once, unless a helper of the rank's own holds it.
-        ready = connection.wait([p.status for p in pending], min(left, 0.05))
-        silent = {p.rank for p in pending if not _receive(p, ready)}
-        dead = [p for p in pending if p.rank in silent and p.exit_code() is not None]
-        failures = [p for p in processes if p.report and p.report.failed]
-        if not dead and not failures:
-            continue
-        # A failure. Causes may come after their consequences: give them a moment to show.
-        only_victims = not dead and all(p.report.victim for p in failures if p.report)
-        end = time.monotonic() + (_VICTIM_GRACE if only_victims else _GRACE)
-        while time.monotonic() < end:
-            for p in processes:
-                if p.report is None:
-                    _receive(p, connection.wait([p.status], 0.0))
-            time.sleep(0.01)
-        return None
+    for what, limit, extend in (("met", worker.START, True), ("report", timeout, scaled)):
+        deadline = time.monotonic() + limit
+        while not all(getattr(p, what) for p in processes):
+            left = deadline - time.monotonic()
+            if left <= 0 and extend:
+                extend = False
+                deadline += limit * (min(slowdown(), worker.MAX_SLOWDOWN) - 1)
+            elif left <= 0:
+                return limit
+            # 50 ms: a death shows at the pipe at once, unless a helper of the rank's own holds it.
+            elif _has_failed(processes, min(left, 0.05)):
+                return None
+    return None
+
+
+def _has_failed(processes: list[start.Process], seconds: float) -> bool:
+    """Hear what ranks say within so many seconds; return True if one has failed or died."""
+    pending = [p for p in processes if p.report is None]
+    ready = connection.wait([p.status for p in pending], seconds)
+    silent = [p for p in pending if not _receive(p, ready)]
+    dead = [p for p in silent if p.exit_code() is not None]
+    reports = [p.report for p in processes if p.report and p.report.failed]
+    if not dead and not reports:
+        return False
+    # Causes may come after their consequences: give them a moment to show.
+    only_victims = not dead and all(report.victim for report in reports)
+    end = time.monotonic() + (_VICTIM_GRACE if only_victims else _GRACE)
+    while time.monotonic() < end:
+        for p in processes:
+            if p.report is None:
+                _receive(p, connection.wait([p.status], 0.0))
+        time.sleep(0.01)
+    return True
 
 
 def _receive(process: start.Process, ready: list[Any]) -> bool:
@@ -347,11 +347,5 @@ def _show(job: worker.Job) -> None:
                 print(f"[rank {rank}] {line}")
 
 
-def _result(rank: int, report: worker.Report | None) -> Any:
-    assert report is not None
-    try:
-        return torch.load(io.BytesIO(report.value), "cpu", weights_only=False)
-    except Exception as error:
-        raise RankError(
-            f"rank {rank}'s result cannot be read here: {type(error).__name__}: {error}", [rank]
-        ) from None
+def _result(report: worker.Report) -> Any:
+    return torch.load(io.BytesIO(report.value), "cpu", weights_only=False)

@@ -46,20 +46,36 @@ def check_trained(module: nn.Module, group: dist.ProcessGroup) -> None:
         )
 
 
-def check_same(*groups: dist.ProcessGroup, **given: Any) -> None:
+def check_same(*groups: dist.ProcessGroup, wrong: str | None = None, **given: Any) -> None:
     """Raise ValueError, the same on all ranks, unless all were given the same: one exchange.
 
     For what is made once. It names the argument, and which ranks of the world gave what. Of a
     module the names, shapes and dtypes of its parameters count, of a dataclass its fields, of all
     else what `repr` says. groups: the ranks of one; or several groups of each rank, the axes of a
-    mesh: what one rank gave goes along each in turn, and so comes to all.
+    mesh: what one rank gave goes along each in turn, and so comes to all. wrong: what is wrong with
+    what this rank has, whatever the others have: then all of them say so.
     """
-    told: list[Any] = [(dist.get_rank(), parts(given))]
+    parts = {name: _parts(value) for name, value in given.items()}
+    told: list[Any] = [(dist.get_rank(), wrong, parts)]
     for group in groups:
         _, size = check_group(group)
         if size > 1 and dist.get_backend(group) != "fake":  # whose other ranks do not exist
             told = [one for each in gathered(told, group) for one in each]
-    compare(told)
+    for rank, problem, _ in told:
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}")
+    for name in given:
+        each = (gave.get(name, ()) for *_, gave in told)
+        for values in zip_longest(*each, fillvalue="no further one"):
+            if len(set(values)) > 1:
+                who: dict[str, list[int]] = {}
+                for (rank, *_), value in zip(told, values, strict=True):
+                    who.setdefault(value, []).append(rank)
+                has = ", ".join(
+                    f"{listed(sorted(ranks))} {'has' if len(ranks) == 1 else 'have'} {value}"
+                    for value, ranks in who.items()
+                )
+                raise ValueError(f"{name}: {has}; allowed is the same on all ranks")
 
 
 # What has been asked already: owner -> calls.
@@ -76,27 +92,6 @@ def check_same_once(owner: Any, call: str, *groups: dist.ProcessGroup, **given: 
         calls.add(call)
         with _disable_current_modes():
             check_same(*groups, **given)
-
-
-def parts(given: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What of each argument has to be the same, as `compare` takes it, in words that travel."""
-    return {name: _parts(value) for name, value in given.items()}
-
-
-def compare(told: Sequence[tuple[int, Mapping[str, list[str]]]]) -> None:
-    """The judgement of `check_same`, from what each rank told: its number, and its `parts`."""
-    for name in told[0][1]:
-        each = (gave.get(name, ()) for _, gave in told)
-        for values in zip_longest(*each, fillvalue="no further one"):
-            if len(set(values)) > 1:
-                who: dict[str, list[int]] = {}
-                for (rank, _), value in zip(told, values, strict=True):
-                    who.setdefault(value, []).append(rank)
-                has = ", ".join(
-                    f"{listed(sorted(ranks))} {'has' if len(ranks) == 1 else 'have'} {value}"
-                    for value, ranks in who.items()
-                )
-                raise ValueError(f"{name}: {has}; allowed is the same on all ranks")
 
 
 def _parts(value: Any) -> list[str]:

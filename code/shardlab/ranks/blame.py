@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +36,14 @@ class Witness:
     report: Report | None
     exit_code: int | None
     stack: Stack = field(default_factory=list)  # innermost first
-    calls: list[Call] = field(default_factory=list)  # the collectives that it entered
+    calls: list[Call] = field(default_factory=list)  # its log
     output: str = ""
     nccl: bool = False  # what moves its tensors
+
+    @property
+    def entered(self) -> list[Call]:
+        """The collectives that it entered."""
+        return [call for call in self.calls if call.name]
 
     @property
     def returned(self) -> bool:
@@ -86,16 +90,15 @@ class Witness:
 
     def ahead_of(self, other: Witness) -> bool:
         """Whether it entered a collective which `other` has to enter, and has not."""
-        mine = Counter(call.ranks for call in self.calls)
-        theirs = Counter(call.ranks for call in other.calls)
+        mine, theirs = (Counter(call.ranks for call in w.entered) for w in (self, other))
         groups = [ranks for ranks in mine if calls.has(ranks, other.rank)]
         return any(mine[group] > theirs[group] for group in groups)
 
     def place(self) -> str:
         """The user's line, in words; that of its last collective where its function is over."""
         frame = self.user_frame()
-        if frame is None and self.nccl and self.calls:
-            frame = _frame(self.calls[-1])
+        if frame is None and self.nccl and self.entered:
+            frame = _frame(self.entered[-1])
         return _place(frame)
 
 
@@ -106,27 +109,21 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
         path = job.file(kind, rank)
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
-    lines = map(Call.read, text("calls").split("\n"))
-    return Witness(
-        rank,
-        report,
-        exit_code,
-        stacks.read(text("stack")),
-        [call for call in lines if call and call.name],
-        text("out"),
-        job.by_nccl,
-    )
+    stack, log = stacks.read(text("stack")), calls.read(job.file("calls", rank))
+    return Witness(rank, report, exit_code, stack, log, text("out"), job.by_nccl)
 
 
 def disagreement(job: Job) -> tuple[list[int], str] | None:
     """The ranks at fault, and what they asked for, where all returned and yet did not agree."""
     paths = [job.file("calls", rank) for rank in range(job.world_size)]
-    for logs in calls.comparable([path.read_bytes() for path in paths]):
-        if parted := calls.parted(logs, job.by_nccl):
-            culprits, text = _told(logs, *parted)
-            end = "All ranks returned, but what this collective gave them may be garbage."
-            return culprits, f"{text}\n{end}"
-    return None
+    first = paths[0].read_bytes()
+    if all(path.read_bytes() == first for path in paths):
+        return None
+    parted = calls.parted([calls.read(path) for path in paths], job.by_nccl, returned=True)
+    if parted is None:
+        return None
+    culprits, text = _told(*parted)
+    return culprits, f"{text}\nAll ranks returned, but what it gave them may be garbage."
 
 
 def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int], str]:
@@ -137,25 +134,25 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
     within = f" within {timeout:g} s" if timeout is not None else ""
     if any(w.guilty for w in witnesses):
         return _own_failures(witnesses)
-    if parted := _parted_ways(witnesses):
-        return parted
+    if parted := calls.parted([w.calls for w in witnesses], witnesses[0].nccl):
+        return _told(*parted)
     waiting = [w for w in witnesses if _waits(w, witnesses)]
     absent = [w for w in witnesses if w not in waiting]
-    if waiting and absent:
+    if waiting:
         # With nccl logs tell for whom they wait, among those who do something else.
         behind = [w for w in absent if w.nccl and any(other.ahead_of(w) for other in waiting)]
         absent = behind or absent
-        texts = [_absence(w, len(witnesses), within) for w in absent]
-        for name, group in _grouped(waiting):
-            verb = "waits" if len(group) == 1 else "wait"
-            who = listed([w.rank for w in group]).capitalize()
-            texts.append(f"{who} {verb} for it in {name} at {group[0].place()}.")
-        return [w.rank for w in absent], "\n".join(texts)
-    if waiting:
-        return _circle(waiting, within)
-    absent = [w for w in absent if not w.returned]
+    else:
+        absent = [w for w in absent if not w.returned]
     texts = [_absence(w, len(witnesses), within) for w in absent]
-    return [w.rank for w in absent], "\n".join(texts)
+    if not absent:
+        all_of_them = f"the {len(waiting)} ranks did not come together{within}"
+        texts.append(f"{all_of_them}: every one waits for another.")
+    for name, group in _grouped(waiting):
+        who, one = listed([w.rank for w in group]).capitalize(), len(group) == 1
+        does = f"wait{'s' * one} for it" if absent else f"stand{'s' * one}"
+        texts.append(f"{who} {does} in {name} at {group[0].place()}.")
+    return [w.rank for w in absent or waiting], "\n".join(texts)
 
 
 def _own_failures(witnesses: list[Witness]) -> tuple[list[int], str]:
@@ -164,7 +161,7 @@ def _own_failures(witnesses: list[Witness]) -> tuple[list[int], str]:
     texts = [_own_failure(w, len(witnesses)) for w in guilty]
     rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
     if rest:
-        texts.append(f"{listed(rest).capitalize()} {_was(rest)} stopped.")
+        texts.append(f"{listed(rest).capitalize()} {'was' if len(rest) == 1 else 'were'} stopped.")
     return [w.rank for w in guilty], "\n".join(texts)
 
 
@@ -172,12 +169,7 @@ def _own_failure(w: Witness, total: int) -> str:
     head = f"rank {w.rank} of {total} "
     if w.raised:
         assert w.report is not None
-        if w.report.kind == "unsent":
-            return f"{head}finished, but {w.report.error}"
-        if w.report.kind == "exited":
-            head += f"called {w.report.error} instead of returning"
-        else:
-            head += f"raised {w.report.error}"
+        head += f"raised {w.report.error}"
         own = stacks.own(w.report.frames)
         lines = [f"  at {_place(frame[:3])}: {frame[3].strip()}" for frame in own[-4:]]
         return "\n".join([head, *lines])
@@ -189,27 +181,14 @@ def _own_failure(w: Witness, total: int) -> str:
     return head + (f", at {w.place()}." if w.user_frame() else ".")
 
 
-def _parted_ways(witnesses: list[Witness]) -> tuple[list[int], str] | None:
-    """The first collective at which the ranks of a group did not call the same thing."""
-    for group in sorted({call.ranks for w in witnesses for call in w.calls}):
-        members = calls.members(group, len(witnesses))
-        logs = {r: [call for call in witnesses[r].calls if call.ranks == group] for r in members}
-        if parted := calls.parted(logs, witnesses[0].nccl):
-            return _told(logs, *parted)
-    return None
-
-
-def _told(
-    logs: Mapping[int, list[Call]], index: int, camps: list[list[int]]
-) -> tuple[list[int], str]:
-    """Who parted ways with the others at place `index` of a group's logs, and in what words."""
-    firsts = [logs[camp[0]][index] for camp in camps]
+def _told(place: int, camps: list[list[int]], firsts: list[Call]) -> tuple[list[int], str]:
+    """Who parted ways with the others at a place of a group's logs, and in what words."""
     more = len({(call.name, call.sizes) for call in firsts}) == 1
     texts = []
     for camp, call in zip(camps, firsts, strict=True):
         given = ", ".join(word for word in (call.sizes, call.told if more else "") if word)
         texts.append(f"{listed(camp)} called {call.name}({given}) at {_place(_frame(call))}")
-    head = f"the ranks parted ways at their collective number {index + 1}: "
+    head = f"the ranks parted ways at their collective number {place + 1}: "
     rule = "Every rank of a group calls the same collectives, in the same order, types and sizes."
     return camps[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
 
@@ -232,20 +211,10 @@ def _absence(w: Witness, total: int, within: str) -> str:
     return f"rank {w.rank} of {total} did not finish{within}{where}."
 
 
-def _circle(waiting: list[Witness], within: str) -> tuple[list[int], str]:
-    """All ranks wait: for one another."""
-    head = f"the {len(waiting)} ranks did not come together{within}"
-    texts = [f"{head}: every one waits for another."]
-    for name, group in _grouped(waiting):
-        who = listed([w.rank for w in group]).capitalize()
-        texts.append(f"{who} stood in {name} at {group[0].place()}.")
-    return [w.rank for w in waiting], "\n".join(texts)
-
-
 def _grouped(witnesses: list[Witness]) -> list[tuple[str, list[Witness]]]:
     groups: dict[tuple[str, str], list[Witness]] = {}
     for w in witnesses:
-        entered = w.calls[-1].name if w.nccl and w.calls else "a collective"
+        entered = w.entered[-1].name if w.nccl and w.entered else "a collective"
         groups.setdefault((w.collective() or entered, w.place()), []).append(w)
     return [(name, group) for (name, _), group in groups.items()]
 
@@ -275,7 +244,3 @@ def listed(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _was(ranks: list[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"

@@ -7,10 +7,10 @@ garbage, without an error. What ranks asked for stands in their logs alone, a li
 from __future__ import annotations
 
 import inspect
+import json
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -54,12 +54,6 @@ class Call:
     line: str = "0"
     function: str = ""
 
-    @classmethod
-    def read(cls, text: str) -> Call | None:
-        """What `written` made the line `text` of; None of one that was cut short."""
-        words = text.split("\t")
-        return cls(*words) if len(words) == len(fields(cls)) else None
-
     def written(self) -> str:
         """Its line in the log."""
         return "\t".join(astuple(self)) + "\n"
@@ -69,16 +63,21 @@ class Call:
         return self.sizes.partition("[")[0]
 
 
+def read(path: Path) -> list[Call]:
+    """The log of a rank, without a last line that was cut short."""
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    lines = (line.split("\t") for line in text.split("\n"))
+    return [Call(*words) for words in lines if len(words) == len(fields(Call))]
+
+
 def members(ranks: str, world_size: int) -> list[int]:
     """The ranks of a group, from how the log names them."""
-    return (
-        list(range(world_size)) if ranks == "all" else [int(n) for n in re.findall(r"\d+", ranks)]
-    )
+    return list(range(world_size)) if ranks == "all" else json.loads(ranks)
 
 
 def has(ranks: str, rank: int) -> bool:
     """Whether `rank` is in a group, from how the log names it."""
-    return ranks == "all" or rank in members(ranks, 0)
+    return rank in members(ranks, rank + 1)
 
 
 def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
@@ -106,40 +105,30 @@ def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
     return [sorted(calls)]
 
 
-def parted(logs: Mapping[int, list[Call]], nccl: bool) -> tuple[int, list[list[int]]] | None:
-    """The first place in the logs of a group at which its ranks disagree, and their camps there."""
-    for index in range(max(map(len, logs.values()), default=0)):
-        calls = {rank: log[index] for rank, log in logs.items() if index < len(log)}
-        if len(found := camps(calls, nccl)) > 1:
-            return index, found
-    return None
+def parted(
+    logs: Sequence[list[Call]], nccl: bool, returned: bool = False
+) -> tuple[int, list[list[int]], list[Call]] | None:
+    """The first place in a group's logs at which its ranks disagree, their camps, a call of each.
 
-
-def comparable(texts: list[bytes]) -> list[dict[int, list[Call]]]:
-    """By group, the logs of ranks that all returned, where they differ and can be told apart.
-
-    Where they do not even name the same collectives, and yet nobody waits, some were called past
-    the log: of that group nothing can be told. Nor can it behind one that raised and was caught, or
-    where ranks made a world of their own, whose numbers are others.
+    returned: all ranks did. Where the ranks of a group do not even name the same collectives, and
+    yet nobody waits, some were called past the log: of that group nothing can be told. Nor can it
+    where one raised and was caught, or where ranks made a world of their own, with other numbers.
     """
-    if all(text == texts[0] for text in texts):
-        return []
-    lines: list[dict[str, list[str]]] = [{} for _ in texts]
-    for text, mine in zip(texts, lines, strict=True):
-        for line in text.decode("utf-8", "replace").split("\n")[:-1]:
-            mine.setdefault(line.partition("\t")[0], []).append(line)
-    groups = sorted(set().union(*lines))
-    found = []
-    for group in groups if "" not in groups else []:
-        inside = {rank: lines[rank].get(group, []) for rank in members(group, len(texts))}
-        first = next(iter(inside.values()))
-        if all(mine == first for mine in inside.values()):
+    groups = {call.ranks for log in logs for call in log}
+    if returned and "" in groups:
+        return None
+    for group in sorted(groups - {""}):
+        ranks = members(group, len(logs))
+        inside = {rank: [call for call in logs[rank] if call.ranks == group] for rank in ranks}
+        orders = {tuple((call.group, call.name) for call in log) for log in inside.values()}
+        if returned and (len(orders) > 1 or any(not name for _, name in orders.pop())):
             continue
-        logs = {rank: [Call.read(line) for line in mine] for rank, mine in inside.items()}
-        orders = {tuple(c and (c.group, c.name) for c in mine) for mine in logs.values()}
-        if len(orders) == 1 and all(c and c.name for mine in logs.values() for c in mine):
-            found.append(logs)
-    return found
+        named = {rank: [call for call in log if call.name] for rank, log in inside.items()}
+        for place in range(max(map(len, named.values()))):
+            calls = {rank: log[place] for rank, log in named.items() if place < len(log)}
+            if len(found := camps(calls, nccl)) > 1:
+                return place, found, [calls[camp[0]] for camp in found]
+    return None
 
 
 def log(path: Path) -> None:

@@ -31,9 +31,9 @@ _HEAD = re.compile(r"^(?:Current thread|Thread|Stack) .*\(most recent call first
 _LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
-def await_dumps(files: list[Path], patience: float = 1.0) -> None:
-    """Return when ranks have written their stacks, each into its file."""
-    deadline = time.monotonic() + patience
+def await_dumps(files: list[Path]) -> None:
+    """Return when ranks have written their stacks, each into its file, or after a second."""
+    deadline = time.monotonic() + 1.0
     before: list[int] = []
     sizes = [_size(file) for file in files]
     while time.monotonic() < deadline and (sizes != before or 0 in sizes):

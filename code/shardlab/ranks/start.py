@@ -1,7 +1,7 @@
 """Starting ranks, and ending them.
 
-`forked` takes 0.1 s for four ranks and can run a function that exists only in a notebook's memory.
-`fresh` starts new interpreters, which takes seconds, and is the way once the caller holds a CUDA
+A fork takes 0.1 s for four ranks and can run a function that exists only in a notebook's memory.
+Fresh ranks are new interpreters, which takes seconds, and are the way once the caller holds a CUDA
 context, which does not survive a fork.
 """
 
@@ -12,7 +12,6 @@ import importlib
 import io
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -22,20 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from shardlab.common import gpu
 
 from . import worker
-
-_FRESH = """
-import sys
-sys.path[:] = {path!r}
-from shardlab.ranks import worker
-worker.fresh({directory!r}, {rank}, {status}, {lifeline})
-"""
 
 
 @dataclass
@@ -85,29 +77,6 @@ def gpus_survive_fork() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def forked(
-    job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[list[Process], int]:
-    """Fork the ranks of `job`; return them and the lifeline's writing end."""
-
-    def start(rank: int, status: int, lifeline: int, others: list[int]) -> int:
-        pid = _fork()
-        if pid:
-            return pid
-        try:
-            for descriptor in others:
-                os.close(descriptor)
-            gc.freeze()
-            connection = Connection(status, readable=False)
-            worker.serve(rank, job, lambda: (fn, args), connection, lifeline)
-        except BaseException:  # a rank must never return into the caller's code
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-
-    return _start_all(job, start)
-
-
 def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """`fn` and `args` for a process that knows nothing of them; TypeError if they cannot travel."""
     # Not at the top: forked ranks do without it.
@@ -133,43 +102,21 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def fresh(
-    job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...]
+def start(
+    job: worker.Job, fn: Callable[..., Any], args: tuple[Any, ...], method: str
 ) -> tuple[list[Process], int]:
-    """Start the ranks of `job` as new interpreters; return them and the lifeline's writing end."""
-    torch.save((job, packed(fn, args), sys.path), job.file("job"))
-
-    def start(rank: int, status: int, lifeline: int, others: list[int]) -> int:
-        code = _FRESH.format(
-            path=sys.path,
-            directory=job.directory,
-            rank=rank,
-            status=status,
-            lifeline=lifeline,
-        )
-        # Until the rank has redirected its own output, what it says goes where it will write later.
-        with open(job.file("out", rank), "ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(status, lifeline),
-            )
-        process.returncode = 0  # this module reaps it, Popen shall not
-        return process.pid
-
-    return _start_all(job, start)
-
-
-def _start_all(job: worker.Job, start: Callable[..., int]) -> tuple[list[Process], int]:
+    """Start the ranks of `job`, "fork" or "fresh"; return them and the lifeline's writing end."""
+    if method == "fresh":
+        torch.save((job, packed(fn, args), sys.path), job.file("job"))
     reading, writing = os.pipe()
     processes: list[Process] = []
     try:
         for rank in range(job.world_size):
             ours, theirs = os.pipe()
-            others = [writing, ours, *(p.status.fileno() for p in processes)]
-            pid = start(rank, theirs, reading, others)
+            if not (pid := _fork()):
+                for descriptor in (writing, ours, *(p.status.fileno() for p in processes)):
+                    os.close(descriptor)
+                _become(rank, job, fn, args, method, theirs, reading)
             os.close(theirs)
             processes.append(Process(rank, pid, Connection(ours, writable=False)))
     except BaseException:
@@ -178,6 +125,39 @@ def _start_all(job: worker.Job, start: Callable[..., int]) -> tuple[list[Process
     finally:
         os.close(reading)
     return processes, writing
+
+
+def _become(
+    rank: int,
+    job: worker.Job,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    method: str,
+    status: int,
+    lifeline: int,
+) -> NoReturn:
+    """In the process that was forked: be the rank, here or as a new interpreter."""
+    try:
+        if method == "fork":
+            gc.freeze()
+            connection = Connection(status, readable=False)
+            worker.serve(rank, job, lambda: (fn, args), connection, lifeline)
+        # Until the rank has redirected its own output, what it says goes where it will write later.
+        output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        low, high = sorted((status, lifeline))
+        for ends in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(*ends)  # whatever a library has opened
+        for descriptor in (status, lifeline):
+            os.set_inheritable(descriptor, True)
+        call = f"{job.directory!r}, {rank}, {status}, {lifeline}"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from shardlab.ranks import worker; "
+        os.execv(sys.executable, [sys.executable, "-c", f"{code}worker.fresh({call})"])
+    except BaseException:  # a rank must never return into the caller's code
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def end(processes: list[Process], lifeline: int, patience: float = 0.0) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import pickle
 import sys
@@ -111,29 +110,24 @@ def _end_all() -> None:
     _next_run().set("job", b"")
     _await_all()
     _, total = world()
-    limit = time.monotonic() + _GRACE
-    while (left := 1 + _store().add("left", 0)) < total:  # the store may be ours: we go last
-        if time.monotonic() > limit:
-            # With the status 0 torchrun would wait for them.
-            print(f"{total - left} of torchrun's {total} processes hang.", file=sys.stderr)
-            worker.flush()
-            os._exit(1)
-        time.sleep(0.005)
+    _arrive(_store(), "left", total)
+    try:
+        _store().wait(["all left"], timedelta(seconds=_GRACE))  # the store may be ours: we go last
+    except dist.DistStoreError:
+        # With the status 0 torchrun would wait for them.
+        hang = total - _store().add("left", 0)
+        print(f"{hang} of torchrun's {total} processes hang.", file=sys.stderr)
+        worker.flush()
+        os._exit(1)
+
+
+def _arrive(store: dist.Store, what: str, total: int) -> None:
+    """Count this process among `total`; the last of them sets the key `all …`."""
+    if store.add(what, 1) == total:
+        store.set(f"all {what}", b"")
 
 
 # Values of any size in a store of torch's.
-
-
-def _saved(value: Any) -> bytes:
-    """`value`, as torch writes it."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _loaded(data: bytes) -> Any:
-    """What `_saved` made bytes of; tensors come back on the CPU."""
-    return torch.load(io.BytesIO(data), "cpu", weights_only=False)
 
 
 def _put(store: dist.Store, key: str, data: bytes) -> None:
@@ -172,16 +166,16 @@ def run_joined(
     _await_all()
     store = _next_run()
     _put(store, "call", call)
-    store.set("job", _saved(job))
+    store.set("job", pickle.dumps(job))
     _meet(store, job)
     limit = time.monotonic() + job.timeout + _GRACE
     _take_part(store, job, 0)
     # A rank that died is torchrun's to notice: it ends the others, and says which one it was.
-    while not store.check(["all"]) and time.monotonic() < limit:
+    while not store.check(["all reported"]) and time.monotonic() < limit:
         if store.check([_FAILED]):
             limit = min(limit, time.monotonic() + _GRACE)
         time.sleep(0.005)
-    if store.check(["all"]):
+    if store.check(["all reported"]):
         _drop(store, "call")
     reports = [_report_of(store, rank) for rank in range(job.world_size)]
     store.set("heard", b"")
@@ -194,21 +188,20 @@ def _report_of(store: dist.Store, rank: int) -> worker.Report | None:
         return None
     data = _take(store, name)
     _drop(store, name)
-    return _loaded(data)
+    return pickle.loads(data)
 
 
 @cache
 def _await_all() -> None:
     """Wait until all processes have come to their first run."""
     _, total = world()
-    limit = time.monotonic() + _ARRIVAL
-    while (there := 1 + _store().add("here", 0)) < total:
-        if time.monotonic() > limit:
-            raise RuntimeError(
-                f"{there} of torchrun's {total} processes came to a run within {_ARRIVAL:g} s: "
-                "all of them have to"
-            )
-        time.sleep(0.005)
+    _arrive(_store(), "here", total)
+    try:
+        _store().wait(["all here"], timedelta(seconds=_ARRIVAL))
+    except dist.DistStoreError:
+        there = f"{_store().add('here', 0)} of torchrun's {total} processes"
+        words = f"{there} came to a run within {_ARRIVAL:g} s: all of them have to"
+        raise RuntimeError(words) from None
 
 
 # What every other process does.
@@ -216,16 +209,16 @@ def _await_all() -> None:
 
 def _serve() -> None:
     """Be a rank of every run of process 0 that has one for this process, until process 0 ends."""
-    rank, _ = world()
-    _store().add("here", 1)
+    rank, total = world()
+    _arrive(_store(), "here", total)
     while True:
         store = _next_run()
         store.wait(["job"], _FOR_EVER)
         order = store.get("job")
         if not order:
-            _store().add("left", 1)
+            _arrive(_store(), "left", total)
             return
-        job = _loaded(order)
+        job = pickle.loads(order)
         if rank < job.world_size:
             _meet(store, job)
             report = _take_part(store, job, rank)
@@ -261,19 +254,17 @@ def _meet(store: dist.Store, job: worker.Job) -> None:
     if job.device == "cpu":
         return
     worker.use_gpu(int(os.environ["LOCAL_RANK"]))
-    if store.add("met", 1) == job.world_size:
-        store.set("all met", b"")
+    _arrive(store, "met", job.world_size)
     store.wait(["all met"], timedelta(seconds=worker.START))
 
 
 def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     """Be `rank` of one run, and leave its report in the store."""
     report = _reported(store, job, rank)
-    _put(store, f"report{rank}", _saved(report))
+    _put(store, f"report{rank}", pickle.dumps(report))
     if report.failed:
         store.set(_FAILED, b"")
-    if store.add("reported", 1) == job.world_size:
-        store.set("all", b"")
+    _arrive(store, "reported", job.world_size)
     return report
 
 

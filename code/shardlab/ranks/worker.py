@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,16 +70,15 @@ class Job:
 class Report:
     """What a rank sends to the caller when it is done, one way or the other."""
 
-    kind: Literal["returned", "raised", "exited", "unsent"]  # unsent: its result cannot be sent
     value: bytes = b""
-    error: str = ""  # "ValueError: boom"
+    error: str = ""  # "ValueError: boom"; "" where it returned
     frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
     victim: bool = False  # a neighbour's failure seen from here
 
     @property
     def failed(self) -> bool:
-        """Its function, or what it returned, is no result."""
-        return self.kind != "returned"
+        """Whether it raised, or its result cannot be sent."""
+        return self.error != ""
 
 
 def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> None:
@@ -136,7 +135,6 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     torch.set_rng_state(job.rng_state)
     # torch 2.13 renames collectives; the old names are the ones that every supported torch knows.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    _print_instead_of_display()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -205,10 +203,9 @@ def _returned(value: Any) -> Report:
 
         torch.save(value, buffer, pickle_module=cloudpickle)
     except Exception as error:
-        what = f"{type(value).__module__}.{type(value).__qualname__}"
-        message = f"its result, a {what}, cannot be sent to the caller: {_describe(error)}"
-        return Report("unsent", error=message)
-    return Report("returned", buffer.getvalue())
+        what = f"its result, a {type(value).__qualname__}"
+        return _raised(TypeError(f"{what}, cannot be sent to the caller: {_describe(error)}"))
+    return Report(buffer.getvalue())
 
 
 def _raised(error: BaseException) -> Report:
@@ -216,13 +213,10 @@ def _raised(error: BaseException) -> Report:
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
     text = _describe(error)
     victim = isinstance(error, RuntimeError) and any(w in text.lower() for w in VICTIM_WORDS)
-    kind = "exited" if isinstance(error, SystemExit) else "raised"
-    return Report(kind, error=text, frames=frames, victim=victim)
+    return Report(error=text, frames=frames, victim=victim)
 
 
 def _describe(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"sys.exit({'' if error.code is None else repr(error.code)})"
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
@@ -233,20 +227,8 @@ def flush() -> None:
             stream.flush()
 
 
-def _print_instead_of_display() -> None:
-    """A forked notebook kernel must not answer the notebook: show its text, as a script would."""
-    kernel = sys.modules.get("IPython")
-    shell = kernel.get_ipython() if kernel else None
-    if shell is not None:
-
-        def publish(data: dict[str, Any], *_: Any, **__: Any) -> None:
-            print(data.get("text/plain", ""))
-
-        shell.display_pub.publish = publish
-
-
 def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:
-    """Entry of a rank that starts as a fresh process (see `start.fresh`)."""
+    """Entry of a rank that starts as a fresh process (see `start.start`)."""
     job, payload, paths = torch.load(Path(directory, "job"), weights_only=False)
     sys.path[:] = paths
     serve(rank, job, lambda: pickle.loads(payload), Connection(status, readable=False), lifeline)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
@@ -146,8 +147,8 @@ def box(
 
 
 def _fill(axes: Axes, outlines: dict[str, list[Corners]]) -> None:
-    for color in sorted(outlines, key=lambda color: color == KIND_COLORS["W"]):
-        paths = [Path([*corners, corners[0]], closed=True) for corners in outlines[color]]
+    for color, shapes in outlines.items():
+        paths = [Path([*corners, corners[0]], closed=True) for corners in shapes]
         # The same edge on light pages and dark ones: it has to part one box from the next.
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), fc=color, ec="#222222", lw=0.5))
 
@@ -167,10 +168,8 @@ def _number(axes: Axes, x: float, y: float, wide: float, span: Span, chunks: int
 
 def shade(kind: str, chunk: int = 0, chunks: int = 1) -> str:
     """The colour of a pass: that of its kind, the lighter, the later its chunk."""
-    color = KIND_COLORS[kind]
     white = 0.6 * chunk / max(1, chunks - 1)
-    mixed = (round(int(color[i : i + 2], 16) * (1 - white) + 255 * white) for i in (1, 3, 5))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+    return to_hex([part * (1 - white) + white for part in to_rgb(KIND_COLORS[kind])])
 
 
 def _ends(timeline: Timeline) -> tuple[float, float]:

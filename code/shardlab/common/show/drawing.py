@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -32,8 +33,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 def on(color: str) -> str:
     """Black or white, whichever reads better on `color` (relative luminance, WCAG 2.1)."""
-    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from shardlab.common import gpu
@@ -31,11 +32,13 @@ def machine() -> list[tuple[str, str]]:
         facts.append(("multiprocessors", str(one.multi_processor_count)))
     if facts:
         return facts
-    facts = [("GPU", "none"), ("processor", processor()), ("cores", str(os.cpu_count()))]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        facts.append(("memory", f"{memory / 1e9:.1f} GB"))
-    return [*facts, ("vector instructions", torch.backends.cpu.get_cpu_capability())]
+    return [
+        ("GPU", "none"),
+        ("processor", processor()),
+        ("cores", str(os.cpu_count())),
+        ("memory", f"{psutil.virtual_memory().total / 1e9:.1f} GB"),
+        ("vector instructions", torch.backends.cpu.get_cpu_capability()),
+    ]
 
 
 def processor() -> str:

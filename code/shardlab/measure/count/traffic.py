@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch._dynamo  # the first operation under a dispatch mode needs it: once here, not per rank
 import torch.distributed as dist
@@ -146,13 +146,7 @@ def sent() -> Iterator[Sent]:
 def wire_bytes() -> int | None:
     """Bytes transmitted so far on the loopback interface, by every process of this machine.
 
-    None where the operating system keeps no such file (it is Linux's). Source: proc(5), net/dev.
+    None where the operating system knows no interface of that name, lo: it is Linux's.
     """
-    table = Path("/proc/net/dev")
-    if not table.exists():
-        return None
-    for line in table.read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])  # the ninth column: transmitted bytes
-    return None
+    loopback = psutil.net_io_counters(pernic=True).get("lo")
+    return None if loopback is None else loopback.bytes_sent

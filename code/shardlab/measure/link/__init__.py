@@ -22,6 +22,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from shardlab.common import gpu
 from shardlab.common.arguments import check_number
 from shardlab.ranks import check_group
 
-from .wire import Helper, Moment, Wire
+from .wire import Moment, Wire
 
 _numbers = itertools.count()
 _NOTES = 2**30  # the tag of notes about messages of a GPU, which leave when the stream is so far
@@ -133,7 +134,8 @@ class SlowGroup(dist.ProcessGroup):
         # What the wire carried: collective, bytes, and when it was called (on a GPU: when its data
         # was there), begun and over, in seconds of time.monotonic(). For timelines.
         self.log: list[tuple[str, int, float, float, float]] = []
-        self._finisher, self._announcer = Helper(), Helper()
+        # Threads that do one thing after another, as wires do.
+        self._finisher, self._announcer = (ThreadPoolExecutor(max_workers=1) for _ in range(2))
 
     @property
     def group_name(self) -> str:
@@ -152,7 +154,7 @@ class SlowGroup(dist.ProcessGroup):
         return self
 
     def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
-        """Fill `future` when `work` is over; one thread does so for all, in order, as wires do."""
+        """Fill `future` when `work` is over; one thread does so for all, in order."""
 
         def finish() -> None:
             try:
@@ -161,7 +163,7 @@ class SlowGroup(dist.ProcessGroup):
             except Exception as error:
                 future.set_exception(error)
 
-        self._finisher.do(finish)
+        self._finisher.submit(finish)
 
     def _collective(self, name: str, operation: str, sized: int | None, *args: Any) -> _Held:
         """Begin `operation` by the carrier's method `name`; the wire is busy for the ring's time.
@@ -199,7 +201,7 @@ class SlowGroup(dist.ProcessGroup):
         ready = Moment(tensors)
         over = self._wire.line_up(ready, seconds, begun)
         if not ready.known:
-            self._announcer.do(over)  # the other side may ask before this host does
+            self._announcer.submit(over)  # the other side may ask before this host does
 
         def due() -> float:
             end = over()

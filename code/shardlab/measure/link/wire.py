@@ -6,7 +6,6 @@ the data: the clock starts when the stream comes to the operation, which nobody 
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
@@ -96,22 +95,3 @@ class Wire:
         begin = max(load.ready(), self._free)
         load.end = self._free = begin + load.seconds
         load.begun(begin, load.end)
-
-
-class Helper:
-    """A thread, started when it is first needed, that does one thing after another."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self._started = False
-
-    def do(self, call: Callable[[], Any]) -> None:
-        """Call it there."""
-        self._queue.put(call)
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._queue.get()()

@@ -419,7 +419,7 @@ def test_a_notebook_stays_usable_after_every_failure():
         "import os, time, torch, torch.distributed as dist\n"
         "from shardlab.ranks import run\n"
         "x = torch.rand(512, 512); (x @ x).sum()\n"  # warms OpenMP up before the first fork
-        "def good():\n    dist.barrier(); print('fine'); return dist.get_rank()",
+        "def good():\n    dist.barrier(); display('fine'); return dist.get_rank()",
         "run(good, 2)",
         "def bad():\n    if dist.get_rank() == 1:\n        raise ValueError('boom')\n    good()\n"
         "run(bad, 2)",
@@ -432,7 +432,7 @@ def test_a_notebook_stays_usable_after_every_failure():
     nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     for index in (1, 3, 6):
-        assert outputs[index][0]["text"] == "[rank 0] fine\n[rank 1] fine\n"
+        assert outputs[index][0]["text"] == "[rank 0] 'fine'\n[rank 1] 'fine'\n"
         assert outputs[index][1]["data"]["text/plain"] == "[0, 1]"
     texts = ["".join(out[-1].get("traceback", [])) if out else "" for out in outputs]
     # The message alone, without the launcher's frames, and with the reader's own line.

@@ -135,6 +135,7 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     torch.set_rng_state(job.rng_state)
     # torch 2.13 renames collectives; the old names are the ones that every supported torch knows.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    _print_instead_of_display()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -225,6 +226,18 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
+
+
+def _print_instead_of_display() -> None:
+    """A forked notebook kernel must not answer the notebook: show its text, as a script would."""
+    kernel = sys.modules.get("IPython")
+    shell = kernel.get_ipython() if kernel else None
+    if shell is not None:
+
+        def publish(data: dict[str, Any], *_: Any, **__: Any) -> None:
+            print(data.get("text/plain", ""))
+
+        shell.display_pub.publish = publish
 
 
 def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:

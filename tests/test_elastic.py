@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
 import time
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,40 +49,33 @@ class Agent:
     """A call in a fork of this process, whose output lies in a file."""
 
     def __init__(self, call, log: Path, environment: dict[str, str] | None = None):
-        self.log, self.status = log, None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(file, 1), os.dup2(file, 2)
-                sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
-                os.environ.update(environment or {})
-                status = call()
-            except SystemExit as end:
-                status = end.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(status if isinstance(status, int) else 0)
+        self.log = log
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=logged, args=(call, log, environment or {}))
+        self.process.start()
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        os.kill(self.process.pid, number)
 
     def wait(self) -> int:
         """Its exit status."""
         wait_for(self.ended)
-        return self.status
+        return self.process.exitcode
 
     def ended(self) -> bool:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status is not None
+        return self.process.exitcode is not None
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
+
+
+def logged(call, log: Path, environment: dict[str, str]) -> None:
+    """In a fork: end with the status that `call` returns."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1), os.dup2(file, 2)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    sys.exit(call())
 
 
 def wait_for(done) -> None:
@@ -116,7 +109,7 @@ def start(tmp_path):
     yield start
     for agent in agents:
         with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(agent.pid).children(recursive=True)
+            started = psutil.Process(agent.process.pid).children(recursive=True)
             for process in started if not agent.ended() else []:
                 process.kill()
         if not agent.ended():
@@ -381,7 +374,7 @@ def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
 
 def addresses(agent: Agent) -> set[str]:
     """Where it listens."""
-    found = psutil.Process(agent.pid).net_connections("tcp")
+    found = psutil.Process(agent.process.pid).net_connections("tcp")
     return {one.laddr.ip for one in found if one.status == "LISTEN"}
 
 

@@ -1,4 +1,4 @@
-"""The ledger of tensors against models that are really built and really cut; stages and chunks."""
+"""The ledger against models that are really built and cut; stages; what a model is made of."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab import experts, memory, pipeline, ranks, sequence_parallel, tensor_parallel
+from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.model import GPT
-from shardlab.layout import Layout, ledger, stages, structure
+from shardlab.layout import SCHEDULES, Layout, ledger, stages, structure
 from shardlab.layout.stages import held
+from shardlab.layout.structure import Core, own_config
+from shardtools import strategy
 
 GATED = Config(
     96, 16, 3, 4, 32, 2, 48, "swiglu", "rms", False, False,
@@ -33,16 +37,12 @@ SHAPES["latent"] = replace(SHAPES["rms"], latent=16, query_latent=20, rotary=4, 
 SHAPES["latent keys"] = replace(SHAPES["latent"], query_latent=None, norm="layer")
 
 
-def on_meta(config: Config) -> GPT:
-    with torch.device("meta"):
-        return GPT(config)
-
-
 @pytest.mark.parametrize("config", [*SHAPES.values(), *PRESETS.values()], ids=[*SHAPES, *PRESETS])
-def test_names_shapes_order_and_ties_are_the_model_s(config: Config) -> None:
+def test_names_shapes_order_ties_and_counts_are_the_model_s(config: Config) -> None:
     if config.layers > 12:
         config = replace(config, layers=2, dense_layers=min(1, config.dense_layers))
-    model = on_meta(config)
+    with torch.device("meta"):
+        model = GPT(config)
     found = {entry.name: entry for entry in ledger(config)}
     named = dict(model.named_parameters(remove_duplicate=False))
     assert {name: entry.shape for name, entry in found.items()} == {
@@ -57,6 +57,13 @@ def test_names_shapes_order_and_ties_are_the_model_s(config: Config) -> None:
         if entry.along:  # the size that a degree has to divide
             assert entry.units == getattr(config, entry.along)
             assert entry.shape[entry.tp] % entry.units == 0
+    counted = structure(config)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert counted.total == sum(sizes.values())
+    own = sum(size for name, size in sizes.items() if ".experts." in name)  # a token meets a few
+    others = config.experts - config.experts_per_token
+    assert counted.active == counted.total - own * others // max(1, config.experts)
+    assert counted.own == own_config(counted, run=True) == config
 
 
 def cut(config: Config) -> dict[str, tuple]:
@@ -64,17 +71,6 @@ def cut(config: Config) -> dict[str, tuple]:
     model = tensor_parallel.parallelize(GPT(config), dist.group.WORLD)
     found, words = tensor_parallel.cuts(model), tensor_parallel.states.words(model)
     return {n: (tuple(p.shape), found[n], words[n]) for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", [*SHAPES])
-def test_a_tensor_group_cuts_what_the_ledger_says(name: str) -> None:
-    config = SHAPES[name]
-    for mine in ranks.run(cut, 2, config, device="cpu"):
-        entries = [entry for entry in ledger(config) if not entry.tied]
-        assert list(mine) == [entry.name for entry in entries]
-        for entry in entries:
-            word = "I" if entry.tp is None else "V"
-            assert mine[entry.name] == (entry.local(2), entry.tp, word)
 
 
 def seen_partly(config: Config) -> list[str]:
@@ -86,30 +82,34 @@ def seen_partly(config: Config) -> list[str]:
     return [name for name, p in model.named_parameters() if id(p) in some]
 
 
-@pytest.mark.parametrize("name", ["plain", "untied", "rms", "qk norm", "latent", "latent keys"])
-def test_sequence_parallelism_sees_in_parts_what_the_ledger_says(name: str) -> None:
-    config = SHAPES[name]
-    for mine in ranks.run(seen_partly, 2, config, device="cpu"):
-        assert mine == [entry.name for entry in ledger(config) if entry.partly]
-
-
 def dealt(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a rank has of a model with experts, and whether these are its own."""
     model = experts.parallelize(GPT(config), dist.group.WORLD)
     own = {id(parameter) for parameter in experts.own_parameters(model)}
     return {n: (tuple(p.shape), id(p) in own) for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", ["experts", "mixed"])
-def test_experts_are_dealt_out_as_the_ledger_says(name: str) -> None:
-    config = SHAPES[name]
-    (alone,) = stages(config)
-    for rank, mine in enumerate(ranks.run(dealt, 2, config, device="cpu")):
-        entries = held(config, alone, 2, rank)
-        want = sorted((entry.shape, entry.expert is not None) for entry in entries)
-        assert sorted(mine.values()) == want
-        assert sum(own for _, own in mine.values()) * 2 == sum(
-            entry.expert is not None for entry in ledger(config)
-        )
+def really_cut() -> list[tuple]:
+    """Each shape on this rank, cut in each way that it can be."""
+    return [(cut(c), dealt(c)) if c.experts else (cut(c), seen_partly(c)) for c in SHAPES.values()]
+
+
+def test_models_that_are_really_cut_are_as_the_ledger_says() -> None:
+    for rank, found in enumerate(ranks.run(really_cut, 2, device="cpu")):
+        for config, (mine, other) in zip(SHAPES.values(), found, strict=True):
+            entries = [entry for entry in ledger(config) if not entry.tied]
+            assert list(mine) == [entry.name for entry in entries]
+            for entry in entries:
+                word = "I" if entry.tp is None else "V"
+                assert mine[entry.name] == (entry.local(2), entry.tp, word)
+            if not config.experts:
+                assert other == [entry.name for entry in ledger(config) if entry.partly]
+                continue
+            held_here = held(config, stages(config)[0], 2, rank)
+            want = sorted((entry.shape, entry.expert is not None) for entry in held_here)
+            assert sorted(other.values()) == want
+            own = sum(own for _, own in other.values())
+            assert own * 2 == sum(entry.expert is not None for entry in entries)
 
 
 @given(
@@ -121,7 +121,7 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
     name = name if pp > 1 else "1f1b"
     config = Config(layers=pp * v * each, experts=2, dense_layers=min(dense, pp * v * each - 1))
     found = stages(config, pp, "equal", name, v)
-    numbers = sorted(layer for stage in found for chunk in stage.chunks for layer in chunk)
+    numbers = sorted(layer for stage in found for layer in stage.numbers)
     assert numbers == list(range(config.layers))
     first, model = range(config.dense_layers), structure(config)
     for stage in found:
@@ -152,3 +152,96 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
         own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
         assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
+
+
+# Which layers stand where, against published cuts; and how many micro-batches a stage keeps.
+
+
+def shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:
+    return Config(vocab, 64, layers, 2, hidden, None, ffn, "swiglu")
+
+
+# The Ultra-Scale sweep: layers, hidden, width; the layers of its stages.
+LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("config", "pp", "found"),
+    [
+        (LLAMA_8B, 2, [18, 14]),
+        (LLAMA_8B, 4, [9, 9, 8, 6]),
+        # The head weighs as much as four layers, and a stage may end exactly where its share does.
+        (LLAMA_1B, 2, [10, 6]),
+        (LLAMA_1B, 4, [5, 5, 5, 1]),
+    ],
+)
+def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> None:
+    assert [stage.layers for stage in stages(config, pp, "nanotron")] == found
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "found"),
+    [
+        (126, 16, [7, *[8] * 14, 7]),  # Llama 3 405B, section 3.3.2
+        (70, 12, [5, *[6] * 10, 5]),  # BLOOM (arXiv 2211.05100), with 12 stages
+        (22, 8, [2, *[3] * 6, 2]),  # Qi et al. 2023, Table 3
+        (96, 8, [12] * 8),
+        (5, 3, [1, 3, 1]),
+    ],
+)
+def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[int]) -> None:
+    assert [stage.layers for stage in stages(shape(layers), pp, "megatron")] == found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(st.integers(2, 8), st.integers(1, 40), st.integers(2, 4))
+def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m: int, v: int):
+    chunks = {"interleaved": v, "zb-v": 2}.get(name, 1)
+    plan = pipeline.schedule(name, p, m, chunks if chunks > 1 else None)
+    layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
+    found = [memory.in_flight(layout, stage) for stage in range(p)]
+    lived = list(pipeline.live(plan))
+    if name == "zb-v":  # a bound, which many micro-batches reach
+        assert all(n <= most for n, most in zip(lived, found, strict=True))
+        assert lived == found or m < 2 * p
+    else:
+        assert lived == found
+
+
+# What a model is made of, against operations that are counted.
+
+
+@pytest.mark.parametrize("name", ["plain", "rms"])
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    """Forward, where no pair of attention is left out: torch's counter knows of no mask."""
+    config = replace(SHAPES[name], kv_heads=2)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        GPT(config)(torch.zeros(2, config.seq, dtype=torch.long))
+    tokens = 2 * config.seq
+    assert 3 * counter.get_total_flops() == strategy.flops(config, tokens, causal=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(1, 50)),
+    st.one_of(st.none(), st.integers(1, 50)),
+)
+def test_keys_are_those_that_a_mask_shows(seq: int, window: int | None, chunk: int | None) -> None:
+    query, key = torch.arange(seq)[:, None], torch.arange(seq)[None]
+    seen = key <= query
+    if chunk:
+        seen &= key // chunk == query // chunk
+    elif window:
+        seen &= key > query - window
+    core = Core(1, 1, 8, 8, None if chunk else window, chunk)
+    assert core.keys(seq) == pytest.approx(seen.sum().item() / seq)
+    assert core.flops(seq, causal=False) == 2 * 16 * seq
+
+
+def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
+    config, machine = PRESETS["mixtral-8x7b"], MACHINES["h100"]
+    model, layout = structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
+    assert memory.parameters(model, layout) == memory.parameters(config, layout)
+    assert strategy.predict(model, machine, layout) == strategy.predict(config, machine, layout)
+    assert strategy.floor(model, machine, layout) == strategy.floor(config, machine, layout)

@@ -1,20 +1,17 @@
-"""Memory, predicted: the numbers that papers and libraries print, identities, and bad input."""
+"""Memory, predicted: the numbers that papers and libraries print, identities, and the command."""
 
+import json
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from commands import ran
 
 from shardlab import memory
-from shardlab.common.shapes import PRESETS, Config
-from shardlab.gpt import model
+from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
 
-LLAMA = PRESETS["llama-3-8b"]
-SMALL_LLAMA = Config(
-    vocab=512, seq=64, layers=4, heads=4, hidden=64, kv_heads=2, ffn=224,
-    mlp="swiglu", norm="rms", bias=False, tied=False,
-)  # fmt: skip
+LLAMA, MIXTRAL = PRESETS["llama-3-8b"], PRESETS["mixtral-8x7b"]
 
 
 # Rajbhandari et al. 2020 (arXiv 1910.02054), Table 1: GB of model states per GPU, by size, ranks,
@@ -129,15 +126,6 @@ def test_offloading_moves_bytes_and_loses_none() -> None:
 # Parameters.
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_parameters_of_the_presets_are_the_models_own(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    if name == "deepseek-v3" and not request.config.getoption("--whole"):
-        pytest.skip("58 layers of 256 experts each, on meta: --whole")
-    assert memory.parameter_count(PRESETS[name]) == model.parameter_count(PRESETS[name])
-
-
 def test_a_vocabulary_is_padded_for_tensor_parallelism() -> None:
     """50,257 words on two ranks are 25,129 each: one row of zeros."""
     assert memory.parameters(PRESETS["gpt-2"], Layout(tp=2))["embedding"] == 25_129 * 768
@@ -173,8 +161,6 @@ def test_micro_batches_in_flight() -> None:
         for s in range(4)
     ]
     assert kept == [4, 3, 2, 1]
-    few = memory.activations(PRESETS["micro"], Layout(pp=4, microbatches=2), stage=0)
-    assert few.in_flight == 2
 
 
 # Identities of the course's own model.
@@ -199,3 +185,73 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
     assert ours == printed + statistics + tables
     fused = memory.activations(config, layout, s, device="gpu").layer
     assert fused == ours + 4 * a * b * s // t
+
+
+# Experts.
+
+
+def test_states_are_shared_by_those_that_have_the_same() -> None:
+    """Of 16 copies each expert has four: ZeRO divides its states by these, all else by 16."""
+    layout = Layout(dp=16, zero=1, recompute="full")
+    one = memory.estimate(MIXTRAL, layout)
+    dealt = memory.estimate(MIXTRAL, replace(layout, ep=4))
+    assert dealt.optimizer == pytest.approx(one.optimizer, rel=1e-6)  # a quarter over a quarter
+    rest = 2 * sum(memory.parameters(MIXTRAL, Layout(dp=4, ep=4)).values())
+    assert dealt.parameters == dealt.gradients == rest < one.parameters / 3
+    assert dealt.peak < one.peak / 2
+
+
+def test_activations_of_experts() -> None:
+    """k times the rows, and with one expert of full width what a feed-forward network keeps."""
+    one = replace(MIXTRAL, experts=1, experts_per_token=1)
+    kept = memory.activations(one, device="gpu").layer
+    plain = memory.activations(replace(MIXTRAL, experts=0), device="gpu").layer
+    rows = 2 * 2 * MIXTRAL.seq * MIXTRAL.hidden  # in and out, in 16 bits
+    assert kept - plain == pytest.approx(rows, rel=0.02)  # and the router's
+    wide = 4 * 2 * MIXTRAL.seq * MIXTRAL.expert_width
+    two = memory.activations(replace(MIXTRAL, experts=8), device="gpu").layer
+    assert two - kept == pytest.approx(rows + wide, rel=0.02)
+    again = memory.activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
+    assert two - again == wide  # of both experts, half of their wide tensors
+
+
+# The command: `python -m shardlab memory`.
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, int]:
+    status, out, err = ran(
+        capsys, "memory", "--model", "llama-3-8b", *map(str, arguments), "--json"
+    )
+    assert status == 0 and not err
+    return json.loads(out)
+
+
+def bytes_of(estimate: memory.step.Estimate) -> dict[str, int]:
+    """What the command says of an estimate: parts that add up to the total, the peak, the host."""
+    names = "parameters", "gradients", "optimizer", "activations", "buffers", "total"
+    return {name: getattr(estimate, name) for name in (*names, "peak", "host")}
+
+
+def test_json_has_whole_bytes_that_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "--dp", 8, "--zero", 3, "--batch", 2)
+    assert all(type(size) is int for size in found.values())
+    assert sum([*found.values()][:5]) == found["total"]
+    want = memory.estimate(LLAMA, Layout(dp=8, zero=3, micro_batch=2), device="gpu")
+    assert list(found.items()) == list(bytes_of(want).items())
+    assert found["activations"] > 0 and 0 < found["peak"] <= found["total"]
+
+
+def test_every_option_reaches_the_calculator(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = {
+        "dp": 4, "tp": 2, "pp": 2, "zero": 1, "recompute": "full", "offload": "optimizer",
+        "microbatches": 8,
+    }  # fmt: skip
+    told = {
+        "seq": 1024, "precision": "bf16-fp32-gradients", "optimizer": "adam",
+        "attention": "plain", "device": "cpu",
+    }  # fmt: skip
+    settings = {**cut, **told, "batch": 2, "ranks": 16}
+    options = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    found = as_json(capsys, *options, "--sequence-parallel")
+    layout = Layout(**cut, micro_batch=2, sequence_parallel=True)
+    assert found == bytes_of(memory.estimate(LLAMA, layout, **told)) and found["host"] > 0

@@ -53,11 +53,6 @@ def check_number(least: float | None = None, most: float = MOST, **values: float
             raise ValueError(f"{name}={told(value)}: allowed are numbers {allowed}")
 
 
-def check_flag(**values: bool) -> None:
-    """Raise ValueError for what is neither True nor False."""
-    check_one_of((False, True), **values)
-
-
 def check_one_of(allowed: Iterable[object], **values: object) -> None:
     """Raise ValueError for a value that is none of those `allowed`; True is not 1."""
     allowed = list(allowed)

@@ -9,7 +9,7 @@ The standard library alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,6 +43,15 @@ def common(a: Box, b: Box) -> Box | None:
     """What is in both; None: nothing."""
     found = tuple((max(m, n), min(i, j)) for (m, i), (n, j) in zip(a, b, strict=True))
     return found if all(first < end for first, end in found) else None
+
+
+def spanned(parts: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of whole tensors, by name, from all the boxes that there are of them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, box in parts:
+        ends = tuple(end for _, end in box)
+        found[name] = tuple(map(max, found.get(name, ends), ends))
+    return found
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

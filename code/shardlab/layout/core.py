@@ -18,7 +18,6 @@ from itertools import permutations, product
 
 from shardlab.common.arguments import (
     check_count,
-    check_flag,
     check_one_of,
     given,
     listed,
@@ -67,16 +66,15 @@ class Layout:
         check_one_of((0, 1, 2, 3), zero=self.zero)
         check_one_of(OFFLOADS, offload=self.offload)
         computed_again(self.recompute)
-        check_flag(sequence_parallel=self.sequence_parallel)
+        check_one_of((False, True), sequence_parallel=self.sequence_parallel)
         self._check_copies()
         check_schedule(self.pp, self.schedule, self.chunks)
         check_rule(self.pp, self.stages)
 
     def _check_order(self) -> None:
-        order = self.order if isinstance(self.order, tuple | list) else ()
         wide = [axis for axis in AXES if getattr(self, axis) > 1]
-        once = len(set(map(str, order))) == len(order)
-        if order != self.order or not once or not {*wide} <= {*order} <= {*AXES}:
+        once = len({*self.order}) == len(self.order)
+        if not once or not {*wide} <= {*self.order} <= {*AXES}:
             needs = f", with {', '.join(wide)} among them" if wide else ""
             allowed = f"dp, pp, cp and tp, each once at most{needs}"
             raise ValueError(f"order={told(self.order)}: allowed are {allowed}")
@@ -144,15 +142,11 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
-    def rank(self, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Who stands there."""
-        place = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
-        return self._number(place)
-
-    def _number(self, place: Mapping[str, int]) -> int:
+    def rank(self, **place: int) -> int:
+        """Who stands there; along an axis that is left out, at 0."""
         number = 0
         for axis in self.order:
-            number = number * getattr(self, axis) + place[axis]
+            number = number * getattr(self, axis) + place.get(axis, 0)
         return number
 
     def groups(self, axis: str) -> list[list[int]]:
@@ -161,7 +155,7 @@ class Layout:
         found = []
         for rest in product(*(range(getattr(self, other)) for other in others)):
             place = dict(zip(others, rest, strict=True))
-            found.append([self._number(place | {axis: i}) for i in range(getattr(self, axis))])
+            found.append([self.rank(**place, **{axis: i}) for i in range(getattr(self, axis))])
         return found
 
     def edges(self, axis: str) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import prod
 
 from shardlab.common.shapes import Config
@@ -71,32 +72,24 @@ def ledger(config: Config) -> tuple[Entry, ...]:
 
 def in_layer(config: Config, layer: int, experts: range | None = None) -> Iterator[Entry]:
     """The entries of one layer, with all experts or with those of these numbers."""
-    sparse = config.experts > 0 and layer >= config.dense_layers
     numbers = range(config.experts) if experts is None else experts
-    for entry in of_layer(config, sparse, numbers):
-        yield replace(entry, name=f"blocks.{layer}.{entry.name}", layer=layer)
-
-
-def of_layer(config: Config, sparse: bool, experts: range) -> Iterator[Entry]:
-    """A layer of that kind, with those experts; names begin inside, as "ffn_norm.weight"."""
-    alike = of_kind(config, sparse)
+    alike = of_kind(config, config.experts > 0 and layer >= config.dense_layers)
     own = [entry for entry in alike if entry.expert is not None]
     for entry in alike:
         if entry.expert is None:
-            yield entry
+            yield replace(entry, name=f"blocks.{layer}.{entry.name}", layer=layer)
         elif entry is own[0]:
-            for number in experts:
-                for one in own:
-                    name = one.name.replace(".experts.0.", f".experts.{number}.")
-                    yield replace(one, name=name, expert=number)
+            for number, one in product(numbers, own):
+                inside = one.name.replace(".experts.0.", f".experts.{number}.")
+                yield replace(one, name=f"blocks.{layer}.{inside}", layer=layer, expert=number)
 
 
 @lru_cache(maxsize=256)
 def of_kind(config: Config, sparse: bool) -> tuple[Entry, ...]:
     """A layer of that kind, with one expert that stands for all: for those who only count.
 
-    256 experts in each of 58 layers are 45,000 entries, but two kinds of layer. Names as those of
-    `of_layer`.
+    256 experts in each of 58 layers are 45,000 entries, but two kinds of layer. Names begin inside,
+    as "ffn_norm.weight".
     """
     return tuple(_layer(config, sparse))
 

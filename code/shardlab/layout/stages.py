@@ -10,17 +10,16 @@ Blocks stand in the order embedding, layers, last norm and head. Rules:
     nanotron  a layer costs its weights, 4h² + 3hF as that library counts them, the head Vh, all
               else nothing; a stage ends with the block at which the running cost passes its share
 
-Or the layers of each stage, as they are. Modules that predict further tokens are no layers: they
-stand on the head's stage, beside its own. Where a stage has several chunks of the model, its layers
+Or the layers of each stage, as they are. Where a stage has several chunks of the model, its layers
 are dealt out over them, as evenly as it goes, and the model passes through all first chunks, then
 all second ones, and so on ("zb-v": there and back).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shardlab.common.arguments import check_count, check_one_of, is_whole, told
+from shardlab.common.arguments import check_one_of, is_whole, told
 from shardlab.common.shapes import Config
 
 from .entries import Entry, in_layer, outside
@@ -28,7 +27,6 @@ from .structure import Structure, structure
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
-FEWEST = {"interleaved": 2, "zb-v": 2}  # chunks of a stage; of others 1
 
 
 @dataclass(frozen=True)
@@ -55,22 +53,16 @@ def stages(
     pp: int = 1,
     rule: str | tuple[int, ...] = "equal",
     schedule: str = "1f1b",
-    chunks: int | None = None,
+    chunks: int = 1,
 ) -> list[Stage]:
-    """The `pp` stages of `config`, first to last.
+    """The `pp` stages of `config`, first to last; arguments as a `Layout` has checked them.
 
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
-    there and back, and its end stands on the first stage. chunks: of each stage; None: the fewest
-    that the schedule takes.
+    there and back, and its end stands on the first stage. chunks: of each stage.
 
     Raises ValueError where the layers cannot be divided so, and where those given do not add up.
     """
     model = structure(config)
-    check_rule(pp, rule)
-    check_one_of(SCHEDULES, schedule=schedule)
-    few = FEWEST.get(schedule, 1) if pp > 1 else 1
-    v = few if chunks is None else chunks
-    check_schedule(pp, schedule, v)
     last = pp - 1
     if rule == "nanotron":
         layers, last = _by_cost(model, pp)
@@ -87,13 +79,8 @@ def stages(
     if schedule == "zb-v" and pp > 1:
         last = 0
     ends = rule == "megatron" and model.layers % pp > 0 and schedule != "zb-v"
-    dealt = _dealt(layers, v, route(pp, schedule, v), ends)
-    found = [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
-    if model.ahead:
-        *others, end = found[last].chunks
-        end = range(end.start, end.stop + model.ahead)
-        found[last] = replace(found[last], chunks=(*others, end))
-    return found
+    dealt = _dealt(layers, chunks, route(pp, schedule, chunks), ends)
+    return [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
 
 
 def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
@@ -114,7 +101,6 @@ def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entr
 
 def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
     """The stages on which the model's parts stand, in its order: round and round, or as a V."""
-    check_schedule(pp, schedule, chunks)
     there = list(range(pp))
     return there + there[::-1] if schedule == "zb-v" and pp > 1 else there * chunks
 
@@ -156,12 +142,10 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
     """Raise ValueError unless `schedule` is there and takes so many chunks of a stage."""
     check_one_of(SCHEDULES, schedule=schedule)
-    check_count(pp=pp, chunks=chunks)
-    if schedule == "interleaved" and pp > 1:
-        if chunks < 2:
-            raise ValueError("chunks=1: allowed with schedule='interleaved' are 2 or more")
-    elif chunks != (2 if schedule == "zb-v" and pp > 1 else 1):
-        allowed = "is 2" if schedule == "zb-v" and pp > 1 else "is 1"
+    least = {"interleaved": 2, "zb-v": 2}.get(schedule, 1) if pp > 1 else 1
+    more = schedule == "interleaved" and pp > 1
+    if chunks < least or (chunks > least and not more):
+        allowed = "are 2 or more" if more else f"is {least}"
         given = f"schedule={schedule!r} and pp={pp}"
         raise ValueError(f"chunks={chunks}: allowed with {given} {allowed}")
 
@@ -183,7 +167,7 @@ def _with_ends(layers: int, p: int) -> list[int]:
 
 def _by_cost(model: Structure, p: int) -> tuple[list[int], int]:
     """The layers of each stage, and which one has the head."""
-    h, f = model.hidden, model.width
+    h, f = model.hidden, model.kinds[0].wide
     layer, head = 4 * h * h + 3 * h * f, model.vocab * h
     total = model.layers * layer + head
     found: list[list[int]] = [[] for _ in range(p)]  # costs of the blocks of each stage

@@ -100,7 +100,7 @@ class Kind:
         some = [e for e in self.entries if experts is not None or not e.table]
         return sum(e.elements() * (1 if e.expert is None else times) for e in some)
 
-    def heads_on(self, tp: int, again: frozenset[str] = frozenset()) -> float:
+    def heads_on(self, tp: int, again: frozenset[str]) -> float:
         """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values.
 
         again: operators of `Layout.recompute`; with "latents" what is made of these is not kept.
@@ -126,9 +126,8 @@ class Kind:
         matrices = [e for e in self.entries if len(e.shape) == 2 and not e.table]
         found = []
         for _, some in groupby(matrices, alike):
-            group = list(some)
-            rows = sum(entry.shape[0] for entry in group)
-            first = group[0]
+            first, *others = some
+            rows = sum(entry.shape[0] for entry in (first, *others))
             found.append(Product(rows, first.shape[1], first.tp, first.expert is not None))
         return tuple(found)
 
@@ -141,12 +140,10 @@ class Kind:
     @cached_property
     def raised(self) -> tuple[Product, ...]:
         """Of its matrices those that make queries, keys and values, where there are latents."""
-        made = [e for e in self.entries if e.kind == "attention" and e.tp == 0]
-        return tuple(
-            Product(e.shape[0], e.shape[1], 0, False)
-            for e in made
-            if self.core and self.latent and len(e.shape) == 2
-        )
+        if self.core is None or not self.latent:
+            return ()
+        matrices = [e for e in self.entries if e.kind == "attention" and len(e.shape) == 2]
+        return tuple(Product(*e.shape, 0, False) for e in matrices if e.tp == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,26 +154,18 @@ class Structure:
     vocab: int  # [V]
     seq: int  # longest sequence, in tokens
     kinds: tuple[Kind, ...]
-    order: tuple[int, ...]  # the kind of each layer, first to last; then those that are `ahead`
+    order: tuple[int, ...]  # the kind of each layer, first to last
     outside: tuple[Entry, ...]  # embedding first, norm and head last
     tied: bool  # the output layer is the embedding, transposed
     model_type: str = "gpt"  # transformers' word, for a model of it
     assumed: tuple[str, ...] = ()  # what a file left open, in words
     unplanned: str = ""  # why its time and memory are not predicted; "": they are
     own: Config | None = None  # of what shape the course's own model is the same; None: of none
-    # Modules that predict further tokens in training: a layer each, which stands with the head and
-    # reads the embedding, too; the head comes once more for each.
-    ahead: int = 0
 
     @property
     def layers(self) -> int:
-        """[L] how many; those that predict further tokens are none of them."""
-        return len(self.order) - self.ahead
-
-    @property
-    def ends_share(self) -> bool:
-        """Whether first and last stage have the embedding's numbers both."""
-        return self.tied or self.ahead > 0
+        """[L] how many."""
+        return len(self.order)
 
     @property
     def experts(self) -> int:
@@ -201,11 +190,6 @@ class Structure:
     def largest(self) -> Kind:
         """The kind of layer that has most parameters."""
         return max(self.kinds, key=lambda kind: kind.parameters)
-
-    @property
-    def width(self) -> int:
-        """Of the networks of the first kind of layer."""
-        return self.kinds[0].wide
 
     @cached_property
     def _before(self) -> tuple[tuple[int, ...], ...]:
@@ -273,18 +257,10 @@ def own_config(config: Config | Structure, **asked: object) -> Config:
 # Which degrees a model takes.
 
 
-def cut_sizes(config: Config | Structure, vocabulary: bool = False) -> dict[str, int]:
-    """What tensor parallelism cuts, by name, and how many of it there are.
-
-    vocabulary: that too, though it may be padded.
-    """
-    found = structure(config)
-    entries = [entry for kind in found.kinds for entry in kind.entries]
-    return {
-        entry.along: entry.units
-        for entry in (*entries, *(found.outside if vocabulary else ()))
-        if entry.along and entry.units
-    }
+def cut_sizes(config: Config | Structure) -> dict[str, int]:
+    """What tensor parallelism cuts in the layers, by name, and how many of it there are."""
+    entries = [entry for kind in structure(config).kinds for entry in kind.entries]
+    return {entry.along: entry.units for entry in entries if entry.along and entry.units}
 
 
 def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = False) -> None:

@@ -15,7 +15,6 @@ from .core import AXES, OFFLOADS, Layout
 from .stages import SCHEDULES, STAGE_RULES
 
 DEGREES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
-MOST = 10**6  # stages
 EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
 
 
@@ -78,11 +77,11 @@ def _field(part: str) -> dict[str, Any]:
     if first == "stages" and rest in STAGE_RULES:
         return {"stages": rest}
     if first == "layers" and re.fullmatch(
-        r"(\d{1,18}[×x])?\d{1,18}(\+(\d{1,18}[×x])?\d{1,18})*", rest
+        r"(\d{1,6}[×x])?\d{1,18}(\+(\d{1,6}[×x])?\d{1,18})*", rest
     ):
         runs = [re.split("[×x]", run) for run in rest.split("+")]
         repeated = [(int(run[0]) if len(run) > 1 else 1, int(run[-1])) for run in runs]
-        return {"stages": tuple(n for times, n in repeated for _ in range(min(times, MOST)))}
+        return {"stages": tuple(n for times, n in repeated for _ in range(times))}
     if match := re.fullmatch(r"experts cut (\d{1,18})", part):
         return {"etp": int(match[1])}
     if part == "sequence parallelism":

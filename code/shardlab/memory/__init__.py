@@ -2,8 +2,8 @@
 
 - `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
 - `parameters`, `parameter_count` (counting): parameters of a shape, of one rank;
-- `in_flight`: how many micro-batches a stage of a pipeline keeps;
-- `activations`: what autograd keeps of the course's own model, on one rank;
+- `activations`: what autograd keeps of the course's own model, on one rank, and `in_flight`: for
+  how many micro-batches a stage of a pipeline keeps it;
 - `estimate` (step): all of it, and the moment of a step that needs the most;
 - `estimate_structure` (of_structure): the same of any model of transformers, less exactly;
 - the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
@@ -12,7 +12,7 @@
 Everything is in bytes, on one rank. `shardlab.measure.count` measures the same.
 """
 
-from .activations import activations
+from .activations import activations, in_flight
 from .core import PRECISIONS, states
 from .counting import (
     in_experts,
@@ -20,7 +20,6 @@ from .counting import (
     parameters,
     shapes,
 )
-from .in_flight import in_flight
 from .of_structure import estimate_structure
 from .published import (
     bytes_per_parameter,

@@ -1,5 +1,7 @@
 """Activations on one rank: what its layers and the loss keep, and what backward adds to that.
 
+`in_flight` says for how many micro-batches a stage of a pipeline keeps them.
+
 What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
 """
 
@@ -22,7 +24,7 @@ from .core import (
     wide_tensors,
 )
 from .counting import by_kind, placed
-from .in_flight import in_flight
+from .units import ceil_div
 
 ATTENTION = "fused", "plain", "plain-16"
 DEVICES = "cpu", "gpu"
@@ -36,6 +38,7 @@ class Activations:
     layer: int  # kept by one layer for one micro-batch: by one with experts, where there are some
     layers: int  # on this rank
     in_flight: float  # micro-batches kept at once, in parts of all layers
+    all_layers: int  # kept by them, when most micro-batches are in flight
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
     loss: int  # beside what is kept: two more such tensors; where the vocabulary is cut, the logits
@@ -47,15 +50,6 @@ class Activations:
     sent: int  # held in backward where a cut part begins; 0 without tensor parallelism
     forward: int  # what the end of the last layer's forward pass needs there, beside what is kept
     working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
-    dense: int = 0  # of the layers, those without experts in a model that has some
-    dense_layer: int = 0  # kept by one of these
-    masks: int = 0  # of the layers with a window, all together
-
-    @property
-    def all_layers(self) -> int:
-        """Kept by the layers, when most micro-batches are in flight."""
-        some = self.layer * (self.layers - self.dense) + self.dense_layer * self.dense + self.masks
-        return round(some * self.in_flight)
 
     @property
     def saved(self) -> int:
@@ -103,8 +97,7 @@ def _backward(
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
     inside = (2 if config.mlp == "swiglu" else 1) * z.wide
     if config.experts:  # one after the other, beside the gradients of all inputs and outputs
-        one = backward_of_experts(config, z.rows_of_a_head // 4, z.element, tp)
-        down, inside = 3 * z.stream + one, 0
+        down, inside = 3 * z.stream + backward_of_experts(config, z, tp), 0
     first = parts["attention_norm"] + parts["attention_dropout"]
     begins = z.sent + z.order - whole["ffn"]
     moments = {"ffn": kept + max(down, z.stream + inside + max(0, begins))}
@@ -152,20 +145,17 @@ def activations(
     tokens that sequence or context parallelism cannot share out.
     """
     here = placed(config, layout, stage)
-    seq = config.seq if seq is None else seq
-    check_whole(seq=seq)
     check_one_of(ATTENTION, attention=attention)
     check_one_of(DEVICES, device=device)
     check_one_of(PRECISIONS, precision=precision)
     tp, batch, recompute = layout.tp, layout.micro_batch, layout.recompute
-    along = layout.sequence_parallel
-    seq = tokens_of(seq, layout)
+    seq = tokens_of(config.seq if seq is None else seq, layout)
     if layout.cp > 1 and attention != "fused":
         raise ValueError(f"attention={attention!r}: allowed with cp={layout.cp} is 'fused'")
     if layout.cp > 1 and config.dropout:
         raise ValueError(f"dropout={config.dropout}: allowed with cp={layout.cp} is 0")
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
-    z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, along)
+    z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, layout.sequence_parallel)
     again = computed_again(recompute)
     if "latents" in again:
         words = "'none', 'full', and those without latents, which is of today's engines"
@@ -178,16 +168,21 @@ def activations(
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
+    # In a model with experts, the layers without: these keep what layers of other models do.
     plain = sum(layer_parts(config, z, again, kind, device).values())
-    working = {moment: size - shared for moment, size in backward.items()}
-    last = here.head
+    dense = sum(n for one, n in by_kind(structure(config), here) if not one.routed)
+    less = 0 if recompute == "full" or not config.experts else dense * (layer - plain)
     # Plain scores take the mask as a summand, which is not kept.
     masked = kind == "fused" and recompute != "full" and "attention" not in again
     windowed = sum(config.window_of(layer) is not None for layer in here.numbers)
+    masks = z.mask * windowed if masked else 0
+    working = {moment: size - shared for moment, size in backward.items()}
+    last = here.head
     return Activations(
         layer=layer,
         layers=here.layers,
         in_flight=flying,
+        all_layers=round((layer * here.layers - less + masks) * flying),
         head=kept_by_norm(config, z, device) if last else 0,
         logits=z.logits_fp32 + (4 if tp == 1 else 0) if last else 0,
         loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
@@ -201,19 +196,15 @@ def activations(
         # What leaves: as it is, in the order of the ranks, and received.
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
-        dense=sum(
-            n for one, n in by_kind(structure(config), here) if config.experts and not one.routed
-        ),
-        dense_layer=layer if recompute == "full" else plain,
-        masks=z.mask * windowed if masked else 0,
     )
 
 
 def tokens_of(seq: int, layout: Layout) -> int:
     """Tokens of each sequence on a rank: context ranks share it, and tensor ranks may cut it again.
 
-    Raises ValueError for tokens that they do not divide.
+    Raises ValueError for no tokens, and for tokens that they do not divide.
     """
+    check_whole(seq=seq)
     if seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
     seq //= layout.cp
@@ -221,6 +212,37 @@ def tokens_of(seq: int, layout: Layout) -> int:
         words = "allowed with sequence_parallel are divisors of"
         raise ValueError(f"tp={layout.tp}: {words} seq={seq}")
     return seq
+
+
+def in_flight(layout: Layout, stage: int = 0) -> float:
+    """Micro-batches, each of all layers of `stage`, that are kept at once.
+
+    1F1B: p - k on stage k, or all m of a step with fewer. Interleaved, counted in chunks, of which
+    a stage has v: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, and Korthikanti et al.
+    2022, section 4.2.3. Zero-bubble (Qi et al. 2023, arXiv 2401.10241): what the weights' passes
+    need stays until they come; for "zb-v" it is a bound, which few micro-batches do not reach.
+    """
+    pp, m, schedule, chunks = layout.pp, layout.microbatches, layout.schedule, layout.chunks
+    if pp == 1 or schedule == "naive":
+        return 1
+    if schedule == "interleaved":  # in groups of p micro-batches, or of a few more
+        group = ceil_div(m, max(1, m // pp))
+        ahead = 2 * (pp - 1 - stage) + (chunks - 1) * group
+        return min(ahead + 1, chunks * m) / chunks
+    most = {"gpipe": m, "zb-h1": pp, "zb-h2": 2 * pp - 1, "zb-v": pp}.get(schedule, pp - stage)
+    return min(most, m)
+
+
+def deferred(layout: Layout, stage: int) -> int:
+    """Of those `in_flight`, micro-batches whose weights' passes alone are left.
+
+    They no longer need attention's scores: Qi et al. 2023, section 2.3.
+    """
+    behind = layout.pp - stage
+    ahead = {"zb-h1": behind, "zb-h2": 2 * behind - 1}.get(layout.schedule)
+    if layout.pp == 1 or ahead is None:
+        return 0
+    return int(in_flight(layout, stage)) - min(ahead, layout.microbatches)
 
 
 # What a layer with experts keeps for its backward, if choices are even. E experts of width F, k of
@@ -235,33 +257,24 @@ def tokens_of(seq: int, layout: Layout) -> int:
 # many as those that come.
 
 
-def kept_by_rows(config: Config, z: Sizes) -> int:
-    """What a token's experts get, and what they give back."""
-    return 2 * config.experts_per_token * z.stream
-
-
-def kept_by_experts(config: Config, z: Sizes, again: bool = False) -> int:
+def kept_by_experts(config: Config, z: Sizes, again: bool) -> int:
     """Bytes that a layer's router and experts keep; again: nonlinearities are recomputed.
 
     Without shared experts nothing of a token is kept but what its own experts keep.
     """
-    router = kept_by_router(config, z.tokens // FLOAT, z.element)
-    return kept_by_rows(config, z) + wide_tensors(config, again) * z.chosen + router
-
-
-def kept_by_router(config: Config, tokens: int, element: int) -> int:
-    """Scores of all experts, and of each choice its place and its weight."""
+    tokens = z.tokens // FLOAT
     choices = tokens * config.experts_per_token
     scores = tokens * config.experts * FLOAT
     # Which experts; where the rows of each stand in batch, sequence and choices.
     places = choices * (1 + 3) * INTEGER
     # Chosen scores, and their sum; their quotient, as the rows' dtype has it.
-    weights = choices * FLOAT + tokens * FLOAT + choices * element
-    return scores + places + weights
+    weights = choices * FLOAT + tokens * FLOAT + choices * z.element
+    rows = 2 * config.experts_per_token * z.stream  # what a token's experts get, and give back
+    return scores + places + weights + rows + wide_tensors(config, again) * z.chosen
 
 
-def backward_of_experts(config: Config, tokens: int, element: int, tp: int = 1) -> int:
+def backward_of_experts(config: Config, z: Sizes, tp: int) -> int:
     """Bytes that backward adds while it is at one expert: gradients of rows and of wide tensors."""
-    rows = -(-tokens * config.experts_per_token // config.experts)
+    rows = ceil_div(z.rows_of_a_head // FLOAT * config.experts_per_token, config.experts)
     inside = (3 if config.mlp == "swiglu" else 2) * rows * config.expert_width // tp
-    return (2 * rows * config.hidden + inside) * element
+    return (2 * rows * config.hidden + inside) * z.element

@@ -43,15 +43,14 @@ few times: gathered, in another order, or received in parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardlab.common.arguments import check_one_of
+from shardlab.common.arguments import check_number, check_one_of
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout
 
-from .units import ceil_div, whole
+from .units import ceil_div
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,8 @@ def states(
     Raises ValueError for unknown names, and numbers that are none.
     """
     recipe = check_recipe(precision, optimizer)
-    held = ceil_div(whole("params", params), layout.tp * layout.pp)
+    check_number(params=params)
+    held = ceil_div(int(params), layout.tp * layout.pp)
     return states_of(held, ceil_div(held, layout.shards), layout, recipe, optimizer)
 
 
@@ -306,9 +306,9 @@ def kept_by_dropout(config: Config, z: Sizes, device: str) -> int:
     return z.stream // z.element if device == "gpu" else z.stream
 
 
-def wide_tensors(config: Config, again: bool, kept: Mapping[str, int] = WIDE) -> int:
+def wide_tensors(config: Config, again: bool) -> int:
     """That a network's products and its nonlinearity need; again: of the products alone."""
-    return WIDE[config.mlp] // 2 if again else kept[config.mlp]
+    return WIDE[config.mlp] // 2 if again else WIDE[config.mlp]
 
 
 def kept_by_ffn(config: Config, z: Sizes, again: bool = False) -> int:

@@ -7,7 +7,6 @@ copy of it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,15 +19,14 @@ from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_de
 
 from .units import ceil_div
 
-Shapes = dict[str, tuple[int, ...]]  # name of a parameter, as the model calls it -> its shape
-
 
 def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
     """The stage that is meant: by number; None: the last; or a `Stage`, which it returns.
 
-    Raises ValueError unless the shape can be cut so across and along.
+    Raises ValueError unless the shape can be cut so across and along, and its experts dealt out.
     """
     check_tensor_degree(config, layout.tp, copies=True)
+    check_expert_degree(config, layout.ep)
     if isinstance(stage, Stage):
         return stage
     found = layout.parts(config)
@@ -36,10 +34,9 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
     return found[-1 if stage is None else stage]
 
 
-def shapes(config: Config, layout: Layout = ALONE, stage: int | Stage | None = None) -> Shapes:
-    """Every parameter that one rank holds, by name, once; `stage` as in `parameters`."""
-    here = placed(config, layout, stage)
-    check_expert_degree(config, layout.ep)
+def shapes(config: Config, layout: Layout = ALONE) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter that one rank holds, of a pipeline's last stage, by name."""
+    here = placed(config, layout)
     return {
         entry.name: entry.local(layout.tp if entry.expert is None else layout.cut)
         for entry in held(config, here, layout.ep)
@@ -47,33 +44,20 @@ def shapes(config: Config, layout: Layout = ALONE, stage: int | Stage | None = N
 
 
 @lru_cache(maxsize=1024)
-def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> Counter[str]:
-    """Parameters of one layer of that kind on one rank, by part; "experts": of its own ones."""
-    counts: Counter[str] = Counter()
+def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> tuple[tuple[Entry, int], ...]:
+    """The entries of a layer of that kind, and the elements of each on a rank.
+
+    Of the expert that stands for all: those of all the rank's own ones.
+    """
     here = kind.routed.number // ep if kind.routed else 0
-    for entry in kind.entries:
-        own = entry.expert is not None
-        counts["experts" if own else entry.kind] += (
-            here * entry.elements(cut) if own else entry.elements(tp)
-        )
-    return counts
+    return tuple(
+        (e, e.elements(tp) if e.expert is None else here * e.elements(cut)) for e in kind.entries
+    )
 
 
 def is_matrix(entry: Entry) -> bool:
     """Return True if Muon takes it: a matrix of a layer, and no table."""
     return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.table
-
-
-@lru_cache(maxsize=1024)
-def in_matrices(kind: Kind, tp: int, ep: int, cut: int) -> tuple[int, int]:
-    """Return a rank's parameters of one layer that are in matrices, and those of its experts."""
-    counts = [0, 0]
-    here = kind.routed.number // ep if kind.routed else 0
-    for entry in kind.entries:
-        if is_matrix(entry):
-            own = entry.expert is not None
-            counts[own] += here * entry.elements(cut) if own else entry.elements(tp)
-    return counts[0], counts[1]
 
 
 def parameters(
@@ -87,7 +71,6 @@ def parameters(
     network or of an expert (tp), the layers (pp) or the experts (ep).
     """
     here = placed(config, layout, stage)
-    check_expert_degree(config, layout.ep)
     return dict(held_by(structure(config), layout, here).kinds)
 
 
@@ -106,7 +89,6 @@ def in_experts(
 ) -> int:
     """Of the `parameters`, those of the rank's experts, which other ranks lack."""
     here = placed(config, layout, stage)
-    check_expert_degree(config, layout.ep)
     return held_by(structure(config), layout, here).experts
 
 
@@ -138,9 +120,8 @@ class Held:
 
 def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
     """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
-    counts = model.counted(here.chunks)
     cuts = layout.tp, layout.ep, layout.cut
-    return _held(model, cuts, counts, here.embedding, here.head)
+    return _held(model, cuts, model.counted(here.chunks), here.embedding, here.head)
 
 
 @lru_cache(maxsize=4096)
@@ -151,20 +132,18 @@ def _held(
     embedding: bool,
     head: bool,
 ) -> Held:
-    counts, own = dict.fromkeys(KINDS, 0), 0
-    matrices = [0, 0]
+    counts, experts, matrices = dict.fromkeys(KINDS, 0), 0, [0, 0]
     first, *last = model.outside
     ends = [first] if embedding else []
     if head:
-        ends += [e for e in last if e.tied is None or not embedding]
-        if model.ahead and not model.tied and not embedding:
-            ends.append(first)  # which modules that predict further tokens read, too
+        ends += [e for e in last if not (e.tied and embedding)]
     for entry in ends:
         counts[entry.kind] += entry.elements(cuts[0])
     for kind, n in zip(model.kinds, layers, strict=True):
-        for part, elements in in_layer(kind, *cuts).items() if n else ():
-            counts["ffn" if part == "experts" else part] += n * elements
-            own += n * elements if part == "experts" else 0
-        for expert, elements in enumerate(in_matrices(kind, *cuts) if n else ()):
-            matrices[expert] += n * elements
-    return Held(sum(counts.values()), own, counts, *matrices)
+        for entry, elements in in_layer(kind, *cuts) if n else ():
+            own = entry.expert is not None
+            counts["ffn" if own else entry.kind] += n * elements
+            experts += n * elements * own
+            if is_matrix(entry):
+                matrices[own] += n * elements
+    return Held(sum(counts.values()), experts, counts, *matrices)

@@ -10,16 +10,17 @@ the course's own model, whose every moment is known.
 
 from __future__ import annotations
 
-from shardlab.common.arguments import check_one_of, check_whole
+from functools import partial
+
+from shardlab.common.arguments import check_one_of
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Structure, computed_again, structure
-from shardlab.layout.structure import Kind, check_expert_degree
+from shardlab.layout.structure import Kind
 
-from .activations import tokens_of
+from .activations import in_flight, tokens_of
 from .core import check_recipe, states_of
 from .counting import by_kind, held_by, placed
-from .in_flight import in_flight
-from .step import MIB, Estimate, Unit, muon_temporaries, on_the_way
+from .step import Estimate, Unit, fullest, muon_temporaries, on_the_way
 from .units import ceil_div
 
 LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a temporary
@@ -34,7 +35,6 @@ def estimate_structure(
     *,
     attention: str = "fused",
     stage: int | None = None,
-    bucket: int = 25 * MIB,
 ) -> Estimate:
     """What one rank holds in a step of such a model; arguments as in `estimate`.
 
@@ -45,19 +45,11 @@ def estimate_structure(
     model = structure(config)
     recipe = check_recipe(precision, optimizer, shape=True)
     check_one_of(("fused",), attention=attention)
-    check_expert_degree(model, layout.ep)
     if stage is None and layout.pp > 1:
-        some = (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)
-        how = {"attention": attention, "bucket": bucket}
-        each = (
-            estimate_structure(model, layout, seq, precision, optimizer, stage=one, **how)
-            for one in some
-        )
-        return max(each, key=lambda one: one.total)
+        of = partial(estimate_structure, model, layout, seq, precision, optimizer)
+        return max((of(stage=k) for k in fullest(layout)), key=lambda one: one.total)
     here = placed(model, layout, stage)
-    seq = model.seq if seq is None else seq
-    check_whole(seq=seq)
-    tokens = tokens_of(seq, layout) * layout.micro_batch
+    tokens = tokens_of(model.seq if seq is None else seq, layout) * layout.micro_batch
     mine = held_by(model, layout, here)
     matrices = mine.muon(layout)
     state = states_of(mine.all, mine.shard(layout), layout, recipe, optimizer, matrices)
@@ -69,10 +61,10 @@ def estimate_structure(
     again = computed_again(layout.recompute)
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
     layers = sum(n * kept(model, kind, layout, again) for kind, n in by_kind(model, here))
-    logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head * (1 + model.ahead)
+    logits = LOGITS * ceil_div(model.vocab, layout.tp) * here.head
     stream = recipe.compute * tokens * model.hidden
     activations = round(recipe.compute * tokens * layers * flying) + tokens * logits
-    buffers = 16 * tokens + on_the_way(layout, mine.all * recipe.gradients, bucket)
+    buffers = 16 * tokens + on_the_way(layout, mine.all * recipe.gradients)
     if layout.zero == 3 and layout.shards > 1:
         buffers += Unit.of(model, layout, here).gathered(recipe)
     if optimizer == "muon" and layout.offload == "none":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from fractions import Fraction
+from math import ceil
 
 from shardlab.layout import ALONE, Layout
 
 from .core import OPTIMIZERS, check_recipe, states
-from .units import ceil_div
 
 
 def korthikanti_layer(
@@ -39,15 +39,10 @@ def korthikanti_layer(
     """
     if recompute == "full":
         return 2 * s * b * h
-    outside = Fraction(10, t if sequence_parallel else 1)
-    scores = _attention_term(a, s, h) / t if recompute == "none" else Fraction()
-    factor = outside + Fraction(24, t) + scores
-    return ceil_div((s * b * h * factor).numerator, (s * b * h * factor).denominator)
-
-
-def _attention_term(a: int, s: int, h: int) -> Fraction:
-    """5as/h: what attention's scores add to the 34 (80 for GPT-3 175B, 64 for MT-NLG 530B)."""
-    return Fraction(5 * a * s, h)
+    factor = Fraction(10, t if sequence_parallel else 1) + Fraction(24, t)
+    if recompute == "none":  # attention's scores: 80 for GPT-3 175B, 64 for MT-NLG 530B, over t
+        factor += Fraction(5 * a * s, h * t)
+    return ceil(s * b * h * factor)
 
 
 def bytes_per_parameter(

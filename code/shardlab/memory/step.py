@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, Stage, Structure, structure
-from shardlab.layout.entries import Entry, of_layer, outside
-from shardlab.layout.structure import check_expert_degree
+from shardlab.layout.entries import Entry
+from shardlab.layout.structure import Kind
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
 from .counting import by_kind, held_by, in_layer, is_matrix, placed
 from .units import ceil_div
 
-MIB = 2**20
+BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as in DDP
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,6 @@ class Estimate:
         """The most that is held at one moment of the step."""
         return max(self.moments.values())
 
-    def as_dict(self) -> dict[str, int]:
-        """parameters, gradients, optimizer, activations, buffers, total; peak and host beside."""
-        names = "parameters", "gradients", "optimizer", "activations", "buffers"
-        return {name: getattr(self, name) for name in (*names, "total", "peak", "host")}
-
 
 def estimate(
     config: Config,
@@ -57,19 +53,16 @@ def estimate(
     attention: str = "fused",
     device: str = "cpu",
     stage: int | None = None,
-    bucket: int = 25 * MIB,
-    prefetch: int = 1,
 ) -> Estimate:
     """What one rank holds in a training step; arguments as in `states` and `activations`.
 
-    stage: of a pipeline, from 0; None: the one with the highest peak. bucket: bytes of gradients
-    reduced at once. prefetch: layers that ZeRO-3 gathers ahead. ZeRO shards over the ranks that
-    have the same weights, or of a group of them; the experts' states over those that have the same
-    experts.
+    stage: of a pipeline, from 0; None: the one with the highest peak. ZeRO shards over the ranks
+    that have the same weights, or of a group of them; the experts' states over those that have the
+    same experts.
 
     Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
-    (none with gradient_as_bucket_view=True: pass bucket=0); with ZeRO-1 and 2 one bucket; with
-    ZeRO-3, as FSDP2 does it, embedding and head, with the gathered layer, `prefetch` more and the
+    (none with gradient_as_bucket_view=True); with ZeRO-1 and 2 one bucket; with
+    ZeRO-3, as FSDP2 does it, embedding and head, with the gathered layer, the next one and the
     gradients of one on their way to the ranks that keep them, or with their own gradients; in a
     pipeline, the messages of one micro-batch: the gradient from which backward starts (not on the
     last stage), the next input (not on the first) and what was sent last.
@@ -86,19 +79,11 @@ def estimate(
     recipe = check_recipe(precision, optimizer, shape=True)
     here = placed(config, layout, stage)
     pp, zero, shards = layout.pp, layout.zero, layout.shards
-    if stage is None and pp > 1:  # of equal stages one at an end is the fullest
-        some = (0, pp - 1) if layout.stages == "equal" else range(pp)
-        found = [
-            estimate(
-                config, layout, seq, precision, optimizer, attention=attention, device=device,
-                stage=one, bucket=bucket, prefetch=prefetch,
-            )
-            for one in some
-        ]  # fmt: skip
-        return max(found, key=lambda one: one.peak)
-    how: dict[str, Any] = {"attention": attention, "device": device, "stage": stage}
-    kept = activations(config, layout, seq, precision, **how)
-    check_expert_degree(config, layout.ep)
+    how: dict[str, Any] = {"attention": attention, "device": device}
+    if stage is None and pp > 1:
+        of = partial(estimate, config, layout, seq, precision, optimizer, **how)
+        return max((of(stage=k) for k in fullest(layout)), key=lambda one: one.peak)
+    kept = activations(config, layout, seq, precision, stage=stage, **how)
     model = structure(config)
     mine = held_by(model, layout, here)
     held = mine.all
@@ -107,14 +92,14 @@ def estimate(
     unit = Unit.of(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
     tokens = 16 * layout.micro_batch * seq  # and targets, int64
-    gathered = unit.gathered(recipe, prefetch) if shards > 1 and zero == 3 else 0
-    buckets = on_the_way(layout, held * recipe.gradients, bucket)
+    gathered = unit.gathered(recipe) if shards > 1 and zero == 3 else 0
+    buckets = on_the_way(layout, held * recipe.gradients)
     messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
     earlier = layout.microbatches > 1
     sharded = zero if shards > 1 else 0
-    moments = _moments(kept, state, recipe, unit, earlier, sharded, shards, prefetch)
+    moments = _moments(kept, state, recipe, unit, earlier, sharded, shards)
     if held and layout.offload == "none":  # else the optimizer computes in host memory
-        entries, muon = _in_order(config, layout, here), optimizer == "muon"
+        entries, muon = _in_order(model, here), optimizer == "muon"
         tensors = [
             e.elements(layout.tp if e.expert is None else layout.cut)
             for e in entries
@@ -133,23 +118,25 @@ def estimate(
     )
 
 
-def on_the_way(layout: Layout, gradients: int, bucket: int) -> int:
+def fullest(layout: Layout) -> Iterable[int]:
+    """The stages one of which is the fullest: of equal ones, those at the ends."""
+    return (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)
+
+
+def on_the_way(layout: Layout, gradients: int) -> int:
     """Bytes of gradients in buckets, where whole weights are not gathered with them (ZeRO-3)."""
     if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
         return 0
-    return gradients if layout.zero == 0 and bucket else min(gradients, bucket)
+    return gradients if layout.zero == 0 else min(gradients, BUCKET)
 
 
-def _in_order(config: Config, layout: Layout, here: Stage) -> list[Entry]:
-    """The parameters of a stage, in the model's order; twice of what repeats itself."""
-    each = min(2, config.experts // layout.ep)
-    first, *last = outside(config)
+def _in_order(model: Structure, here: Stage) -> list[Entry]:
+    """The parameters of a stage, in the model's order; of a kind of layer two, of experts one."""
+    first, *last = model.outside
     found = [first] if here.embedding else []
-    for kind, layers in by_kind(structure(config), here):
-        found += min(2, layers) * [*of_layer(config, kind.routed is not None, range(each))]
-    if here.head:
-        found += last[:-1] if config.tied and here.embedding else last
-    return found
+    for kind, layers in by_kind(model, here):
+        found += min(2, layers) * [*kind.entries]
+    return found + [e for e in last if here.head and not (e.tied and here.embedding)]
 
 
 def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -> int:
@@ -195,7 +182,6 @@ def _moments(
     earlier: bool,
     zero: int,
     dp: int,
-    prefetch: int,
 ) -> dict[str, int]:
     """Bytes at each moment of the step that can be the most, without tokens and buckets.
 
@@ -227,7 +213,7 @@ def _moments(
         moments["forward"] = base + 2 * (gather * unit.root + layer) + kept.stream
     if unit.last:
         logits = kept.logits * recipe.compute // 4 + max(kept.stream, kept.sent)
-        gathered = gather * unit.root + prefetch * layer
+        gathered = gather * unit.root + layer
         logits += max(unit.vocabulary * born, kept.order)
         moments["head"] = base + all_layers + kept.head + logits + gathered
         head = unit.vocabulary * born + gathered
@@ -241,7 +227,7 @@ def _moments(
             held
             - done * kept.layer
             + finished(done * unit.layer)
-            + (prefetch * layer if done < last else 0)
+            + (layer if done < last else 0)  # the next one
             + (recipe.gradients * unit.layer if zero == 3 and done else 0)
             for done in {0, min(1, last), max(0, last - 1), last}
         )
@@ -272,30 +258,34 @@ class Unit:
     first: bool
     last: bool
 
-    def gathered(self, recipe: Recipe, prefetch: int = 1) -> int:
+    def gathered(self, recipe: Recipe) -> int:
         """Bytes of whole weights and gradients under ZeRO-3, as FSDP2 has it.
 
-        What is outside of the layers is there for the whole backward; and with it a layer,
-        `prefetch` more, and the gradients of one, or those of what is outside.
+        What is outside of the layers is there for the whole backward; and with it a layer, the
+        next one, and the gradients of one, or those of what is outside.
         """
-        layers = self.layer * ((1 + prefetch) * recipe.compute + recipe.gradients)
+        layers = self.layer * (2 * recipe.compute + recipe.gradients)
         return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
 
     @staticmethod
     def of(model: Structure, layout: Layout, stage: Stage) -> Unit:
         """Of a rank of `stage`; of its layers a large one, with experts where there are some."""
-        tp, cuts = layout.tp, (layout.tp, layout.ep, layout.cut)
-        inside = sum(n * in_layer(kind, *cuts).total() for kind, n in by_kind(model, stage))
-        kind = max(model.kinds, key=lambda k: (bool(k.routed), in_layer(k, *cuts).total()))
-        one = in_layer(kind, *cuts)
+        tp = layout.tp
+
+        def elements(kind: Kind) -> int:
+            return sum(n for _, n in in_layer(kind, tp, layout.ep, layout.cut))
+
+        inside = sum(n * elements(kind) for kind, n in by_kind(model, stage))
+        kind = max(model.kinds, key=lambda k: (bool(k.routed), elements(k)))
+        one = in_layer(kind, tp, layout.ep, layout.cut)
         downs = [
             e.elements(tp if e.expert is None else layout.cut)
             for e in kind.entries
             if e.kind == "ffn" and e.tp == 1
         ]
         return Unit(
-            one.total(),
-            one["ffn"] + one["experts"],
+            elements(kind),
+            sum(n for e, n in one if e.kind == "ffn" or e.expert is not None),
             # Of experts one comes first, and the shared ones are small.
             max(downs, default=0),
             held_by(model, layout, stage).all - inside,

@@ -1,8 +1,8 @@
-"""Units of memory, and what every part of `shardlab.memory` refuses in the same words."""
+"""Units of memory."""
 
 from __future__ import annotations
 
-from shardlab.common.arguments import check_one_of, check_whole
+from shardlab.common.arguments import check_one_of
 
 # A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
 # 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
@@ -19,19 +19,11 @@ UNITS: dict[str, int] = {
 }
 
 
-def format_bytes(size: float, unit: str = "GB", digits: int = 2) -> str:
+def format_bytes(size: float, unit: str = "GB") -> str:
     """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
     check_one_of(UNITS, unit=unit)
     scale = UNITS[unit]
-    return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.{digits}f} {unit}"
-
-
-def whole(argument: str, value: float) -> int:
-    """`value` as an int, or ValueError; 7.5e9 is a whole number, too."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    check_whole(**{argument: value})
-    return value
+    return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.2f} {unit}"
 
 
 def ceil_div(a: int, b: int) -> int:

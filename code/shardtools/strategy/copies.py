@@ -25,7 +25,7 @@ def seconds(job: Job, rates: Values, stage: Stage, busy: float, first: float) ->
     if layout.replicas > 1:  # groups add up the shards of their gradients, each rank with its like
         part = job.held(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         waits += exposed * part / rate(job, rates, layout.replicas, layout.shards)
-    if job.model.ends_share and layout.pp > 1:
+    if job.model.tied and layout.pp > 1:
         ends = job.model.vocab * job.model.hidden / layout.tp
         both = 2 * job.profile.wire.gradient * ends
         waits += both / (rates.network * job.machine.between)

@@ -18,8 +18,8 @@ from shardlab.layout import Stage
 from shardlab.layout.core import computed_again
 from shardlab.layout.structure import Kind
 from shardlab.memory import in_flight
+from shardlab.memory.activations import deferred
 from shardlab.memory.core import WIDE, states_of
-from shardlab.memory.in_flight import deferred
 from shardlab.memory.step import Unit
 
 from .core import SOFT, pace

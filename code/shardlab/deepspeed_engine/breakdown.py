@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.common import show
 from shardlab.common.arguments import check_whole
+from shardlab.layout import Layout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,26 +143,18 @@ def training_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
     return number * (passes + own) + (4 * 2 * 3 + written) * own
 
 
-def inference_moved(
-    shape: Any,
-    read: int,
-    batch: int,
-    prompt: int,
-    new: int,
-    degree: int,
-    gathered: bool,
-    number: int = 4,
-) -> int:
+def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: int = 4) -> int:
     """Bytes to and from memory of one rank that generates: weights of each pass, and the cache.
 
-    read: parameters that a pass reads. batch: sequences of this rank. degree: ranks that divide
-    the heads, and so the cache of keys and values [L, 2, batch, context, keys]. number: bytes of a
-    parameter, and of what is in the cache.
+    Tensor ranks divide the heads, and so the cache of keys and values [L, 2, batch, context, keys].
+    read, number: as in `training_moved`; what is in the cache has as many bytes.
     """
     head = shape.hidden_size // shape.num_attention_heads
-    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // degree
-    cache = prompt + sum(prompt + i for i in range(1, new)) + prompt + new - 1  # read; written
-    return number * (new * read * (2 if gathered else 1) + batch * token * cache)
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // layout.tp
+    read_of_cache = task.prompt + sum(task.prompt + i for i in range(1, task.new))
+    cache = read_of_cache + task.prompt + task.new - 1  # the latter is written
+    passes = task.new * (2 if layout.zero == 3 else 1)
+    return number * (passes * read + layout.micro_batch * token * cache)
 
 
 def table(
@@ -170,18 +163,15 @@ def table(
     """The breakdown of each report, a row each; and of each way that `failed`, why."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
     head += ["FLOP/byte", "held to build (MB)"]
-    rows: list[tuple[object, ...]] = [
-        (
-            *(r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"),
-            *(f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.built / 1e6:.1f}"),
-        )
-        for r in reports
-    ]
-    if all(r.cost is not None for r in reports):
+    rows = []
+    for r in reports:
+        row = [r.work, WAYS[r.way], r.ranks, r.tokens, f"{r.seconds:.3f}", f"{r.rate:,.0f}"]
+        row += [f"{r.tflops:.4f}", f"{r.intensity:.1f}", f"{r.built / 1e6:.1f}"]
+        rows.append(row if r.cost is None else [*row, f"{r.cost:.2f}"])
+    if any(r.cost is not None for r in reports):
         head += ["cost per million tokens"]
-        rows = [(*row, f"{r.cost:.2f}") for row, r in zip(rows, reports, strict=True)]
     for way, why in (failed or {}).items():
-        rows.append(("", WAYS[way], *["–"] * (len(head) - 3), why))
+        rows.append(["", WAYS[way], *["–"] * (len(head) - 3), why])
     return show.table(rows, head, caption)
 
 
@@ -192,7 +182,7 @@ def picture(reports: Sequence[Report]) -> Figure:
     show.style()
     kinds = [work for work in WORK if any(r.work == work for r in reports)]
     figure, panels = plt.subplots(len(kinds), 2, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
-    figure.subplots_adjust(wspace=0.18, hspace=0.45)
+    figure.subplots_adjust(wspace=0.18, hspace=0.75)
     measures = [("tokens/s", "rate", ",.0f"), ("FLOP per byte", "intensity", ".1f")]
     for row, work in zip(panels, kinds, strict=True):
         chosen = [r for r in reports if r.work == work]
@@ -211,5 +201,4 @@ def picture(reports: Sequence[Report]) -> Figure:
             axes.tick_params(axis="y", length=0, labelleft=axes is row[0])
             axes.set_title(title, loc="left", fontsize=10)
         row[0].text(0, 1.2, work, transform=row[0].transAxes, weight="bold", va="bottom")
-    figure.subplots_adjust(hspace=0.75)
     return figure

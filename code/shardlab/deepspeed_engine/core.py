@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_kind
 from shardlab.gpt import model as plain
 from shardlab.layout import ALONE, Layout
 
@@ -55,7 +54,7 @@ def initialize(
     deepspeed = prepare()
     settings = dict(config)
     if optimizer is None and "optimizer" not in settings:
-        optimizer = _adamw
+        optimizer = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
     device = ranks.device()
     join()
     with quiet():
@@ -75,10 +74,6 @@ def join() -> None:
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     with quiet():
         deepspeed.init_distributed()
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
 def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -116,14 +111,8 @@ def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 COURSE_PLAN = {
     "use_default_specs": False,
     "layer_specs": [
-        {
-            "patterns": [r".*\.(query|key|value|up|gate)\.weight$"],
-            "partition_type": "column",
-        },
-        {
-            "patterns": [r".*\.(out|down)\.weight$"],
-            "partition_type": "row",
-        },
+        {"patterns": [r".*\.(query|key|value|up|gate)\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.(out|down)\.weight$"], "partition_type": "row"},
     ],
 }
 
@@ -168,9 +157,7 @@ def config(
 
     Raises ValueError for what cannot go together.
     """
-    check_kind(Layout, layout=layout)
-    schema.check_choices(precision, clipping)
-    schema.check_together(layout, precision, device)
+    schema.check_together(layout, precision, clipping, device)
     built: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.microbatches,  # in a pipeline, those that fill it

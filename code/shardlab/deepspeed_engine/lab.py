@@ -90,38 +90,49 @@ def llama(**changes: Any) -> Any:
 
 
 def _layout(way: str, size: int, batch: int) -> Layout:
-    """The layout of a way on `size` ranks, for `batch` sequences of each copy."""
-    return {
-        "one": Layout(micro_batch=batch),
-        "data": Layout(size, micro_batch=batch),
-        "zero1": Layout(size, micro_batch=batch, zero=1),
-        "zero2": Layout(size, micro_batch=batch, zero=2),
-        "zero3": Layout(size, micro_batch=batch, zero=3),
-        "offload": Layout(size, micro_batch=batch, zero=3, offload="parameters"),
-        "tensor": Layout(tp=size, micro_batch=batch),
-        "mixed": Layout(size // _TENSOR or 1, _TENSOR, micro_batch=batch, zero=1),
-    }[way]
+    """The layout of a way on `size` ranks, whose copies share `batch` sequences.
+
+    Raises ValueError where ranks, heads or sequences cannot be shared so.
+    """
+    tp = {"tensor": size, "mixed": _TENSOR}.get(way, 1)
+    heads = TINY["num_key_value_heads"]
+    if heads % tp:
+        raise ValueError(f"size={size}: allowed are divisors of {heads}, the heads of the keys")
+    if size % tp:
+        raise ValueError(f"size={size}: allowed with way={way!r} are multiples of {tp}")
+    dp = size // tp
+    if batch % dp:
+        raise ValueError(f"batch={batch}: allowed are multiples of the {dp} copies")
+    zero = {"zero1": 1, "zero2": 2, "zero3": 3, "offload": 3, "mixed": 1}.get(way, 0)
+    offload = "parameters" if way == "offload" else "none"
+    return Layout(dp, tp, zero=zero, micro_batch=batch // dp, offload=offload)
 
 
-class _Masters:
-    """AdamW on float32 copies of 16-bit parameters, as DeepSpeed keeps them."""
+class _Plain:
+    """Plain torch in one process, with the methods of an engine.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        self.low = list(parameters)
-        self.high = [p.detach().float().requires_grad_() for p in self.low]
-        self.adamw = torch.optim.AdamW(self.high, lr=1e-3, foreach=False)
+    AdamW has float32 weights: the model's own, or copies of 16-bit ones, as DeepSpeed keeps them.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        masters = [p.detach().float().requires_grad_() for p in module.parameters()]
+        self.pairs = list(zip(module.parameters(), masters, strict=True))
+        self.adamw = torch.optim.AdamW(masters, lr=1e-3, foreach=False)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     @torch.no_grad()
     def step(self) -> None:
-        for low, high in zip(self.low, self.high, strict=True):
-            high.grad = None if low.grad is None else low.grad.float()
+        for weight, master in self.pairs:
+            master.grad, weight.grad = weight.grad.float(), None
         self.adamw.step()
-        for low, high in zip(self.low, self.high, strict=True):
-            low.copy_(high)
-
-    def zero_grad(self) -> None:
-        for parameter in self.low:
-            parameter.grad = None
+        for weight, master in self.pairs:
+            weight.copy_(master)
 
 
 def _sharded(folder: str, settings: dict[str, Any]) -> Any:
@@ -144,48 +155,41 @@ def _sharded(folder: str, settings: dict[str, Any]) -> Any:
     return module
 
 
-def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, Any, int]:
-    """What computes, its optimizer where DeepSpeed has none, and the most bytes held meanwhile."""
-    place = "cpu" if ranks.device().type == "cpu" else "auto"
-    with held() as counted:
-        if way == "one":
-            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, int]:
+    """The engine of a way, and the most bytes that this rank held while its model was made."""
+    if way == "one":
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        with held() as counted:
             module = llama().to(ranks.device(), dtype)
-            if precision == "bf16":
-                return module, _Masters(module.parameters()), counted.peak
-            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-            return module, optimizer, counted.peak
-        # DeepSpeed's own are of 5e8 numbers: more than all that a small Llama takes.
-        small = {"reduce_bucket_size": 1_000_000}
-        settings = config(
-            layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
-        )
+        return _Plain(module), counted.peak
+    place = "cpu" if ranks.device().type == "cpu" else "auto"
+    # DeepSpeed's own are of 5e8 numbers: more than all that a small Llama takes.
+    small = {"reduce_bucket_size": 1_000_000}
+    settings = config(
+        layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
+    )
+    with held() as counted:
         module = _sharded(folder, settings) if layout.zero == 3 else llama()
-    return initialize(module, settings), None, counted.peak
+    return initialize(module, settings), counted.peak
 
 
 def _rank(
-    way: str, task: Task, folder: str, precision: str, memory: float | None
+    way: str, layout: Layout, task: Task, folder: str, precision: str, memory: float | None
 ) -> dict[str, Any]:
     """On every rank: generate, then train; times, outcomes, and what was moved."""
     with held(device=ranks.device(), limit=memory) if memory else nullcontext():
-        return _work(way, task, folder, precision)
+        return _work(way, layout, task, folder, precision)
 
 
-def _work(way: str, task: Task, folder: str, precision: str) -> dict[str, Any]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    layout = _layout(way, size, task.batch)
-    parts, number = layout.dp, NUMBERS[precision]
-    layout = _layout(way, size, task.batch // parts)
-    engine, optimizer, built = _built(way, layout, folder, precision)
-    module = getattr(engine, "module", engine)
-    shape = module.config
+def _work(way: str, layout: Layout, task: Task, folder: str, precision: str) -> dict[str, Any]:
+    engine, built = _built(way, layout, folder, precision)
+    shape, number = engine.module.config, NUMBERS[precision]
     lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     length = max(task.prompt, task.seq)
     some = torch.Generator().manual_seed(1)
     tokens_BS = torch.randint(0, shape.vocab_size, (task.batch, length), generator=some)
-    mine_BS = tokens_BS.chunk(parts)[rank // layout.tp].to(ranks.device())
-    held = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    mine_BS = tokens_BS.chunk(layout.dp)[dist.get_rank() // layout.tp].to(ranks.device())
+    held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     found: dict[str, Any] = {"built": built}
 
     prompt_BS = mine_BS[:, : task.prompt].contiguous()
@@ -196,16 +200,7 @@ def _work(way: str, task: Task, folder: str, precision: str) -> dict[str, Any]:
         begin = clock(ranks.device())
         outcome = generate(engine, prompt_BS, task.new)
         times.append(clock(ranks.device()) - begin)
-    moved = inference_moved(
-        shape,
-        held - lookup,
-        len(mine_BS),
-        task.prompt,
-        task.new,
-        layout.tp,
-        layout.zero == 3,
-        number,
-    )
+    moved = inference_moved(shape, task, layout, held - lookup, number)
     found["inference"] = (outcome, moved, statistics.median(times))
 
     losses, own = [], held // layout.dp if layout.zero else held
@@ -215,19 +210,14 @@ def _work(way: str, task: Task, folder: str, precision: str) -> dict[str, Any]:
             begin = clock(ranks.device())
         text_BS = mine_BS[:, : task.seq].contiguous()
         value = engine(input_ids=text_BS, labels=text_BS).loss
-        if optimizer:
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            engine.backward(value)
-            engine.step()
+        engine.backward(value)
+        engine.step()
         losses.append(value.detach())
     seconds = clock(ranks.device()) - begin
     mean = torch.stack(losses)
     dist.all_reduce(mean)  # [1 + steps]; ranks of a tensor-parallel group all have the same
     moved = task.steps * training_moved(held, own, layout.zero == 3, number)
-    found["training"] = (mean / size, moved, seconds)
+    found["training"] = (mean / layout.ranks, moved, seconds)
     return found
 
 
@@ -257,41 +247,30 @@ def run(
     check_one_of(WAYS, way=way)
     check_one_of(NUMBERS, precision=precision)
     check_number(**given(memory=memory, price=price))
-    if way == "mixed" and size % _TENSOR:
-        raise ValueError(f"size={size}: allowed with way='mixed' are multiples of {_TENSOR}")
-    layout = _layout(way, size, 1)
-    if task.batch % layout.dp:
-        raise ValueError(f"batch={task.batch}: allowed are multiples of the {layout.dp} copies")
-    heads = TINY["num_key_value_heads"]
-    if heads % layout.tp:
-        raise ValueError(f"size={size}: allowed are divisors of {heads}, the heads of the keys")
+    layout = _layout(way, size, task.batch)
     if way != "one":
         prepare()  # once here, rather than in each forked rank
     model = llama()  # imports what forked ranks then need not import again
     shape = model.config
     with tempfile.TemporaryDirectory() as folder:
-        if way in ("zero3", "offload"):
+        if layout.zero == 3:
             with quiet():
                 model.save_pretrained(folder)
-        told = way, task, folder, precision, memory
+        told = way, layout, task, folder, precision, memory
         found = ranks.run(_rank, size, *told, device=device, timeout=timeout)
-    reports = []
-    copies = _layout(way, size, 1).dp
+    built, reports = max(one["built"] for one in found), []
     for work in WORK:
-        results = [one[work] for one in found]
-        outcome = results[0][0]
+        outcomes, moved, seconds = zip(*(one[work] for one in found), strict=True)
         if work == "inference":
             tokens = task.batch * task.new
             flops = inference_flops(shape, task.batch, task.prompt, task.new)
-            outcome = torch.cat([r[0] for r in results[:: size // copies]])
+            outcome = torch.cat(outcomes[:: layout.tp])
         else:
             tokens = task.steps * task.batch * task.seq
             flops = task.steps * training_flops(shape, task.batch, task.seq)
-        moved, seconds = sum(r[1] for r in results), max(r[2] for r in results)
-        built = max(one["built"] for one in found)
-        reports.append(
-            Report(way, work, size, tokens, seconds, flops, moved, price, outcome, built)
-        )
+            outcome = outcomes[0]
+        cost = max(seconds), flops, sum(moved), price
+        reports.append(Report(way, work, size, tokens, *cost, outcome, built))
     return reports
 
 

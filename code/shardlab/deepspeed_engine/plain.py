@@ -6,6 +6,7 @@ Neither needs DeepSpeed afterwards: a plain state dict loads into the plain mode
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,13 @@ def _master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
 
     if not parameter.requires_grad:
         return otherwise
-    if hasattr(engine.optimizer, "fp32_groups"):  # stage 0 in 16 bits: two lists side by side
-        used, masters = (sum(map(list, _groups(engine, bits)), []) for bits in (16, 32))
-        return next(_on_cpu(m) for u, m in zip(used, masters, strict=True) if u is parameter)
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits: two lists side by side
+        groups = optimizer.fp16_groups, optimizer.fp32_groups
+        pairs = zip(*map(chain.from_iterable, groups), strict=True)
+        return next(_on_cpu(master) for used, master in pairs if used is parameter)
     full = safe_get_full_fp32_param(parameter)
     return otherwise if full is None else _on_cpu(full).view_as(otherwise)
-
-
-def _groups(engine: Any, bits: int) -> list[Any]:
-    return getattr(engine.optimizer, f"fp{bits}_groups")
 
 
 def _of_all_stages(engine: Any) -> dict[str, Tensor]:

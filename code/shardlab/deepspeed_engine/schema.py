@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, KeysView, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from shardlab import ranks
-from shardlab.common.arguments import check_number, check_one_of
+from shardlab.common.arguments import check_kind, check_number, check_one_of
 from shardlab.layout import Layout
 
 from .start import prepare, quiet
@@ -27,27 +28,19 @@ WRITTEN: dict[str, tuple[Any, ...]] = {
     "cp": (1,), "ep": (1,), "replicas": (1,), "schedule": ("1f1b",), "chunks": (1,),
     "stages": ("equal",), "sequence_parallel": (False,), "recompute": ("none", "full"),
 }  # fmt: skip
-PRECISIONS = ("fp32", "bf16", "fp16")
-_SIZES = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+PRECISIONS = "fp32", "bf16", "fp16"
+_SIZES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Read by deepspeed.initialize, outside the class that holds the configuration.
 _READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size"}
 # Places of Hugging Face's "auto"; in "pipeline.stages" and others it is a word of DeepSpeed's.
 _FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "bf16.", "zero_opt")
 
 
-def check_choices(precision: Any, clipping: Any) -> None:
-    """Raise ValueError for a value that is none of those that `config` names."""
+def check_together(layout: Layout, precision: str, clipping: float, device: str) -> None:
+    """Raise ValueError for what DeepSpeed cannot combine, or `config` does not write."""
+    check_kind(Layout, layout=layout)
     check_one_of(PRECISIONS, precision=precision)
     check_number(0, clipping=clipping)
-
-
-def check_together(layout: Layout, precision: str, device: str) -> None:
-    """Raise ValueError for what DeepSpeed cannot combine, or `config` does not write."""
-    _, place = ranks.place(1, device)
     zero, tp, pp = layout.zero, layout.tp, layout.pp
     for name, allowed in WRITTEN.items():
         check_one_of(allowed, **{name: getattr(layout, name)})
@@ -63,7 +56,7 @@ def check_together(layout: Layout, precision: str, device: str) -> None:
         )
     if layout.offload == "optimizer" and zero == 0:
         raise ValueError("zero=0: with offload='optimizer' allowed are 1, 2 and 3")
-    if precision == "fp16" and place == "cpu":
+    if precision == "fp16" and ranks.place(1, device)[1] == "cpu":
         raise ValueError("precision='fp16': on a CPU DeepSpeed allows 'fp32' and 'bf16'")
 
 
@@ -117,7 +110,9 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
     asked = Asked(_of_one_copy(config))
     try:
         with quiet():
-            read = DeepSpeedConfig(asked, mpu=_OneCopy())
+            # Told of one copy of the model, whatever ranks this process is one of.
+            copies = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
+            read = DeepSpeedConfig(asked, mpu=copies)
             preset = read.tensor_parallel_config.preset_model
             if preset is not None and AutoTPPresets.get_preset(preset) is None:
                 raise ValueError(f"tensor_parallel.preset_model={preset!r}: no such preset")
@@ -137,13 +132,6 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"; perhaps meant: {near[0]!r}" if near else ""
             raise ValueError(f"config: DeepSpeed knows no {name!r}, and would ignore it{meant}")
-
-
-class _OneCopy:
-    """Tells DeepSpeed of one copy of the model, whatever ranks this process is one of."""
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
 
 
 def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def build(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
     groups = [[p for n, p in model.named_parameters() if ("bias" in n) == b] for b in (0, 1)]
     biases = {"params": groups[1], "weight_decay": 0.0, "lr": 1e-2}
     optimizer = torch.optim.AdamW([{"params": groups[0]}, biases], lr=1e-3, foreach=False)
-    # Steps of 2, 4 and 8: some before the stop, some after it.
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 8], gamma=0.5)
+    # Steps 1, 3 and 4: one before the stop, two after it.
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 4], gamma=0.5)
     return Training(model, optimizer, schedule)
 
 
@@ -129,10 +129,10 @@ def unstopped(root, kinds, how):
     for number, kind in enumerate(kinds):
         training = build(kind, frozen=number == 1, **how)
         with Checkpoints(root / f"{number}", dist.group.WORLD) as store:
-            train(training, 3)
+            train(training, 2)
             store.save(training, wait=number % 2 == 0)
             at_save = everything(training)
-            losses = train(training, 5)
+            losses = train(training, 3)
         found.append((losses, at_save, everything(training)))
     return found
 
@@ -146,12 +146,12 @@ def resumed(root, kinds, how):
         with Checkpoints(root / f"{number}", dist.group.WORLD) as store:
             store.load(training)
         loaded = everything(training)
-        found.append((train(training, 5), loaded, everything(training)))
+        found.append((train(training, 3), loaded, everything(training)))
     return found
 
 
 def test_as_many_ranks_go_on_bit_for_bit_dropout_and_schedule_included(tmp_path):
-    kinds = ["sharded", "sharded", "replicated", "replicated"]
+    kinds = ["sharded", "zero 2", "replicated"]
     before, after = (run(way, 2, tmp_path, kinds, {"dropout": 0.1}) for way in (unstopped, resumed))
     for one, other in zip(before, after, strict=True):
         for (losses, at_save, end), (more, loaded, new_end) in zip(one, other, strict=True):
@@ -166,7 +166,6 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
     saved, double = ["sharded", "zero 1", "zero 2", "zero 3"], {"dtype": torch.float64}
     before = run(unstopped, 4, tmp_path, saved, double)[0]
     others = {
-        4: saved,
         2: ["torch's", "zero 3", "replicated", "sharded"],
         1: ["plain", "sharded", "plain", "plain"],
     }
@@ -180,7 +179,6 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
             # and AdamW divides by gradients of 1e-6 and more. A wrong state would show at 1e-4.
             assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-10, kind
             assert max((end[0][k] - new_end[0][k]).abs().max().item() for k in end[0]) < 1e-9
-            assert size != 4 or (losses == more and same(end, new_end)), kind
 
 
 def in_groups(turned=False):
@@ -332,7 +330,7 @@ def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(
 # Killed.
 
 
-def small(value=0.0, mesh=None, sharded=False):
+def small(value=0.0, sharded=False):
     """A training run whose every tensor is filled with `value`."""
     model = here(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
     if sharded:
@@ -420,7 +418,7 @@ def test_a_kill_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
         survived = status == 0
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
         steps.append(read(root))
-        if number % 3 == 0:  # the next save clears up, and works
+        if number % 8 == 0:  # the next save clears up, and works
             Checkpoints(root, keep=1).save(small(3))
             assert read(root) == 3 and len(list(root.iterdir())) == 2
         shutil.rmtree(root)
@@ -590,10 +588,6 @@ def flip(path):
     path.write_bytes(content)
 
 
-def edit(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def forge(path, **changes):
     """A manifest that says something else, and whose checksum fits."""
     manifest = json.loads(path.read_text()) | changes
@@ -611,7 +605,7 @@ DAMAGE = {
         lambda path: path.write_text(path.read_text().replace('"step": 1', '"step": 3')),
         "its own checksum does not fit",
     ),
-    "foreign": (MANIFEST, lambda p: edit(p, format="deepspeed"), "is .'deepspeed', 2.; allowed"),
+    "foreign": (MANIFEST, lambda p: forge(p, format="deepspeed"), "is .'deepspeed', 2.; allowed"),
 }
 
 

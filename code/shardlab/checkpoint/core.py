@@ -25,7 +25,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -55,8 +55,8 @@ class Training:
     """All that a training run needs to go on as if it had not stopped.
 
     model: plain, wrapped in DataParallel (ours or torch's), sharded by `fully_shard`, or one that
-    brings `checkpoint_tensors`, `checkpoint_name` and `restore`, as those of `zero` and `mesh` do:
-    their checkpoints are the same.
+    brings `checkpoint_tensors` and `restore` (and `checkpoint_name`, where its names are others),
+    as those of `zero` and `mesh` do: their checkpoints are the same.
     step: optimizer steps done. samples: position in the data, counted over all ranks, so that any
     number of ranks can share what comes next. The random state needs no field.
     """
@@ -189,10 +189,9 @@ class Checkpoints:
     """The checkpoints of one training run, in one folder that all ranks of `group` can reach.
 
     keep: complete checkpoints that remain after a save. writer: makes DCP's storage writer for a
-    path. timeout: seconds that a rank waits for another in a save or load, by default the run's.
-    All methods but `steps` are collective: every rank of `group` calls them, and all of them raise
-    the same error. group: None is the world, as torch has it. From the first save to `close` or its
-    end, the folder is this job's: another one may load from it, and its saves are refused.
+    path. All methods but `steps` are collective: every rank of `group` calls them, and all of them
+    raise the same error. group: None is the world, as torch has it. From the first save to `close`
+    or its end, the folder is this job's: another one may load from it, and its saves are refused.
 
     Raises ValueError for a folder that is a file, keep below 1, a group without this rank, and
     ranks with other folders or another `keep`.
@@ -204,14 +203,13 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         keep: int = 2,
         writer: Callable[[Path], dcp.StorageWriter] = dcp.FileSystemWriter,
-        timeout: float | None = None,
     ):
         self.root = Path(folder)
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"folder={str(folder)!r}: this is a file; allowed is a folder")
         check_whole(keep=keep)
         self.keep, self.writer = keep, writer
-        self.members = Members(group, timeout)
+        self.members = Members(group)
         self.members.check_same(folder=os.path.abspath(self.root), keep=keep)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
@@ -302,11 +300,8 @@ class Checkpoints:
         manifest = {"format": files.FORMAT, "version": files.VERSION} | about
         manifest |= {"ranks": self.members.size, "torch": torch.__version__}
         manifest["files"] = {name: of for _, part in reports for name, of in part.items()}
-        unseen = sorted(name for name in manifest["files"] if not (saving / name).exists())
         problem = next((problem for problem, _ in reports if problem), None)
-        if not problem and unseen:
-            problem = f"rank 0 does not see {', '.join(unseen)}"
-            problem += ": allowed is a folder that all ranks share"
+        problem = problem or files.unseen(saving, manifest["files"])
         try:
             final = None if problem else commit(saving, manifest)
         except OSError as error:
@@ -369,8 +364,7 @@ class Checkpoints:
         if kind is None:
             self.close()
         else:  # others may never come to where this rank is: leave their messages alone
-            with suppress(Exception):
-                self._thread.shutdown(wait=False)
+            self._thread.shutdown(wait=False)
             if self._pending is None:
                 self._release()
             else:  # the thread still writes

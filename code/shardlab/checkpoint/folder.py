@@ -22,7 +22,6 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,13 @@ def choose(root: Path, step: int | None) -> Path:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file, and return when it is on the disk and not just in the kernel's memory."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
 
 
-def sync(directory: Path) -> None:
-    """Have the names in a directory written to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, written to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -298,6 +295,14 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def unseen(folder: Path, names: Iterable[str]) -> str | None:
+    """Return a problem if this rank does not see some files that ranks have written."""
+    missing = sorted(name for name in names if not (folder / name).exists())
+    if not missing:
+        return None
+    return f"rank 0 does not see {', '.join(missing)}: allowed is a folder that all ranks share"
+
+
 def no_room(folder: Path, needed: int) -> str:
     """Return what to add to a failed save if `needed` bytes are more than `folder` has free."""
     free = shutil.disk_usage(folder).free
@@ -314,11 +319,10 @@ class Members:
 
     A save in the background sends messages at moments that nobody knows: in the group of training
     they would meet training's. The new one is gloo's, on the CPU. group: None is the world, as
-    torch has it; a process without ranks is alone. timeout: seconds that a rank waits for another,
-    by default the run's.
+    torch has it; a process without ranks is alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float | None = None):
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size, self._destroy = 0, 1, False
         if group is None:
@@ -330,7 +334,7 @@ class Members:
         # Without ranks that are no members, a group's name is made from its members, and after
         # it was destroyed the same members would wait for one another under that name.
         self._destroy = len(numbers) == dist.get_world_size()
-        limit = ranks.agree.time_limit(group) if timeout is None else timedelta(seconds=timeout)
+        limit = ranks.agree.time_limit(group)
         self.group = dist.new_group(
             numbers, limit, backend="gloo", use_local_synchronization=not self._destroy
         )

@@ -17,7 +17,9 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,23 +33,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardlab.common.arguments import check_whole
+from shardlab.common.files import read_json
 from shardlab.common.shapes import Config
-from shardlab.layout.boxes import Box, Piece, elements, shape, whole
+from shardlab.layout.boxes import Box, Piece, elements, shape, spanned, whole
 from shardlab.zero.wrapper import Sharded
 
+from . import folder as files
 from . import names
-from .folder import SAVING, CheckpointError, Members, cause, no_room, sync, unwrapped, write_durably
+from .folder import CheckpointError, Members
 from .moving import by_name, carry, changed, holders, parts_of, pieces, transfers
 from .names import FAMILIES, Link
 
 GB = 10**9
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
@@ -70,21 +69,15 @@ def stored(folder: Path) -> dict[str, Stored]:
     """Return every tensor in `folder`, by name, from headers and index; no number is read.
 
     Raises CheckpointError, which names the file, for one that is missing, cut off, or no
-    safetensors file, and for an index that names another file than the one that has a tensor.
+    safetensors file.
     """
-    if not (folder / INDEX).exists():
-        if not (folder / ONE).exists():
-            raise CheckpointError(f"{folder}: there is neither {ONE} nor {INDEX} in it")
-        return _header(folder / ONE)
-    try:
-        index = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        there = {name: _header(folder / name) for name in sorted(set(index.values()))}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: no index of safetensors: {error!r}") from None
-    for name, file in index.items():
-        if name not in there[file]:
-            raise CheckpointError(f"{folder / file}: {name} is not in it, as {INDEX} says")
-    return {name: there[file][name] for name, file in index.items()}
+    if (folder / INDEX).exists():  # it says which files; what is in them, their headers do
+        parts = sorted({*read_json("index", folder / INDEX)["weight_map"].values()})
+    elif (folder / ONE).exists():
+        parts = [ONE]
+    else:
+        raise CheckpointError(f"{folder}: there is neither {ONE} nor {INDEX} in it")
+    return {name: of for part in parts for name, of in _header(folder / part).items()}
 
 
 def _header(path: Path) -> dict[str, Stored]:
@@ -115,8 +108,8 @@ def load_hub(
     cut off, of another shape, unknown, or stored twice with unequal values though the model ties
     both: all that is found before the model changes.
     """
-    folder, members = Path(folder), Members(group)
-    try:
+    folder = Path(folder)
+    with closing(Members(group)) as members:
         members.check_same(folder=os.path.abspath(folder))
         config, own = _config(model), pieces(model)
         links, found, left = members.first(lambda: _matched(folder, config))
@@ -124,8 +117,6 @@ def load_hub(
         members.exchange(None)  # all have read
         changed(model)
         return left
-    finally:
-        members.close()
 
 
 def _read(
@@ -135,10 +126,10 @@ def _read(
     found: Mapping[str, Stored],
 ) -> None:
     """Fill this rank's pieces, file after file: of each tensor the slice that is wanted."""
-    by_file: dict[str, list[Piece]] = {}
+    by_file: dict[str, list[Piece]] = defaultdict(list)
     for piece in own:
         if piece.name in links and elements(piece.box):
-            by_file.setdefault(found[links[piece.name].hub].file, []).append(piece)
+            by_file[found[links[piece.name].hub].file].append(piece)
     for file, wanted in by_file.items():
         with safe_open(folder / file, "pt") as opened:  # what was read stays in memory until closed
             for piece in wanted:
@@ -167,12 +158,12 @@ def _matched(
     names of tensors that have no place in the model. Raises ValueError for no such folder,
     CheckpointError for what is missing, other or unknown.
     """
-    names.check_folder(folder=folder)
-    kind, there = _kind(folder), stored(folder)
-    links, family = names.links(config, kind), FAMILIES[kind]
+    kind, there = read_json("config", names.config_file(folder)).get("model_type"), stored(folder)
+    links = names.links(config, kind)
+    family, places = FAMILIES[kind], [(link.hub, link.place) for link in links.values()]
     embedding, head = (f"{family.names[end]}.weight" for end in ("embedding", "head"))
     found, known = {}, set()
-    for name, wanted in names.shapes(links).items():
+    for name, wanted in spanned(places).items():
         # Some files leave a prefix out; some have tied layers twice, where both must be equal.
         tied = [head] if config.tied and name == embedding else []
         called = [n for n in (name, name.removeprefix(family.base), *tied) if n in there]
@@ -228,8 +219,8 @@ def save_hub(
     cannot be read or written.
     """
     check_whole(shard_bytes=shard_bytes)
-    folder, like, members = Path(folder), Path(like), Members(group)
-    try:
+    folder, like = Path(folder), Path(like)
+    with closing(Members(group)) as members:
         members.check_same(
             folder=os.path.abspath(folder), like=os.path.abspath(like), shard_bytes=shard_bytes
         )
@@ -248,16 +239,14 @@ def save_hub(
             if members.rank == writer:
                 try:
                     save_file(content, saving / file, {"format": "pt"})
-                    sync(saving / file)
+                    files.sync(saving / file)
                 except (OSError, SafetensorError) as error:  # others wait for this rank's tensors
-                    problem = f"rank {members.rank}: {cause(error)}"
+                    problem = f"rank {members.rank}: {files.cause(error)}"
             del content
-        problems = [of for of in members.exchange(problem) if of]
+        problem = next((of for of in members.exchange(problem) if of), None)
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         needed = sum(of.nbytes for of in sources.found.values())
-        members.first(lambda: _complete(saving, folder, like, index, problems, needed))
-    finally:
-        members.close()
+        members.first(lambda: _complete(saving, folder, like, index, problem, needed))
 
 
 class _Sources:
@@ -271,9 +260,9 @@ class _Sources:
         config, own = _config(model), pieces(model)
         self.pieces, self.holders = by_name(own), holders(members.exchange(parts_of(own)))
         links, self.found, _ = members.first(lambda: _matched(like, config))
-        self.into: dict[str, list[tuple[str, Link]]] = {}
+        self.into: dict[str, list[tuple[str, Link]]] = defaultdict(list)
         for name, link in links.items():
-            self.into.setdefault(link.hub, []).append((name, link))
+            self.into[link.hub].append((name, link))
 
     def gather(self, hub: str, writer: int) -> Tensor | None:
         """A tensor of the hub's, whole, on its writer; all ranks that have parts of it call it."""
@@ -287,15 +276,14 @@ class _Sources:
         full = torch.empty(of.shape, dtype=dtype) if mine else None
         for name, link in self.into[hub]:
             box = whole(shape(link.place[::-1] if link.turned else link.place))
-            plan = transfers(self.holders.get(name, {}), [(writer, box)])
+            plan = transfers(self.holders[name], [(writer, box)])
             assert plan is not None, link  # the shapes are those of what ranks have
             place = []
             if full is not None:
                 there = full[tuple(slice(*ends) for ends in link.place)]
                 place = [Piece(name, box, there.T if link.turned else there)]
-            if any(self.members.rank in (move.source, move.target) for move in plan):
-                own = self.pieces.get(name, ())
-                carry(plan, own, place, dtype, self.members.group, torch.device("cpu"))
+            cpu = torch.device("cpu")
+            carry(plan, self.pieces[name], place, dtype, self.members.group, cpu)
         return full
 
 
@@ -305,7 +293,7 @@ def _begin(folder: Path) -> Path:
         raise ValueError(f"folder={str(folder)!r}: it is there; allowed is a new one")
     if not folder.parent.is_dir():
         raise ValueError(f"folder={str(folder)!r}: there is no folder {folder.parent}")
-    saving = folder.with_name(f"{SAVING}{folder.name}")
+    saving = folder.with_name(f"{files.SAVING}{folder.name}")
     shutil.rmtree(saving, ignore_errors=True)  # left by a save that was killed
     saving.mkdir()
     return saving
@@ -316,46 +304,35 @@ def _complete(
     folder: Path,
     like: Path,
     index: dict[str, Any],
-    problems: list[str],
+    problem: str | None,
     needed: int,
 ) -> None:
     """On rank 0: what stands beside the weights, and the rename; or nothing is left."""
-    files = sorted(set(index["weight_map"].values()))
+    weights = set(index["weight_map"].values())
+    problem = problem or files.unseen(saving, weights)
     try:
-        if not problems and (unseen := [file for file in files if not (saving / file).exists()]):
-            text = f"rank 0 does not see {unseen[0]}: allowed is a folder that all ranks share"
-            problems = [text]
-        if not problems:
-            if files[1:]:
-                write_durably(saving / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        if not problem:
+            if len(weights) > 1:
+                files.write_durably(saving / INDEX, json.dumps(index, indent=2).encode() + b"\n")
             for path in sorted(like.iterdir()):
-                weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
-                if path.is_file() and not weights:
-                    write_durably(saving / path.name, path.read_bytes())
-            sync(saving)
+                beside = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
+                if path.is_file() and beside:
+                    files.write_durably(saving / path.name, path.read_bytes())
+            files.sync(saving)
             os.rename(saving, folder)
-            sync(folder.parent)
+            files.sync(folder.parent)
     except OSError as error:
-        problems = [cause(error)]
-    if problems:
-        room = no_room(folder.parent, needed)
+        problem = files.cause(error)
+    if problem:
+        room = files.no_room(folder.parent, needed)
         shutil.rmtree(saving, ignore_errors=True)
-        raise CheckpointError(f"{folder}: not saved: {problems[0]}{room}")
+        raise CheckpointError(f"{folder}: not saved: {problem}{room}")
 
 
 def _config(model: nn.Module) -> Config:
     """The shape of a GPT, whatever it is wrapped in."""
-    model = unwrapped(model)
+    model = files.unwrapped(model)
     config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
     if not isinstance(config, Config):
         raise ValueError(f"model={type(model).__name__}: allowed are a GPT, plain or on any ranks")
     return config
-
-
-def _kind(folder: Path) -> str:
-    """Return the model_type that config.json says."""
-    path = folder / "config.json"
-    try:
-        return str(json.loads(path.read_text("utf-8"))["model_type"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: has no model_type: {error!r}") from None

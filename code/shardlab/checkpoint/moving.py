@@ -9,7 +9,9 @@ is asked of each in turn, and who has a part himself sends nothing. So bytes are
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardlab.layout.boxes import Box, Piece, common, elements, whole, within
+from shardlab.layout.boxes import Box, Piece, common, elements, spanned, whole, within
 from shardlab.layout.entries import ledger
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gathered
@@ -43,11 +45,11 @@ Holders = dict[Box, list[int]]  # parts of a tensor that have nothing in common,
 
 def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
     """By tensor, its parts and the ranks that have them, from what each rank has."""
-    found: dict[str, Holders] = {}
+    found: dict[str, Holders] = defaultdict(dict)
     for rank, mine in enumerate(parts):
         for name, box in mine:
             if elements(box):
-                found.setdefault(name, {}).setdefault(box, []).append(rank)
+                found[name].setdefault(box, []).append(rank)
     return found
 
 
@@ -80,7 +82,7 @@ def carry(
     """Take part in the transfers of one tensor: out of `mine`, into `wanted`, which has `dtype`.
 
     group: with its own numbers in the plan; None: one process. device: where what is sent has to
-    be; None: where it is. All ranks that the plan names call it.
+    be; None: where it is. All ranks that the plan names call it; on others nothing happens.
     """
     rank = 0 if group is None else dist.get_rank(group)
     outgoing: list[tuple[Tensor, int]] = []
@@ -118,7 +120,7 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     Raises ValueError, on every rank and before anything is sent, where a part of the target's
     tensors is nowhere, and where source and target do not have the same tensors.
     """
-    rank, _ = check_group(group)
+    check_group(group)
     there, wants = ([] if model is None else pieces(model) for model in (source, target))
     kinds = {piece.name: piece.tensor.dtype for piece in wants}
     everyones = gathered((parts_of(there), parts_of(wants), kinds), group)
@@ -126,8 +128,7 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     dtypes = {name: dtype for *_, each in everyones for name, dtype in each.items()}
     mine, wanted = by_name(there), by_name(wants)
     for name, plan in plans.items():
-        if any(rank in (move.source, move.target) for move in plan):
-            carry(plan, mine.get(name, ()), wanted.get(name, ()), dtypes[name], group)
+        carry(plan, mine[name], wanted[name], dtypes[name], group)
     if target is not None:
         changed(target)
 
@@ -156,15 +157,12 @@ def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[T
 
     Raises ValueError where something is wanted that nobody has, and for other names or shapes.
     """
-    have = holders(before)
-    wanted: dict[str, list[tuple[int, Box]]] = {}
-    for rank, parts in enumerate(after):
-        for name, box in parts:
-            if elements(box):
-                wanted.setdefault(name, []).append((rank, box))
-    found = {name: transfers(have.get(name, {}), of) for name, of in wanted.items()}
+    have, found = holders(before), {}
+    for name, boxes in holders(after).items():
+        wanted = sorted((rank, box) for box, ranks in boxes.items() for rank in ranks)
+        found[name] = transfers(have[name], wanted)
     wrong = [f"{name} is not all in the source" for name, plan in found.items() if plan is None]
-    there, own = shapes_of(before), shapes_of(after)
+    there, own = (spanned(chain.from_iterable(side)) for side in (before, after))
     for name in there if own else ():  # where nobody has a target, there is nothing to compare
         if there[name] != own.get(name):
             has = f"is {list(own[name])}" if name in own else "is missing"
@@ -175,21 +173,11 @@ def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[T
     return found
 
 
-def shapes_of(parts: Iterable[Parts]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors, by name, from the parts that each rank has of them."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, box in (part for mine in parts for part in mine):
-        ends = tuple(end for _, end in box)
-        before = found.get(name, ends)
-        found[name] = tuple(max(pair) for pair in zip(before, ends, strict=True))
-    return found
-
-
 def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
     """The pieces of each tensor."""
-    names: dict[str, list[Piece]] = {}
+    names: dict[str, list[Piece]] = defaultdict(list)
     for piece in found:
-        names.setdefault(piece.name, []).append(piece)
+        names[piece.name].append(piece)
     return names
 
 
@@ -212,12 +200,10 @@ def pieces(model: nn.Module) -> list[Piece]:
         return model.pieces(_cut(model.module))
     if hasattr(model, "pieces"):
         return model.pieces()
-    cut, found = _cut(model), []
-    lasting = set(model.state_dict(keep_vars=True))
-    for name, parameter in model.named_parameters():
-        found.append(_piece(plain_name(name), parameter, cut))
+    cut, lasting = _cut(model), model.state_dict(keep_vars=True).keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in lasting]
-    return found + [_piece(plain_name(name), buffer, cut) for name, buffer in buffers]
+    tensors = [*model.named_parameters(), *buffers]
+    return [_piece(plain_name(name), tensor, cut) for name, tensor in tensors]
 
 
 def _cut(model: nn.Module) -> dict[str, Box]:

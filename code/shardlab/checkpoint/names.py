@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,22 +30,6 @@ class Link(NamedTuple):
     hub: str  # the tensor's name there
     place: Box  # the part of it
     turned: bool = False  # the hub's is transposed
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a kind of model is called and stored; our names and fields are the keys."""
-
-    classname: str
-    layer: str  # what stands before the names of a layer's tensors
-    names: Mapping[str, str]
-    sizes: Mapping[str, str]  # fields of Config -> keys of config.json
-    fixed: Mapping[str, Any]  # fields of Config that all of them have
-    keys: Mapping[str, Any]  # keys of config.json with the one value that our GPT computes
-    turned: tuple[str, ...] = ()  # whose weights are stored transposed
-    fused: bool = False  # queries, keys and values side by side in one tensor
-    beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
-    base: str = ""  # some files leave this out, which names begin with
 
 
 _NAME = re.compile(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?")
@@ -88,30 +71,36 @@ _LLAMA_SIZES = _SIZES | {
     "norm_eps": "rms_norm_eps",
 }
 _RMS = {"mlp": "swiglu", "norm": "rms", "bias": False}
-_LAYER = {"mlp": "gelu", "norm": "layer", "bias": True}
 _SILU = {"hidden_act": "silu", "attention_bias": False}
+
+
+class Family(NamedTuple):
+    """How a kind of model is called and stored: by default as Llama. Our names are the keys."""
+
+    classname: str
+    names: Mapping[str, str] = _LLAMA_NAMES
+    sizes: Mapping[str, str] = _LLAMA_SIZES  # fields of Config -> keys of config.json
+    fixed: Mapping[str, Any] = _RMS  # fields of Config that all of them have
+    keys: Mapping[str, Any] = _SILU  # keys of config.json with the one value that our GPT computes
+    layer: str = "model.layers.{}."  # what stands before the names of a layer's tensors
+    turned: tuple[str, ...] = ()  # whose weights are stored transposed
+    fused: bool = False  # queries, keys and values side by side in one tensor
+    beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
+    base: str = ""  # some files leave this out, which names begin with
+
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM",
-        "model.layers.{}.",
-        _LLAMA_NAMES,
-        _LLAMA_SIZES,
-        _RMS,
-        _SILU | {"mlp_bias": False},
-        beside=r".*\.rotary_emb\.inv_freq",
+        "LlamaForCausalLM", keys=_SILU | {"mlp_bias": False}, beside=r".*\.rotary_emb\.inv_freq"
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        "model.layers.{}.",
         _LLAMA_NAMES | _QK_NORM,
-        _LLAMA_SIZES,
-        _RMS | {"qk_norm": True},
-        _SILU | {"use_sliding_window": False},
+        fixed=_RMS | {"qk_norm": True},
+        keys=_SILU | {"use_sliding_window": False},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        "model.layers.{}.",
         _LLAMA_NAMES
         | {
             "ffn.router.score": "block_sparse_moe.gate",
@@ -125,12 +114,10 @@ FAMILIES: dict[str, Family] = {
             "experts_per_token": "num_experts_per_tok",
             "window": "sliding_window",
         },
-        _RMS,
-        {"hidden_act": "silu"},
+        keys={"hidden_act": "silu"},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        "model.layers.{}.",
         _LLAMA_NAMES | _QK_NORM | _EXPERT_NAMES,
         _LLAMA_SIZES
         | {
@@ -138,8 +125,8 @@ FAMILIES: dict[str, Family] = {
             "experts_per_token": "num_experts_per_tok",
             "expert_ffn": "moe_intermediate_size",
         },
-        _RMS | {"qk_norm": True},
-        _SILU
+        fixed=_RMS | {"qk_norm": True},
+        keys=_SILU
         | {
             "use_sliding_window": False,
             "norm_topk_prob": True,
@@ -149,7 +136,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        "model.layers.{}.",
         _LLAMA_NAMES
         | _EXPERT_NAMES
         | {
@@ -181,13 +167,12 @@ FAMILIES: dict[str, Family] = {
             "groups_per_token": "topk_group",
             "routed_scale": "routed_scaling_factor",
         },
-        _RMS | {"router": "sigmoid"},
-        _SILU | {"norm_topk_prob": True, "rope_interleave": True},
+        fixed=_RMS | {"router": "sigmoid"},
+        keys=_SILU | {"norm_topk_prob": True, "rope_interleave": True},
         beside=r"model\.layers\.61\..*",  # it predicts the token after the next
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
-        "transformer.h.{}.",
         {
             "embedding": "transformer.wte",
             "attention_norm": "ln_1",
@@ -209,8 +194,9 @@ FAMILIES: dict[str, Family] = {
             "tied": "tie_word_embeddings",
             "norm_eps": "layer_norm_epsilon",
         },
-        _LAYER,
-        {},
+        fixed={"mlp": "gelu", "norm": "layer", "bias": True},
+        keys={},
+        layer="transformer.h.{}.",
         turned=(*_QKV, "attention.out", "ffn.up", "ffn.down"),
         fused=True,
         beside=r"transformer\.wpe\.weight|.*\.attn\.(masked_)?bias",
@@ -268,16 +254,6 @@ def links(config: Config, model_type: str) -> dict[str, Link]:
     return found
 
 
-def shapes(found: Mapping[str, Link]) -> dict[str, tuple[int, ...]]:
-    """The hub's tensors, by name, and their shapes: what all links into them cover."""
-    ends: dict[str, tuple[int, ...]] = {}
-    for link in found.values():
-        here = tuple(end for _, end in link.place)
-        before = ends.get(link.hub, here)
-        ends[link.hub] = tuple(max(pair) for pair in zip(before, here, strict=True))
-    return ends
-
-
 # The shape itself, as config.json has it.
 
 
@@ -293,12 +269,13 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [family.classname], **found, **family.keys}
 
 
-def check_folder(**given: str | Path) -> None:
-    """Raise ValueError for what is no folder."""
-    for name, folder in given.items():
-        if not Path(folder).is_dir():
-            text = "there is none; allowed is one with config.json and safetensors, as on the hub"
-            raise ValueError(f"{name}={str(folder)!r}: {text}")
+def config_file(folder: str | Path) -> Path:
+    """The config.json in a folder. Raises ValueError where there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():  # a pipe would be waited for
+        text = "there is none with a config.json; allowed is one as on the hub"
+        raise ValueError(f"folder={str(folder)!r}: {text}")
+    return path
 
 
 def config_of(folder: str | Path) -> Config:
@@ -307,11 +284,7 @@ def config_of(folder: str | Path) -> Config:
     Raises ValueError for a kind that is not in the table, and for one that computes, by a key of
     its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
     """
-    check_folder(folder=folder)
-    path = Path(folder) / "config.json"
-    if not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"folder={str(folder)!r}: there is no file config.json in it")
-    return config_in(path)
+    return config_in(config_file(folder))
 
 
 def config_in(path: Path) -> Config:

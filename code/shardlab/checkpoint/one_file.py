@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardlab.ranks import check_group
 
-from .folder import CheckpointError, cause, no_room, unwrapped
+from .folder import CheckpointError, cause, no_room, sync, unwrapped
 
 
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
@@ -51,15 +50,12 @@ def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
     """Write the file beside its place, and put it there; what has kept it from being written."""
     beside = path.with_name(f".{path.name}.saving")
     try:
-        beside.unlink(missing_ok=True)  # left by a process that was killed
         with open(beside, "wb") as file:
             torch.save(full, file)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(beside)
         os.replace(beside, path)
     except Exception as error:
         room = no_room(path.parent, sum(tensor.nbytes for tensor in full.values()))
-        with suppress(OSError):
-            beside.unlink()
+        beside.unlink(missing_ok=True)
         return f"{path}: not written: {cause(error)}{room}"
     return None

@@ -77,7 +77,7 @@ def held_and_sent():
         for plain in (here(Toy()), here(GPT(PRESETS["nano"]))):
             model = sharded(plain, stage, compute_dtype=dtype)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            for step in range(3):
+            for step in range(2):
                 optimizer.zero_grad()
                 with count.sent() as sent:
                     if isinstance(plain, Toy):
@@ -100,7 +100,6 @@ def held_and_sent():
 
 def test_states_and_messages_are_as_predicted_to_the_byte():
     # Counted message by message: on a GPU the library's reduce-scatter is taken.
-    run(held_and_sent, 2, device="cpu")
     run(held_and_sent, 3, device="cpu")
 
 

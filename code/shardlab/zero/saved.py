@@ -98,6 +98,8 @@ def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
     """Copy what this rank owns of `values`, whole tensors or rows by name, into its `targets`."""
+    if targets.keys().isdisjoint(flat.names):
+        return
     full = flat.empty(flat.master)
     places = zip(flat.names, flat.views(full), flat.cut(full[flat.own]), strict=True)
     for name, view, part in places:
@@ -136,12 +138,3 @@ def rows(flats: Sequence[Flat], values: Mapping[str, Tensor | None]) -> dict[str
             local = own.clone()
             found[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **full)
     return found
-
-
-def give(
-    flats: Sequence[Flat], values: Mapping[str, Tensor], targets: Mapping[str, Tensor]
-) -> None:
-    """Copy what this rank owns of `values`, rows by name, into its `targets`."""
-    for flat in flats:
-        if not targets.keys().isdisjoint(flat.names):
-            deal_out(flat, values, targets)

@@ -96,15 +96,12 @@ class Sharded(nn.Module):
         for name in self._names.values():
             yield (f"{prefix}.{name}" if prefix else name), pieces[name]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only stage 1 has it: see Zero1."""
-        stage = type(self).__name__
+    def no_sync(self) -> Any:
+        """Refused, but in stage 1: see Zero1."""
         raise ValueError(
-            f"no_sync: {stage} keeps a shard of the gradients, so each backward has to send them; "
-            "allowed is Zero1, which keeps them whole"
+            f"no_sync: {type(self).__name__} keeps a shard of the gradients, so each backward has "
+            "to send them; allowed is Zero1, which keeps them whole"
         )
-        yield
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
         """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
@@ -172,10 +169,6 @@ class Sharded(nn.Module):
             for piece in made:
                 optimizer.state.pop(piece, None)
 
-    def checkpoint_name(self, name: str) -> str:
-        """The name of a parameter in such a checkpoint: its own."""
-        return name
-
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
         """Take over such tensors, saved by any number of ranks after `step` steps."""
@@ -185,11 +178,13 @@ class Sharded(nn.Module):
             if name not in state["optimizer"]:
                 optimizer.state.pop(piece, None)
         # A checkpoint fills what is whole in its place.
-        saved.give(self.flats, state["model"], pieces)
+        for flat in self.flats:
+            saved.deal_out(flat, state["model"], pieces)
         for key in sorted({key for of in state["optimizer"].values() for key in of}):
             values = {name: of[key] for name, of in state["optimizer"].items() if key in of}
             targets = {name: optimizer.state[pieces[name]][key] for name in values}
-            saved.give(self.flats, values, {name: t for name, t in targets.items() if t.dim()})
+            for flat in self.flats:
+                saved.deal_out(flat, values, {n: t for n, t in targets.items() if t.dim()})
             for name, target in targets.items():
                 if not target.dim():
                     target.copy_(values[name])

@@ -55,24 +55,29 @@ def batch(step, micro, share):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def one_process(accumulation=1, dp=2, clipping=0.0, dtype=torch.float32, ahead=False):
-    """The same steps, share by share; with a 16-bit dtype, a float32 master beside the model."""
-    used = model().to(dtype)
+def at(dp=1, **fields):
+    """The layout of dp copies that compute MICRO sequences at a time."""
+    return Layout(dp, micro_batch=MICRO, **fields)
+
+
+def one_process(layout, precision="fp32", clipping=0.0, **_):
+    """The same steps, share by share; in 16 bits, with a float32 master beside the model."""
+    used = model().to(torch.bfloat16 if precision == "bf16" else torch.float32)
     master = copy.deepcopy(used).float()  # DeepSpeed rounds the weights first, too
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, foreach=False)
     pairs = list(zip(used.parameters(), master.parameters(), strict=True))
     losses = []
-    if ahead:  # what DeepSpeed does in stage 0 with 16 bits: a step whose gradients are zero
+    if precision == "bf16" and layout.zero == 0:  # DeepSpeed's first step, with gradients of zero
         for _, kept in pairs:
             kept.grad = torch.zeros_like(kept)
         optimizer.step()
     for step in range(STEPS):
-        total = 0.0
-        for micro, share in itertools.product(range(accumulation), range(dp)):
+        total, parts = 0.0, layout.microbatches * layout.dp
+        for micro, share in itertools.product(range(layout.microbatches), range(layout.dp)):
             tokens, targets = batch(step, micro, share)
             value = loss(used(tokens), targets)
-            (value / (accumulation * dp)).backward()
-            total += value.item() / (accumulation * dp)
+            (value / parts).backward()
+            total += value.item() / parts
         for weight, kept in pairs:
             kept.grad, weight.grad = weight.grad.float(), None
         if clipping:
@@ -86,52 +91,35 @@ def one_process(accumulation=1, dp=2, clipping=0.0, dtype=torch.float32, ahead=F
 
 
 def references(cases):
-    return [one_process(**case) for case in cases]
+    return {name: one_process(layout, **more) for name, (layout, more) in cases.items()}
 
 
-def configured(world, zero=0, tp=1, pp=1, accumulation=1, offload="none", **more):
-    """Settings for `world` ranks of MICRO sequences at a time."""
-    layout = Layout(
-        world // (tp * pp), tp, pp, zero, MICRO, accumulation, offload=offload
-    )  # fmt: skip
-    return de.config(layout, **more)
+def started(layout, more):
+    module = de.pipeline(model(), layout.pp) if layout.pp > 1 else model()
+    return de.initialize(module, de.config(layout, **more))
 
 
-def share_of(settings):
-    """Which data-parallel share this rank computes."""
-    tp, pp = settings.get("tp", 1), settings.get("pp", 1)
+def one_step(engine, layout, step):
     # DeepSpeed's tensor-parallel ranks are neighbours, its pipeline's are dp ranks apart.
-    dp = dist.get_world_size() // (tp * pp)
-    return dist.get_rank() // tp % dp
-
-
-def started(settings):
-    stages = settings.get("pp", 1)
-    module = de.pipeline(model(), stages) if stages > 1 else model()
-    return de.initialize(module, configured(dist.get_world_size(), **settings))
-
-
-def one_step(engine, settings, step):
-    share = share_of(settings)
-    micros = range(settings.get("accumulation", 1))
-    return de.step(engine, [batch(step, micro, share) for micro in micros])
+    share = dist.get_rank() // layout.tp % layout.dp
+    return de.step(engine, [batch(step, micro, share) for micro in range(layout.microbatches)])
 
 
 def train(cases, folder=None):
     """Each case: losses, weights; with a folder, also saved on the way and resumed."""
     found = {}
-    for name, settings in cases.items():
-        engine = started(settings)
-        losses = [one_step(engine, settings, step) for step in range(SAVED)]
+    for name, (layout, more) in cases.items():
+        engine = started(layout, more)
+        losses = [one_step(engine, layout, step) for step in range(SAVED)]
         saved = de.weights(engine)
         if folder is not None:
             de.save(engine, f"{folder}/{name}")
-        losses += [one_step(engine, settings, step) for step in range(SAVED, STEPS)]
+        losses += [one_step(engine, layout, step) for step in range(SAVED, STEPS)]
         found[name] = {"losses": losses, "weights": de.weights(engine), "saved": saved}
         if folder is not None:
-            again = started(settings)
+            again = started(layout, more)
             de.load(again, f"{folder}/{name}")
-            resumed = [one_step(again, settings, step) for step in range(SAVED, STEPS)]
+            resumed = [one_step(again, layout, step) for step in range(SAVED, STEPS)]
             found[name]["resumed"] = (resumed, de.weights(again))
     return found
 
@@ -141,20 +129,10 @@ def gap(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def case_of(settings, world):
-    dp = world // settings.get("tp", 1) // settings.get("pp", 1)
-    wanted = {key: settings[key] for key in ("accumulation", "clipping") if key in settings}
-    if settings.get("precision") == "bf16":
-        wanted |= {"dtype": torch.bfloat16, "ahead": settings["zero"] == 0}
-    return {"dp": dp, **wanted}
-
-
-def compare(cases, results, world):
+def compare(cases, results):
     """(name -> largest differences of loss and weights) from one process; all ranks agree."""
-    wanted = {name: case_of(settings, world) for name, settings in cases.items()}
-    plain = dict(zip(cases, run(references, 1, list(wanted.values()))[0], strict=True))
     gaps = {}
-    for name, (losses, weights) in plain.items():
+    for name, (losses, weights) in run(references, 1, cases)[0].items():
         for result in results:
             assert gap(result[name]["weights"], results[0][name]["weights"]) == 0.0, name
         mine = results[0][name]
@@ -166,23 +144,23 @@ def compare(cases, results, world):
 # ------------------------------------------------------------------------------- equal
 
 TWO = {
-    "stage 0": {"zero": 0},
-    "stage 1": {"zero": 1},
-    "stage 2": {"zero": 2},
-    "stage 3": {"zero": 3, **PLAIN_LINEAR},
-    "accumulation": {"zero": 2, "accumulation": 2},
-    "clipping": {"zero": 1, "clipping": 0.1},
-    "clipping, stage 3": {"zero": 3, "clipping": 0.1, **PLAIN_LINEAR},
-    "optimizer offloaded": {"zero": 2, "offload": "optimizer"},
-    "parameters offloaded": {"zero": 3, "offload": "parameters", **PLAIN_LINEAR},
-    "bf16": {"zero": 1, "precision": "bf16"},
-    "bf16, stage 0": {"zero": 0, "precision": "bf16"},
+    "stage 0": (at(2), {}),
+    "stage 1": (at(2, zero=1), {}),
+    "stage 2": (at(2, zero=2), {}),
+    "stage 3": (at(2, zero=3), PLAIN_LINEAR),
+    "accumulation": (at(2, zero=2, microbatches=2), {}),
+    "clipping": (at(2, zero=1), {"clipping": 0.1}),
+    "clipping, stage 3": (at(2, zero=3), {"clipping": 0.1, **PLAIN_LINEAR}),
+    "optimizer offloaded": (at(2, zero=2, offload="optimizer"), {}),
+    "parameters offloaded": (at(2, zero=3, offload="parameters"), PLAIN_LINEAR),
+    "bf16": (at(2, zero=1), {"precision": "bf16"}),
+    "bf16, stage 0": (at(2), {"precision": "bf16"}),
     # DeepSpeed's own linear layer stays in the process, so this one comes last.
-    "stage 3, its own linear": {"zero": 3},
+    "stage 3, its own linear": (at(2, zero=3), {}),
 }
 PIPELINES = {
-    "pipeline": {"pp": 2},
-    "pipeline, bf16": {"pp": 2, "zero": 1, "precision": "bf16"},
+    "pipeline": (at(pp=2), {}),
+    "pipeline, bf16": (at(pp=2, zero=1), {"precision": "bf16"}),
 }
 # Elsewhere gradients are added up in another order: of micro-batches, of a norm's terms, of a sum.
 ROUNDED = {"accumulation", "clipping", "clipping, stage 3", "stage 3, its own linear"}
@@ -202,7 +180,7 @@ def two(folder):
 
 
 def test_two_ranks_train_like_one_process(two):
-    for name, (losses, weights) in compare(TWO | PIPELINES, two, 2).items():
+    for name, (losses, weights) in compare(TWO | PIPELINES, two).items():
         if name in ROUNDED:
             # a loss near 5.5 has a last binary digit of 5e-7
             assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
@@ -232,27 +210,26 @@ def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
 
 
 FOUR = {
-    "four ranks, stage 2": {"zero": 2},
-    "pipeline x data": {"pp": 2, "zero": 1, "accumulation": 2},
+    "four ranks, stage 2": (at(4, zero=2), {}),
+    "pipeline x data": (at(2, pp=2, zero=1, microbatches=2), {}),
 }
 TENSOR = {
-    "tensor x data, stage 1": {"tp": 2, "zero": 1, "accumulation": 2},
-    "tensor x data, stage 3": {"tp": 2, "zero": 3},
+    "tensor x data, stage 1": (at(2, tp=2, zero=1, microbatches=2), {}),
+    "tensor x data, stage 3": (at(2, tp=2, zero=3), {}),
 }
 
 
 @pytest.mark.parametrize("cases", [FOUR, TENSOR], ids=["pipeline", "tensor"])
 def test_four_ranks_in_two_dimensions_train_like_one_process(cases):
     results = run(train, 4, cases)
-    for name, (losses, weights) in compare(cases, results, 4).items():
+    for name, (losses, weights) in compare(cases, results).items():
         assert losses < 5e-6 and weights < ROUNDING, (name, losses, weights)
 
 
 def pipelines_saved():
     found = []
     for recompute in ("none", "full"):
-        settings = de.config(Layout(pp=2, micro_batch=MICRO, recompute=recompute))
-        engine = de.initialize(de.pipeline(model(), 2), settings)
+        engine = started(at(pp=2, recompute=recompute), {})
         with count.saved(*engine.module.parameters()) as saved:
             de.step(engine, [batch(0, 0, 0)])
         found.append((saved.bytes, de.weights(engine)))
@@ -276,7 +253,7 @@ import test_deepspeed_engine as t
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        flat = dict(zero=3, offload="parameters")
+        flat = t.at(2, zero=3, offload="parameters"), {{}}
         ranks.run(t.train, 2, dict(flat=flat), folder, device="cpu")
         de.plain_state_dict(folder + "/flat")
     print("done")
@@ -412,7 +389,7 @@ def test_check_and_the_engine_agree_and_on_ranks_it_says_the_same_as_without():
 
 def refusals(folder):
     """The errors that need an engine, or at least ranks; none starts or writes anything."""
-    engine = started({"pp": 2, "precision": "bf16"})
+    engine = started(at(pp=2), {"precision": "bf16"})
     for words, fn, *args in (
         ("stages=3: allowed", de.pipeline, model(), 3),
         ("micro_batches: 0 of them", de.step, engine, []),
@@ -514,8 +491,8 @@ def test_every_way_computes_what_one_process_does(way: str, precision: str) -> N
 
 
 def on_a_gpu():
-    engine = started({"zero": 2})
-    return [one_step(engine, {}, step) for step in range(3)]
+    engine = started(at(zero=2), {})
+    return [one_step(engine, at(zero=2), step) for step in range(3)]
 
 
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")

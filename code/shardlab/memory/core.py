@@ -62,18 +62,17 @@ class Recipe:
     master: int
     state: int  # of each of the optimizer's states
     compute: int  # of activations
-    about: str
     block: int = 0  # this many 8-bit states share a scale of four bytes; 0: no scales
 
 
 PRECISIONS: dict[str, Recipe] = {
-    "fp32": Recipe(4, 4, 0, 4, 4, "everything in float32"),
-    "fp16": Recipe(2, 2, 4, 4, 2, "float16, with float32 master weights"),
-    "bf16": Recipe(2, 2, 4, 4, 2, "bfloat16, with float32 master weights"),
-    "bf16-fp32-gradients": Recipe(2, 4, 4, 4, 2, "bfloat16, gradients added up in float32"),
-    "bf16-compute": Recipe(4, 4, 0, 4, 2, "kept in float32, cast to bfloat16 where it is used"),
+    "fp32": Recipe(4, 4, 0, 4, 4),
+    "fp16": Recipe(2, 2, 4, 4, 2),
+    "bf16": Recipe(2, 2, 4, 4, 2),
+    "bf16-fp32-gradients": Recipe(2, 4, 4, 4, 2),  # gradients are added up in float32
+    "bf16-compute": Recipe(4, 4, 0, 4, 2),  # kept in float32, cast to bfloat16 where it is used
     # Dettmers et al. 2022 (arXiv 2110.02861), section 2.1: blocks of 2048 values share a scale.
-    "8-bit": Recipe(2, 2, 4, 1, 2, "bfloat16, float32 master weights, 8-bit states", 2048),
+    "8-bit": Recipe(2, 2, 4, 1, 2, 2048),
 }
 # States of a parameter. Muon has one of each matrix in a layer, and AdamW the two of all others.
 OPTIMIZERS: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "muon": 2}

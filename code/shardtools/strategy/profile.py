@@ -146,7 +146,7 @@ TORCHTITAN = replace(
 
 # DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
 # a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
-_COPIED = replace(PRECISIONS["bf16"], master=4 + 4, about="with a copy of gradients in float32")
+_COPIED = replace(PRECISIONS["bf16"], master=4 + 4)  # and a copy of gradients, in float32
 DEEPSPEED = replace(
     COURSE,
     name="deepspeed",

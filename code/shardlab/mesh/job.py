@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab import memory, ranks
+from shardlab import ranks
 from shardlab.common import text
 from shardlab.common.arguments import check_kind, check_whole
 from shardlab.common.shapes import Config
@@ -27,8 +27,6 @@ from .predict import check_cuts, predicted_sent, predicted_states
 from .states import counted, full_tensors, held
 
 RATE = 1e-3
-# What a machine without a GPU trains in minutes; beyond it a run would not end.
-MOST_LAYERS, MOST_PARAMETERS, MOST_TOKENS = 1_000, 10**8, 10**7
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,9 @@ class Job:
         check_whole(3, steps=self.steps)
         check_kind(Config, config=self.config)
         check_kind(Layout, layout=self.layout)
-        self._check_size()
         check_cuts(self.config, self.layout, self.config.seq)
         if (size := self.layout.ranks) > (most := ranks.max_ranks()):
             raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
-
-    def _check_size(self) -> None:
-        config, tokens = self.config, self.layout.batch * self.config.seq * self.steps
-        for name, count_of, most in (
-            ("layers", lambda: config.layers, MOST_LAYERS),  # the next one counts layer by layer
-            ("parameters", lambda: memory.parameter_count(config), MOST_PARAMETERS),
-            ("batch · seq · steps", lambda: tokens, MOST_TOKENS),
-        ):
-            if (value := count_of()) > most:
-                raise ValueError(f"{name}={value}: allowed here are {most:,} at most")
 
     def states(self, rank: int) -> dict[str, int]:
         """Bytes of model states on a rank, predicted."""

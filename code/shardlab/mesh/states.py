@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardlab.layout.entries import ledger
 from shardlab.measure import count
 from shardlab.ranks.gather import joined, named
-from shardlab.tensor_parallel import shard_slice
+from shardlab.tensor_parallel.core import shard_slice, take
 from shardlab.zero.saved import assembled, deal_out, warm
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def _local(job: Parallel, name: str, value: Tensor) -> Tensor:
     dimension, tp, several = job.cuts[name], job.groups.tp, job.several[name]
     if dimension is None or value.dim() == 0:
         return value
-    mine = shard_slice(name, value.shape[dimension], tp, several)
-    return value.narrow(dimension, mine.start, mine.stop - mine.start)
+    return take(value, dimension, shard_slice(name, value.shape[dimension], tp, several))
 
 
 # What is there, counted: beside what `predict` has.

@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -197,12 +198,14 @@ def fit() -> Figure:
         "sequence parallelism": Layout(tp=8, sequence_parallel=True),
         "both": Layout(tp=8, recompute="full", sequence_parallel=True),
     }
-    rows = cp.tokens_table(PRESETS["llama-3-8b"], 80_000_000_000, (1, 4, 16, 64), cases)
+    ranks = 1, 4, 16, 64
     for name, case in cases.items():
-        fitting = [row[name] / 1000 for row in rows]
+        layouts = [replace(case, cp=number) for number in ranks]
+        most = (cp.tokens_that_fit(PRESETS["llama-3-8b"], 80_000_000_000, one) for one in layouts)
+        fitting = [tokens / 1000 for tokens in most]
         look = {"color": COLORS[4 + case.sequence_parallel], "lw": 2, "marker": "o"}
         look["ls"] = "--" if case.recompute == "full" else "-"
-        axes.plot([row["cp"] for row in rows], fitting, **look)
+        axes.plot(ranks, fitting, **look)
         short = name.removeprefix("full ").removesuffix(" parallelism")
         axes.text(80, fitting[-1], short, va="center", fontsize=10)
     for tokens in (8192, 131_072):

@@ -12,7 +12,6 @@ keeps scores. So the longest context that fits is found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +56,8 @@ def context_moments(
     shape = heads, kv_heads, config.head_size
     one = attention_memory("one", batch, seq // cp, *shape, 1, itemsize)
     cut = attention_memory(way, batch, seq, *shape, cp, itemsize)
-    inputs, query = _input_bytes(batch * (seq // cp), *shape, itemsize)
+    one_head = batch * (seq // cp) * config.head_size * itemsize
+    query, inputs = heads * one_head, (heads + 2 * kv_heads) * one_head
     # What a layer keeps in other ways than in one process, where a CPU keeps attention's results
     # twice, heads first and tokens first, and a GPU once.
     kept = cut["kept"] - one["kept"] - (query if device == "cpu" and heads > 1 else 0)
@@ -111,25 +111,3 @@ def tokens_that_fit(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * unit
-
-
-def tokens_table(
-    config: Config, budget: int, cps: Sequence[int], cases: Mapping[str, Layout]
-) -> list[dict[str, int]]:
-    """A row for each number of context ranks, with the tokens that fit in each case.
-
-    cases: name of a column -> the layout, but for its context ranks. For a table, and a picture.
-    """
-    return [
-        {"cp": cp}
-        | {name: tokens_that_fit(config, budget, replace(c, cp=cp)) for name, c in cases.items()}
-        for cp in cps
-    ]
-
-
-def _input_bytes(
-    tokens: int, heads: int, kv_heads: int, head_size: int, itemsize: int
-) -> tuple[int, int]:
-    """Bytes of attention's queries, keys and values; and of the queries, or results, alone."""
-    one_head = tokens * head_size * itemsize
-    return (heads + 2 * kv_heads) * one_head, heads * one_head

@@ -26,26 +26,20 @@ from shardlab.ranks.renamed import all_gather_single
 LAYOUTS = "contiguous", "zigzag"
 
 
-def pieces(layout: str, ranks: int, rank: int) -> list[int]:
-    """Which pieces of the sequence a rank has, in its order: of N contiguous, of 2N zig-zag."""
-    check_layout(layout)
-    return [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
-
-
 def positions(
     layout: str, seq: int, ranks: int, rank: int, device: torch.device | None = None
 ) -> Tensor:
     """Where a rank's tokens stand in the whole sequence: int64 [s]."""
-    check_seq(seq, ranks, layout)
     return split(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
 
 
 def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
     """A rank's shard of `full` along `dim`: a view when contiguous, a copy when zig-zag."""
     check_seq(full.shape[dim], ranks, layout)
-    mine = pieces(layout, ranks, rank)
-    parts = full.chunk(ranks * len(mine), dim)
-    return parts[mine[0]] if len(mine) == 1 else torch.cat([parts[i] for i in mine], dim)
+    if layout == "contiguous":
+        return full.chunk(ranks, dim)[rank]
+    parts = full.chunk(2 * ranks, dim)
+    return torch.cat((parts[rank], parts[2 * ranks - 1 - rank]), dim)
 
 
 def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
@@ -62,7 +56,6 @@ def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
 
     Each rank sends its shard to N - 1 others.
     """
-    check_layout(layout)
     _, ranks = check_call("gather", group, layout=layout, dim=dim)
     parts = shard.new_empty((ranks, *shard.shape))
     all_gather_single(parts.flatten(0, 1), shard.detach().contiguous(), group=group)

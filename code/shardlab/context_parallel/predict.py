@@ -8,6 +8,8 @@ size of a head, e bytes an element.
 
 from __future__ import annotations
 
+from itertools import product
+
 from shardlab.common.arguments import check_one_of
 
 from .core import blocks
@@ -23,21 +25,17 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
     long as its slowest rank: contiguous, that is a whole block in all turns; zig-zag, half of one.
     """
     check_seq(seq, ranks, layout)
-    return [_turns(layout, seq, ranks, rank, causal) for rank in range(ranks)]
-
-
-def _turns(layout: str, seq: int, ranks: int, rank: int, causal: bool) -> list[int]:
-    local_seq = seq // ranks
-    return [
-        sum(b.pairs for b in blocks(layout, ranks, rank, (rank - turn) % ranks, causal, local_seq))
-        for turn in range(ranks)
-    ]
+    found = [[0] * ranks for _ in range(ranks)]
+    for rank, turn in product(range(ranks), repeat=2):
+        source = (rank - turn) % ranks
+        each = blocks(layout, ranks, rank, source, causal, seq // ranks)
+        found[rank][turn] = sum(block.pairs for block in each)
+    return found
 
 
 def score_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
     """The same in all turns, for one rank."""
-    check_seq(seq, ranks, layout)
-    return sum(_turns(layout, seq, ranks, rank, causal))
+    return sum(score_turns(layout, seq, ranks, causal)[rank])
 
 
 def ring_sent(

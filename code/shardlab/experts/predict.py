@@ -33,15 +33,8 @@ def sparse_layers(config: Config) -> int:
     return config.layers - config.dense_layers if config.experts else 0
 
 
-def check_sparse(config: Config) -> None:
-    """Raise ValueError for what is no shape of a model with experts."""
-    if not sparse_layers(config):
-        raise ValueError("config.experts=0: allowed is a model with experts")
-
-
 def parameters(config: Config) -> Parameters:
     """All parameters of a model with experts, and those that a token goes through."""
-    check_sparse(config)
     total = memory.parameter_count(config)
     e = config.experts
     one = memory.in_experts(config, Layout(dp=e, ep=e))  # of each layer
@@ -53,7 +46,6 @@ def held(config: Config, ranks: int) -> int:
 
     Raises ValueError for ranks that do not divide the experts.
     """
-    check_sparse(config)
     check_experts(config.experts, ranks)
     return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
@@ -84,7 +76,6 @@ def padded(config: Config, tokens: int, fullest: int) -> float:
 
     tokens: those of all ranks, of one layer.
     """
-    check_sparse(config)
     return config.experts * fullest / (tokens * config.experts_per_token)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup as Group
 from shardlab import ranks
 from shardlab.common import gpu
 from shardlab.common.arguments import check_one_of
+from shardlab.measure.count import clock, speed
 from shardlab.ranks import check_group
 from shardlab.ranks.renamed import all_gather_single
 
@@ -38,18 +38,12 @@ def stopwatch(
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group=group)
-        begin = _clock()
+        begin = clock(ranks.device())
         call()
-        times.append(_clock() - begin)
+        times.append(clock(ranks.device()) - begin)
     slowest = torch.tensor(times[1:], dtype=torch.float64, device=_wire_device(group))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # [repeats]
     return pick(slowest.tolist())
-
-
-def _clock() -> float:
-    if gpu.module().is_initialized():
-        gpu.module().synchronize()
-    return time.perf_counter()
 
 
 def _wire_device(group: Group) -> torch.device:
@@ -120,42 +114,31 @@ def shard_throughput(
 
     cut: "rows", "columns" or "inner". No ranks are needed: it is what one of them would compute.
     A kernel that is fast on large matrices is slower on thin ones, so the rate falls as degrees
-    grow. The median of `repeats`, each of enough products to be told from the clock's own time;
-    degrees alternate, so that what disturbs the machine disturbs all.
+    grow. The best of `repeats`.
     """
     check_one_of(CUTS, cut=cut)
     device = ranks.device() if device is None else device
-    sizes = []
+    found = []
     for degree in degrees:
         full = {"rows": M, "columns": N, "inner": K}
         full[cut] = shard_sizes(full[cut], degree)[0]
-        sizes.append((full["rows"], full["columns"], full["inner"]))
-    works = [_product(*size, dtype, device) for size in sizes]
-    times: list[list[float]] = [[] for _ in works]
-    for work in works:  # warm up: kernels are chosen, caches are filled
-        work(1)
-    calls = [max(1, round(0.005 / max(work(1), 1e-7))) for work in works]
-    for _ in range(repeats):
-        for work, number, found in zip(works, calls, times, strict=True):
-            found.append(work(number) / number)
-    medians = [statistics.median(found) for found in times]
-    return [
-        Shard(degree, m, n, k, s, 2 * m * n * k / s)
-        for degree, (m, n, k), s in zip(degrees, sizes, medians, strict=True)
-    ]
+        m, n, k = full.values()
+        seconds = _product_seconds(m, n, k, dtype, device, repeats)
+        found.append(Shard(degree, m, n, k, seconds, 2 * m * n * k / seconds))
+    return found
 
 
-def _product(
-    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[int], float]:
-    """A function that multiplies so many times and says how many seconds that took."""
+def _product_seconds(
+    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> float:
+    """Seconds of a product, of enough of them at a time to be told from the clock's own time."""
     a, b = torch.randn(M, K, device=device).to(dtype), torch.randn(K, N, device=device).to(dtype)
     c = a.new_empty(M, N)
 
-    def work(times: int) -> float:
-        begin = _clock()
+    def work(times: int) -> None:
         for _ in range(times):
             torch.mm(a, b, out=c)  # [M, K] @ [K, N]
-        return _clock() - begin
 
-    return work
+    once = speed.seconds(partial(work, 1), device, 1)
+    times = max(1, round(0.005 / max(once, 1e-7)))
+    return speed.seconds(partial(work, times), device, repeats) / times

@@ -10,6 +10,7 @@ for heads and back.
 `attention_memory` (predict) say what it costs, `tokens_that_fit` (fit) how long a context may be.
 """
 
+# ruff: noqa: F401 - the names of the package
 from .core import (
     Block,
     average,
@@ -20,37 +21,8 @@ from .core import (
     ring_attention,
     shard,
 )
-from .fit import context_moments, tokens_table, tokens_that_fit
+from .fit import context_moments, tokens_that_fit
 from .kernel import block_attention, block_gradients
 from .layout import LAYOUTS, gather, join, positions, split
 from .predict import attention_memory, ring_sent, score_pairs, score_turns, ulysses_sent
 from .ulysses import all_to_all_attention, heads_for_tokens, tokens_for_heads
-
-__all__ = [
-    "LAYOUTS",
-    "Block",
-    "all_to_all_attention",
-    "attention_memory",
-    "average",
-    "average_gradients",
-    "block_attention",
-    "block_gradients",
-    "blocks",
-    "context_moments",
-    "distribute",
-    "gather",
-    "heads_for_tokens",
-    "join",
-    "merge",
-    "positions",
-    "ring_attention",
-    "ring_sent",
-    "score_pairs",
-    "score_turns",
-    "shard",
-    "split",
-    "tokens_for_heads",
-    "tokens_table",
-    "tokens_that_fit",
-    "ulysses_sent",
-]

@@ -4,6 +4,7 @@
 - `overlap`: when a rank computed and when its wire was busy, traced and drawn.
 """
 
+# ruff: noqa: F401 - the names of the package
 from shardlab.data_parallel.buckets import MIB
 
 from .core import (
@@ -16,15 +17,3 @@ from .core import (
     joined_mean,
     step_seconds,
 )
-
-__all__ = [
-    "MIB",
-    "Bucket",
-    "DataParallel",
-    "assign_buckets",
-    "average_gradients",
-    "average_in_buckets",
-    "drift",
-    "joined_mean",
-    "step_seconds",
-]

@@ -8,6 +8,7 @@
 The plain layer with all experts is `gpt.model.Experts`, its router `gpt.router.Router`.
 """
 
+# ruff: noqa: F401 - the names of the package
 from .core import (
     ExpertParallel,
     Route,
@@ -31,27 +32,3 @@ from .predict import (
     wait,
 )
 from .states import clip_grad_norm_, full_state_dict, load_full_state_dict
-
-__all__ = [
-    "ExpertParallel",
-    "Parameters",
-    "Route",
-    "average_gradients",
-    "balancing_loss",
-    "clip_grad_norm_",
-    "exchange",
-    "full_state_dict",
-    "held",
-    "load_full_state_dict",
-    "loads",
-    "own_parameters",
-    "padded",
-    "parallelize",
-    "parameters",
-    "predicted_calls",
-    "predicted_sent",
-    "route",
-    "update_bias",
-    "wait",
-    "watch",
-]

@@ -6,6 +6,7 @@
 - `measure`, `shard_throughput` (measure): the rates that the predictions start from.
 """
 
+# ruff: noqa: F401 - the names of the package
 from .core import (
     CUTS,
     Grid,
@@ -34,32 +35,3 @@ from .cost import (
     seconds,
 )
 from .measure import measure, shard_throughput, stopwatch
-
-__all__ = [
-    "CUTS",
-    "WAYS",
-    "Cost",
-    "Grid",
-    "Machine",
-    "OverBudget",
-    "by_columns",
-    "by_inner",
-    "by_rows",
-    "check_budget",
-    "cut",
-    "gather_columns",
-    "gather_rows",
-    "grid",
-    "measure",
-    "multiply",
-    "near_square",
-    "panels",
-    "pays_from",
-    "predict",
-    "seconds",
-    "shard_sizes",
-    "shard_slice",
-    "shard_throughput",
-    "stopwatch",
-    "summa",
-]

@@ -5,13 +5,6 @@ after backward. `edges_sent` predicts the bytes that a rank sends. A context tha
 in attention too, is `context_parallel`.
 """
 
+# ruff: noqa: F401 - the names of the package
 from .core import ALONG_SEQUENCE, AlongSequence, seen_partly, sum_gradients
 from .predict import edges_sent
-
-__all__ = [
-    "ALONG_SEQUENCE",
-    "AlongSequence",
-    "edges_sent",
-    "seen_partly",
-    "sum_gradients",
-]

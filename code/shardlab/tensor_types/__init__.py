@@ -10,23 +10,9 @@
 - `programs`: random programs, and by finite differences whether their gradients are right.
 """
 
+# ruff: noqa: F401 - the names of the package
 from .check import Verdict, check
 from .core import checking, combined
 from .declared import DUAL, WORDS, believe, declare, declare_parameters, type_of
 from .messages import Mismatch
 from .operator import Operator
-
-__all__ = [
-    "DUAL",
-    "WORDS",
-    "Mismatch",
-    "Operator",
-    "Verdict",
-    "believe",
-    "check",
-    "checking",
-    "combined",
-    "declare",
-    "declare_parameters",
-    "type_of",
-]

@@ -11,19 +11,15 @@ import torch.nn.functional as F
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import run
 
 from shardlab import context_parallel as cp
-from shardlab import ranks
 from shardlab.context_parallel import core, kernel
 from shardlab.gpt.model import GPT, Config
 from shardlab.measure import count
 
 WAYS = {"ring": cp.ring_attention, "ulysses": cp.all_to_all_attention}
 SIZES = (1, 2, 4)
-
-
-def run(fn, size, *args, device="auto", timeout=100):
-    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 # Layouts
@@ -318,26 +314,30 @@ def test_messages_are_on_their_way_while_a_rank_computes():
 # A model on a context that is cut.
 
 
+DEEP = Config(
+    vocab=64, seq=64, layers=2, heads=8, hidden=64, kv_heads=2, mlp="swiglu", norm="rms",
+    bias=False, tied=False,
+)  # fmt: skip
+
+
 def activations(way):
-    """A shape, and the bytes that the model keeps for backward on this rank, before the loss."""
-    config = Config(
-        vocab=64, seq=64, layers=2, heads=8, hidden=64, kv_heads=2, mlp="swiglu", norm="rms",
-        bias=False, tied=False,
-    )  # fmt: skip
+    """Bytes that the model keeps for backward on this rank, before the loss."""
     torch.manual_seed(0)
-    model = cp.distribute(GPT(config), dist.group.WORLD, way, "contiguous")
+    model = cp.distribute(GPT(DEEP), dist.group.WORLD, way, "contiguous")
     tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
     with count.saved(model, tokens) as saved:
         model(tokens)
-    return config, saved.bytes
+    return saved.bytes
 
 
 def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kernels
-    for way in ("ring", "ulysses"):
-        ((config, whole),) = run(activations, 1, way, device="cpu")
-        for size in (2, 4):
-            # To the byte. Two heads of keys and values on four ranks: both are kept twice.
-            keys = 2 * config.layers * 64 * config.key_value_heads * config.head_size * 4
-            repeated = keys if (way, size) == ("ulysses", 4) else 0
-            for _, counted in run(activations, size, way, device="cpu"):
-                assert counted == (whole + repeated) // size, (way, size)
+    def both():
+        return {way: activations(way) for way in WAYS}
+
+    (whole,) = run(both, 1, device="cpu")
+    keys = 2 * DEEP.layers * 64 * DEEP.key_value_heads * DEEP.head_size * 4
+    for size in (2, 4):
+        # To the byte. Two heads of keys and values on four ranks: both are kept twice.
+        wanted = {way: whole[way] // size for way in WAYS}
+        wanted["ulysses"] += keys // size if size == 4 else 0
+        assert run(both, size, device="cpu") == [wanted] * size

@@ -8,18 +8,14 @@ import torch.distributed as dist
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import run
 from sides import SMALL, Toy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import data_parallel as dp
-from shardlab import ranks
 from shardlab.data_parallel import buckets as shared
 from shardlab.measure import count
-
-
-def run(fn, size, *args, timeout=60):
-    return ranks.run(fn, size, *args, timeout=timeout)
 
 
 def toy_batch(step, part, size):

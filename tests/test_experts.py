@@ -10,8 +10,9 @@ import torch.distributed as dist
 from devices import here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain import run
 
-from shardlab import experts, ranks
+from shardlab import experts
 from shardlab.common.shapes import PRESETS
 from shardlab.gpt.model import GPT, Config, loss, parameter_count
 from shardlab.measure import count
@@ -32,10 +33,6 @@ CASES = {
     "gshard": {"capacity": 0.75},
     "deepseek": DEEPSEEK,
 }
-
-
-def run(fn, size, *args, device="auto", timeout=100):
-    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 def gpt(**choices):

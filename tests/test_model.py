@@ -14,7 +14,6 @@ from shardlab.gpt.model import (
     Experts,
     loss,
     parameter_count,
-    rotate,
 )
 from shardlab.gpt.router import drop
 
@@ -54,35 +53,6 @@ def test_shapes_and_causality(choices: dict):
     after_BSV = model(changed_BS)
     assert torch.equal(after_BSV[:, :10], logits_BSV[:, :10])
     assert not torch.allclose(after_BSV[:, 10:], logits_BSV[:, 10:])
-
-
-def test_grouped_queries_equal_repeated_keys_and_values():
-    torch.manual_seed(0)
-    grouped = GPT(Config(seq=8, layers=1, hidden=32, heads=4, kv_heads=2)).eval()
-    plain = GPT(Config(seq=8, layers=1, hidden=32, heads=4)).eval()
-    state = grouped.state_dict()
-    for name in ("key", "value"):
-        for kind in ("weight", "bias"):
-            entry = f"blocks.0.attention.{name}.{kind}"
-            heads = state[entry].unflatten(0, (2, 8))
-            state[entry] = heads.repeat_interleave(2, 0).flatten(0, 1)
-    plain.load_state_dict(state)
-    tokens_BS = torch.randint(256, (2, 8))
-    # 1e-6: the two attention kernels add up in different orders; logits are of order 0.1.
-    torch.testing.assert_close(grouped(tokens_BS), plain(tokens_BS), rtol=0, atol=1e-6)
-
-
-def test_rotary_products_depend_on_distance_alone():
-    torch.manual_seed(0)
-    q_D, k_D = torch.randn(2, 16)
-    q_SD = rotate(q_D.expand(1, 1, 20, 16), 10_000.0)[0, 0]
-    k_SD = rotate(k_D.expand(1, 1, 20, 16), 10_000.0)[0, 0]
-    products = q_SD @ k_SD.T  # [S, D] @ [D, S]
-    for distance in (0, 3, 7):
-        diagonal = products.diagonal(-distance)
-        # 1e-5: angles up to 20 radians lose a digit in float32.
-        assert (diagonal - diagonal[0]).abs().max() < 1e-5
-    assert torch.allclose(q_SD.norm(dim=-1), q_D.norm().expand(20))
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])

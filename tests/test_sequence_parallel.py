@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import here
+from plain import run
 
-from shardlab import ranks
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, Config
@@ -15,10 +15,6 @@ from shardlab.measure import count
 
 SHAPE = {"vocab": 64, "seq": 16, "layers": 2, "heads": 4, "hidden": 32}
 LLAMA = {"kv_heads": 4, "mlp": "swiglu", "norm": "rms", "bias": False, "tied": False}
-
-
-def run(fn, size, *args, device="auto", timeout=100):
-    return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
 def gpt(**choices):

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from devices import here, random_state
+from plain import adamw, gap, plain_model, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, Config, loss
 from shardlab.measure import count
+from shardlab.tensor_parallel.overlap import columns
 
 GPT2 = Config(vocab=32, seq=6, layers=2, heads=4, hidden=32)
 LLAMA = Config(
@@ -21,27 +22,8 @@ LLAMA = Config(
 )  # fmt: skip
 
 
-def run(fn, size, *args, device="auto", timeout=100, show=False):
-    return ranks.run(fn, size, *args, device=device, timeout=timeout, show=show)
-
-
 def world():
     return dist.group.WORLD
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
-
-
-def plain_model(config, dtype=torch.float64, seed=0):
-    """A GPT in which every number says something: biases and norms are not their defaults."""
-    torch.manual_seed(seed)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return here(model).to(dtype)
 
 
 def batch(config, step=0, size=3):
@@ -55,10 +37,6 @@ def own(tensor, dimension, group):
         return tensor
     part = tp.shard_slice("size", tensor.shape[dimension], group)
     return tensor.narrow(dimension, part.start, part.stop - part.start)
-
-
-def gap(a, b):
-    return (a - b).abs().max().item()
 
 
 def losses():
@@ -165,7 +143,7 @@ def overlapped():
     x = here(torch.randn(2, 3, 8)).requires_grad_()
     weights = [here(torch.randn(n, 8)).requires_grad_() for n in (4, 2, 2)]
     biases = [here(torch.randn(4)).requires_grad_(), None, None]
-    loss = sum(y.square().sum() for y in tp.columns(x, weights, biases, world(), tp.REPLICATED))
+    loss = sum(y.square().sum() for y in columns(x, weights, biases, world(), tp.REPLICATED))
     plain = dist.all_reduce
     with Order() as order:
 

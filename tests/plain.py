@@ -1,0 +1,37 @@
+"""A plain GPT to compare with, and what tests of techniques do alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from devices import here
+
+from shardlab import ranks
+from shardlab.gpt.model import GPT, Config
+
+
+def run(fn: Any, size: int, *args: Any, device: str = "auto", timeout: float = 100) -> list[Any]:
+    """Results of `fn` on so many ranks."""
+    return ranks.run(fn, size, *args, device=device, timeout=timeout, show=False)
+
+
+def plain_model(config: Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT:
+    """A GPT in which every number says something: biases and norms are not their defaults."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return here(model).to(dtype)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """One tensor after the other."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Their largest difference."""
+    return (one - other).abs().max().item()

@@ -419,7 +419,7 @@ rows = [
 show.table(rows, ["the checker", "gradients right", "some gradient wrong"])
 
 # %% [markdown]
-# None that passes is wrong. [The tests](../tests/test_tensor_types.py) repeat it with these 200, and once a week with 1,500, of which 452 pass.
+# None that passes is wrong. [The tests](../tests/test_tensor_types.py) repeat it with the first 60, and once a week with 1,500, of which 452 pass.
 # The other corner is no error: a program that adds up what all ranks have computes $t$ times the value of one process, with the gradient of that. It is refused for what it computes.
 #
 # ## Through backward and the step

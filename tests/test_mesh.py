@@ -10,8 +10,9 @@ from commands import ran
 from devices import here
 from hypothesis import given
 from hypothesis import strategies as st
+from plain import adamw, gap, plain_model, run
 
-from shardlab import mesh, ranks
+from shardlab import mesh
 from shardlab.checkpoint import Checkpoints, Training, export
 from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
@@ -22,55 +23,25 @@ DEGREES = st.integers(1, 4)
 ORDERS = st.permutations(mesh.AXES).map(tuple)
 
 
-def run(fn, size):
-    return ranks.run(fn, size, timeout=100, show=False)
-
-
-def plain(config, dtype=torch.float64):
-    """A GPT in which every number says something: biases and norms are not their defaults."""
-    torch.manual_seed(0)
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return here(model).to(dtype)
-
-
 def batch(config, step, size):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(config.vocab, (size, config.seq + 1), generator=generator)
     return here(tokens[:, :-1]), here(tokens[:, 1:])
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
-
-
-def gap(a, b):
-    return (a - b).abs().max().item()
-
-
 def parallel(config, shape, dtype=torch.float64, seed=0, **options):
     """A job, and which copy of the model this rank belongs to."""
     layout = replace(shape, **{"microbatches": 2, **options})
     groups = mesh.join(layout, dist.group.WORLD)
-    job = mesh.Parallel(plain(config, dtype), groups, layout, seed)
+    job = mesh.Parallel(plain_model(config, dtype), groups, layout, seed)
     return job, dist.get_rank(groups.dp)
 
 
-EIGHT = Layout(dp=2, pp=2, tp=2)
-
-
+EIGHT, FOUR, STAGED = Layout(dp=2, pp=2, tp=2), Layout(dp=2, tp=2), Layout(pp=2, tp=2)
 PADDED = replace(GPT2, vocab=30, hidden=20)  # shards that need padding
 SPARSE = replace(PADDED, experts=4, expert_ffn=12, shared_experts=1, dense_layers=1)
 ALONG, LOOPED = {"sequence_parallel": True}, {"schedule": "interleaved", "chunks": 2}
 AGAIN = {"recompute": "full"}
-COUNTED = [
-    (config, replace(Layout(dp=2, tp=2) if zero > 1 else EIGHT, zero=zero, **how))
-    for zero in range(4)
-    for config, how in [(PADDED, {}), (PADDED, ALONG), (SPARSE, {}), (PADDED, ALONG | AGAIN)]
-]
 TODAY = replace(
     PADDED, heads=2, kv_heads=1, head=12, qk_norm=True, window=3, full_every=2, mlp="swiglu",
     norm="rms", bias=False,
@@ -78,14 +49,23 @@ TODAY = replace(
 LATENT = replace(
     TODAY, kv_heads=None, qk_norm=False, latent=14, query_latent=6, rotary=4, value=10
 )  # fmt: skip
-COUNTED += [
+COUNTED = [
+    (PADDED, EIGHT),
+    (PADDED, replace(EIGHT, **ALONG)),
+    (PADDED, replace(STAGED, **ALONG, **AGAIN)),
+    (SPARSE, STAGED),
+    (PADDED, replace(EIGHT, zero=1)),
+    (PADDED, replace(FOUR, zero=2, **ALONG)),
+    (PADDED, replace(FOUR, zero=3)),
+    (PADDED, replace(FOUR, zero=3, **ALONG, **AGAIN)),
+    (SPARSE, replace(FOUR, zero=3)),
     (TODAY, replace(EIGHT, zero=1, **ALONG)),
-    (LATENT, replace(EIGHT, zero=1, **ALONG, **AGAIN)),
+    (LATENT, replace(FOUR, zero=1, **ALONG, **AGAIN)),
     (replace(PADDED, layers=6), replace(EIGHT, zero=1, **LOOPED, **ALONG)),
-    (replace(SPARSE, layers=4), replace(EIGHT, zero=1, **LOOPED, **AGAIN)),
+    (replace(SPARSE, layers=4), replace(STAGED, **LOOPED, **AGAIN)),
     (replace(PADDED, layers=4), Layout(dp=2, pp=2, stages=(1, 3), schedule="naive")),
-    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, **AGAIN)),
-    (replace(PADDED, dropout=0.1), Layout(dp=2, tp=2, zero=3, **ALONG, **AGAIN)),
+    (replace(PADDED, dropout=0.1), replace(FOUR, **AGAIN)),
+    (replace(PADDED, dropout=0.1), replace(FOUR, zero=3, **ALONG, **AGAIN)),
 ]
 
 
@@ -114,10 +94,10 @@ def test_bytes_held_and_sent_are_as_predicted(size):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
-    config, size, last = replace(GPT2, tied=tied), 8, 5
+    config, size, last = replace(GPT2, tied=tied), 8, 4
 
     def go_on(shape):
-        """From what is saved, or from the beginning, which saves after the third of five steps."""
+        """From what is saved, or from the beginning, which saves after the second of four steps."""
         model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
         training, found = Training(model, adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
@@ -130,7 +110,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
                 training.optimizer.step()
                 training.optimizer.zero_grad()
                 training.step += 1
-                if training.step == 3 and not resumed:
+                if training.step == 2 and not resumed:
                     store.save(training)
                     found.append(contents(training))
         return *found, contents(training)
@@ -144,7 +124,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
 
     def alone():
         """In a plain process: what is loaded."""
-        model = plain(config, torch.float32)
+        model = plain_model(config, torch.float32)
         training = Training(model, adamw(model))
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             store.load(training)
@@ -155,8 +135,8 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def same_bits(found, want):
         return all(torch.equal(found[i][n], want[i][n]) for i in range(2) for n in found[i])
 
-    first = replace(EIGHT, zero=1, sequence_parallel=True)
-    saved, uninterrupted = run(lambda: go_on(first), 8)[0]
+    first = replace(EIGHT, zero=1, **ALONG) if not tied else replace(STAGED, **ALONG)
+    saved, uninterrupted = run(lambda: go_on(first), first.ranks)[0]
     assert same_bits(run(alone, 1)[0], saved)
     others = [
         (replace(first, pp=1), True),  # p changes no sum
@@ -164,7 +144,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         (Layout(), False),
     ]
     if tied:  # but that of the twins
-        others = [(Layout(pp=2), False), (replace(first, pp=1, zero=3), False)]
+        others = [(Layout(pp=2), False), (replace(FOUR, zero=3, **ALONG), False)]
     for shape, same in others:
         begin, end = run(lambda shape=shape: go_on(shape), shape.ranks)[0]
         assert same_bits(begin, saved) and same_bits(end, uninterrupted) == same
@@ -198,7 +178,7 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         return mesh.full_tensors(model, first)
 
     def loaded(shape):
-        model = plain(config, torch.float32)
+        model = plain_model(config, torch.float32)
         if shape.ranks > 1:
             model, _ = parallel(config, shape, torch.float32, seed=1)
         optimizer = adamw(model)
@@ -207,13 +187,14 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
         whole = model.state_dict() if shape.ranks == 1 else model.full_state_dict()
         return whole, moments(model, optimizer)
 
-    want = run(saved, 4)[0]
+    four = Layout(tp=4), replace(STAGED, zero=1)
+    each = run(lambda: [saved(), *map(loaded, four)], 4)
+    want = each[0][0]
     assert want[0]["blocks.1.ffn.router.bias_E"].tolist() == (torch.arange(4.0) / 100).tolist()
-    for shape in (Layout(), Layout(tp=4), Layout(pp=2, tp=2, zero=1)):
-        for found in run(lambda shape=shape: loaded(shape), shape.ranks):
-            for mine, theirs in zip(found, want, strict=True):
-                assert mine.keys() == theirs.keys()
-                assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    for found in (run(lambda: loaded(Layout()), 1)[0], *(one for mine in each for one in mine[1:])):
+        for mine, theirs in zip(found, want, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
@@ -226,7 +207,7 @@ def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
     run(work, 8)
     model = GPT(GPT2)
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
-    want = plain(GPT2, torch.float32).state_dict()
+    want = plain_model(GPT2, torch.float32).state_dict()
     assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 

@@ -44,11 +44,11 @@ from shardlab.common.arguments import check_one_of
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Attention
 from shardlab.measure.count import clock
-from shardlab.ranks import check_group, check_same, check_trained, exchange
+from shardlab.ranks import check_group, check_same, check_same_once, check_trained, exchange
 from shardlab.tensor_types.operator import Operator
 
 from .kernel import block_attention, block_gradients
-from .layout import check_call, check_layout, key_repeats, positions, split
+from .layout import check_layout, check_shapes, key_repeats, positions, split
 from .ulysses import all_to_all_attention
 
 
@@ -83,8 +83,9 @@ def ring_attention(
 
     Raises ValueError, before anything is sent, for shapes that do not fit and unknown layouts.
     """
-    tensors = q_BAsD, k_BKsD, v_BKsD
-    rank, size = check_call("ring", group, tensors, causal=causal, layout=layout)
+    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
+    rank, size = check_group(group)
+    check_same_once(group, "context_parallel.ring", group, causal=causal, layout=layout)
     ring = _Ring(group, rank, size, causal, layout, q_BAsD.shape[2], trace)
     return _RingAttention.apply(q_BAsD, k_BKsD, v_BKsD, ring)
 

@@ -13,8 +13,6 @@ value heads, D size of a head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,7 +54,8 @@ def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
 
     Each rank sends its shard to N - 1 others.
     """
-    _, ranks = check_call("gather", group, layout=layout, dim=dim)
+    _, ranks = check_group(group)
+    check_same_once(group, "context_parallel.gather", group, layout=layout, dim=dim)
     parts = shard.new_empty((ranks, *shard.shape))
     all_gather_single(parts.flatten(0, 1), shard.detach().contiguous(), group=group)
     return join(list(parts), layout, dim)
@@ -68,23 +67,6 @@ def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
 def check_layout(layout: str) -> None:
     """Raise ValueError for a layout that there is not."""
     check_one_of(LAYOUTS, layout=layout)
-
-
-def check_call(
-    name: str,
-    group: dist.ProcessGroup,
-    tensors: tuple[Tensor, ...] = (),
-    by_heads: bool = False,
-    **given: Any,
-) -> tuple[int, int]:
-    """`check_shapes`, `check_group`; the first call of that name asks if all were given alike."""
-    if tensors:
-        check_shapes(*tensors, given["layout"])
-    found = check_group(group)
-    if by_heads:
-        key_repeats(*(x.shape[1] for x in tensors[:2]), found[1])
-    check_same_once(group, f"context_parallel.{name}", group, **given)
-    return found
 
 
 def check_seq(seq: int, ranks: int, layout: str) -> None:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardlab.ranks import check_group
+from shardlab.ranks import check_group, check_same_once
 from shardlab.tensor_types.operator import Operator
 
-from .layout import check_call, join, key_repeats, split
+from .layout import check_shapes, join, key_repeats, split
 
 
 def all_to_all_attention(
@@ -41,9 +41,10 @@ def all_to_all_attention(
     Raises ValueError, before anything is sent, for shapes that do not fit, unknown layouts, and
     heads that cannot be shared out.
     """
-    tensors = q_BAsD, k_BKsD, v_BKsD
-    _, ranks = check_call("ulysses", group, tensors, True, causal=causal, layout=layout)
+    check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
+    _, ranks = check_group(group)
     repeats = key_repeats(q_BAsD.shape[1], k_BKsD.shape[1], ranks)
+    check_same_once(group, "context_parallel.ulysses", group, causal=causal, layout=layout)
     if repeats > 1:
         k_BKsD, v_BKsD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKsD, v_BKsD))
     q_BaSD, k_BkSD, v_BkSD = heads_for_tokens((q_BAsD, k_BKsD, v_BKsD), group, layout)

@@ -47,7 +47,7 @@ def direct(index: Index) -> dict[str, list[str]]:
     """What each lesson needs, without what follows from that."""
     behind: dict[str, set[str]] = {}  # all that a topic needs, and what that needs
     needs: dict[str, list[str]] = {}
-    for topic in index.here:
+    for topic in index.topics.values():
         here = [name for name in topic.needs if name in behind]
         behind[topic.topic] = {*here}.union(*(behind[other] for other in here))
         needs[topic.topic] = [n for n in here if not any(n in behind[one] for one in here)]
@@ -62,7 +62,7 @@ def alt(index: Index) -> str:
     for name, others in needs.items():
         if others:
             said.append(f"{title[name]} needs {listed([title[other] for other in others])}")
-    for topic in index.here:
+    for topic in index.topics.values():
         after = [title[other] for other in topic.after if other in needs]
         said += [f"{topic.title} is easier after {listed(after)}"] * bool(after)
     return f"The lessons, and what each needs. {'. '.join(said)}."
@@ -85,11 +85,11 @@ def layout(index: Index) -> list[Box]:
         top = boxes[-1].top + boxes[-1].high + GAP if boxes else 1
         high = 2 * PAD + TITLE + NOTE * len(notes)
         boxes.append(Box(topic, below, left, top, high, notes))
-        for other in index.here:
+        for other in index.topics.values():
             if needs[other.topic] and max(needs[other.topic], key=place.index) == topic.topic:
                 put(other, topic.topic, depth + 1)
 
-    for topic in index.here:
+    for topic in index.topics.values():
         if not needs[topic.topic]:
             put(topic, "", 0)
     return boxes

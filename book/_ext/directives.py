@@ -40,7 +40,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from shardcourse.build.quizzes import QUIZZES, read
+from shardcourse.build.quizzes import QUIZZES, read, verdict
 
 # A box's class, and what a page that has one loads: the name of a script, and that of a style.
 LOADS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
@@ -93,19 +93,18 @@ class QuizDirective(SphinxDirective):
         known, name = read(root), self.arguments[0]
         if name not in known:
             raise self.error(f"quiz: {name!r}; allowed are {', '.join(known)}")
-        title = escape(known[name].title)
+        title = escape(known[name]["title"])
         head = f'<div class="quiz" role="group" aria-label="{title}" data-quiz="{name}">\n'
         made: list[nodes.Node] = [html(f'{head}<p class="quiz-title">{title}</p>\n')]
-        for number, question in enumerate(known[name].questions, 1):
+        for number, question in enumerate(known[name]["questions"], 1):
             label = f'role="group" aria-label="Question {number}"'
-            made += [html(f'<div class="quiz-question" {label}>\n'), *self._parsed(question.ask)]
-            for choice in question.choices:
+            made += [html(f'<div class="quiz-question" {label}>\n'), *self._parsed(question["ask"])]
+            for choice in question["choices"]:
                 # A summary is a button: what stands in it is text, without links.
-                right = ' data-right="yes"' if choice.right else ""
-                says = f"<summary>{escape(choice.says)}</summary>\n"
-                verdict = "**Right.** " if choice.right else "**No.** "
+                right = ' data-right="yes"' if choice.get("right") else ""
+                says = f"<summary>{escape(choice['says'])}</summary>\n"
                 made += [html(f'<details class="quiz-choice"{right}>{says}')]
-                made += [*self._parsed(verdict + choice.why), html("</details>\n")]
+                made += [*self._parsed(verdict(choice)), html("</details>\n")]
             made.append(html("</div>\n"))
         return [*made, html("</div>\n")]
 

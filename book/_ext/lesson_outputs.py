@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 LESSONS = "lessons/"
 EXECUTIONS = "book/execution"  # the page that lists how each page was executed
 FOLDED = "hide-input"  # the tag of a cell whose code is a click away
-NONE = "there is no recording"
-NEVER = "pages that are no lesson are not recorded"
-UNREADABLE = "the recording cannot be read"
-IGNORED = "recordings were ignored (RECORDED=0)"
 
 
 @dataclass
@@ -56,12 +52,7 @@ class Found:
     path: Path  # where they are kept
     book: nbformat.NotebookNode | None  # None: they have still to be made
     how: str
-    reasons: list[str]  # why they are not recorded ones; none where nobody has recorded anything
-
-    @property
-    def stale(self) -> bool:
-        """Whether there is a recording that does not hold."""
-        return bool(self.reasons) and self.reasons not in ([NONE], [IGNORED], [NEVER])
+    stale: list[str]  # why a recording that is there does not hold
 
 
 class LessonFailed(SphinxError):
@@ -97,7 +88,6 @@ def choose(app: Sphinx) -> list[str]:
             app.lesson_books[docname] = page.book
         now[docname] = {
             "how": page.how,
-            "reasons": page.reasons,
             "stale": page.stale,
             "about": build.about(page.book),
             "content": hashlib.sha256(nbformat.writes(page.book).encode()).hexdigest(),
@@ -114,24 +104,17 @@ def choose(app: Sphinx) -> list[str]:
 def _find(name: str, app: Sphinx, reader: build.Reader) -> Found:
     """A page's outputs: a recording, or what an earlier build executed, or none that holds."""
     root = Path(app.srcdir)
-    path = root / build.RECORDED / f"{name}.ipynb"
-    recording = build.load(path)
-    if not (root / build.RECORDED).is_dir():
-        reasons = []
-    elif "/" in name:
-        reasons = [NEVER]
-    elif os.environ.get("RECORDED") == "0":
-        reasons = [IGNORED]
-    elif recording is None:
-        reasons = [UNREADABLE] if path.exists() else [NONE]
-    else:
-        reasons = build.changed(recording, name, root, reader)
-        if not reasons:
+    path, stale = root / build.RECORDED / f"{name}.ipynb", []
+    if path.exists() and os.environ.get("RECORDED") != "0":
+        recording = build.load(path)
+        if recording is None:
+            stale = ["it cannot be read"]
+        elif not (stale := build.changed(recording, name, root, reader)):
             return Found(path, recording, "recorded", [])
     kept = Path(app.outdir).parent / "executed" / f"{name}.ipynb"
     book = build.load(kept)
     holds = book is not None and not build.changed(book, name, root, reader)
-    return Found(kept, book if holds and _same_versions(book) else None, "executed", reasons)
+    return Found(kept, book if holds and _same_versions(book) else None, "executed", stale)
 
 
 def _execute(found: dict[str, Found], root: Path) -> list[str]:
@@ -153,7 +136,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
         found[name].book = book
         made = build.about(book)
         twice = "".join(f"; code cell {number} measured again" for number in made["again"])
-        why = f"; {shortened(found[name].reasons)}" if found[name].stale else ""
+        why = f"; {shortened(found[name].stale)}" if found[name].stale else ""
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]

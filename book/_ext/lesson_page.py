@@ -60,20 +60,16 @@ def where(about: dict[str, Any]) -> str:
 
 
 def ranks(about: dict[str, Any]) -> str:
-    """The most ranks on each device: "up to 4 ranks sharing the GPU (gloo)"; "" when none ran."""
+    """The most ranks on each device: "up to 4 ranks on the GPU (gloo)"; "" when none ran."""
     most: dict[tuple[str, str], int] = {}
     for entry in about.get("ranks", []):
-        place = (entry["backend"], entry["device"])
+        place = ("nccl" if "nccl" in entry["backend"] else entry["backend"], entry["device"])
         most[place] = max(most.get(place, 0), entry["ranks"])
-    words = []
-    for (backend, device), count in sorted(most.items()):
-        on = "on the GPU" if device == "cuda" else "on the CPU"
-        shared = device == "cuda" and count > about["device"]["count"]
-        if shared:
-            on = "sharing the GPU" if about["device"]["count"] == 1 else "sharing the GPUs"
-        backend = "nccl" if "nccl" in backend else backend
-        words.append(f"up to {count} rank{'s' if count != 1 else ''} {on} ({backend})")
-    return ", ".join(words)
+    return ", ".join(
+        f"up to {count} rank{'s' if count != 1 else ''} on the "
+        f"{'GPU' if device == 'cuda' else 'CPU'} ({backend})"
+        for (backend, device), count in sorted(most.items())
+    )
 
 
 def versions(about: dict[str, Any], *names: str) -> str:
@@ -91,7 +87,7 @@ def line(state: dict[str, Any]) -> str:
     parts += [about["date"], f"{about['seconds']:.0f} s"]
     text = ", ".join(part for part in parts if part) + "."
     if state["stale"]:
-        text += f" A recording is out of date: {shortened(state['reasons'])}."
+        text += f" A recording is out of date: {shortened(state['stale'])}."
     return text
 
 
@@ -118,16 +114,13 @@ def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, A
 
 
 def note_ways(app: Sphinx) -> None:
-    """Read the course's index, its lessons and the paths through it, where there are some."""
-    root = Path(app.srcdir)
-    app.course = index.read(root) if (root / index.TOPICS).is_file() else None
-    app.lesson_pages = index.pages(app.course, root) if app.course else {}
-    app.ways = index.ways(app.course, root, app.lesson_pages) if app.course else {}
+    """Read the course's index."""
+    app.course = index.read(Path(app.srcdir))
 
 
 def assumes(app: Sphinx, docname: str) -> str:
     """What a lesson assumes and how long it takes, to stand under its title; "" elsewhere."""
-    topics = app.course.topics if app.course else {}
+    topics = app.course.topics
     topic = topics.get(docname.removeprefix("lessons/"))
     if not topic:
         return ""
@@ -136,9 +129,9 @@ def assumes(app: Sphinx, docname: str) -> str:
         address = app.builder.get_relative_uri(docname, f"lessons/{name}")
         return f'<a href="{address}">{escape(topics[name].title)}</a>'
 
-    page = app.lesson_pages[topic.topic]
+    page = app.course.pages[topic.topic]
     time = f"{page.stated} minutes to read"
-    if app.ways:
+    if app.course.ways:
         how = app.builder.get_relative_uri(docname, "book/paths")
         time = f'<a href="{how}#how-minutes-are-made">{time}</a>'
     if page.later:
@@ -156,7 +149,7 @@ def _id(section: pace.Section) -> str:
 def waits(app: Sphinx, docname: str) -> dict[str, str]:
     """What is said under the heading of each section that can wait, by the section's id."""
     lines = {}
-    page = app.lesson_pages.get(docname.removeprefix("lessons/"))
+    page = app.course.pages.get(docname.removeprefix("lessons/"))
     for address in page.later if page else ():
         where = ""
         if to := page.onward(address):
@@ -175,12 +168,12 @@ def leads_to(app: Sphinx, docname: str) -> str:
         return f'<a href="{address}{place}">{escape(words)}</a>'
 
     items = []
-    for way, sitting, piece in paths.onward(app.ways, docname):
+    for way, sitting, piece in paths.onward(app.course.ways, docname):
         on = f"On {link(way.docname, way.title)}" + (f", {sitting.name}" if sitting.name else "")
         end = link(piece.docname, piece.title, piece.begins) if piece else "this was the last"
         items.append(f"<li>{on}: {end}</li>")
     name = docname.removeprefix("lessons/")
-    needed = app.course.needed_by(name) if app.course else []
+    needed = [topic for topic in app.course.topics.values() if name in topic.needs]
     if needed:
         links = ", ".join(link(f"lessons/{topic.topic}", topic.title) for topic in needed)
         items.append(f"<li>Lessons that need this one: {links}</li>")
@@ -194,7 +187,7 @@ def leads_to(app: Sphinx, docname: str) -> str:
 
 def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Piece]]:
     """The paths that read a page, each with what it reads of it."""
-    every = ((way.path, piece) for way in app.ways.values() for _, piece in way.pieces)
+    every = ((way.path, piece) for way in app.course.ways.values() for _, piece in way.pieces)
     return [(path, piece) for path, piece in every if piece.docname == docname]
 
 
@@ -257,8 +250,7 @@ class Executions(SphinxDirective):
         return [nodes.raw("", '<div class="executions"></div>', format="html")]
 
 
-HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds", "Why not a recording")
-# The last column is there as soon as anything has been recorded.
+HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds")
 
 
 def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
@@ -267,14 +259,13 @@ def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
         states = app.env.page_outputs
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
         order = [name for name in listed if name in states]
-        columns = len(HEAD) - (not any(states[name]["reasons"] for name in order))
-        head = "".join(f"<th>{word}</th>" for word in HEAD[:columns])
+        head = "".join(f"<th>{word}</th>" for word in HEAD)
         rows = ""
         for name in order:
             link = f'<a href="{app.builder.get_relative_uri(docname, name)}">'
             cells = [f"{link}{escape(app.env.titles[name].astext())}</a>"]
             cells += map(escape, _row(states[name]))
-            rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells[:columns])}</tr>\n"
+            rows += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
         table = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>"
         table = f'<table class="executions table">\n{table}</table>'
         box = f'<div class="pst-scrollable-table-container">{table}</div>'
@@ -282,15 +273,18 @@ def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
 
 
 def _row(state: dict[str, Any]) -> list[str]:
-    about = state["about"]
+    about, how = state["about"], state["how"]
+    if how == "executed":
+        how += " by this build"
+    if state["stale"]:
+        how += f"; a recording is out of date: {'; '.join(state['stale'])}"
     return [
-        "recorded" if state["how"] == "recorded" else "executed by this build",
+        how,
         where(about),
         versions(about),
         ranks(about),
         about["date"],
         f"{about['seconds']:.0f}",
-        "; ".join(state["reasons"]) or "—",
     ]
 
 

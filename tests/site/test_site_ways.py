@@ -30,7 +30,7 @@ def test_what_it_is_and_four_ways_in_are_on_one_screen(visit):
 def test_map_is_read_and_followed_on_a_phone(visit, scheme):
     page = visit("book/index.html", width=360, height=740, scheme=scheme).page
     boxes = page.locator(".inline-svg a[href^='../lessons/']")
-    assert boxes.count() == len(COURSE.here)
+    assert boxes.count() == len(COURSE.topics)
     sizes = boxes.evaluate_all(
         "(all) => all.flatMap((a) => [...a.querySelectorAll('text')].map((t) => "
         "[t.getBoundingClientRect().height, t.getBoundingClientRect().right]))"

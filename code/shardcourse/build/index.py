@@ -13,9 +13,9 @@ import os
 import re
 import runpy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from . import paths
 from .key import lessons
@@ -47,82 +47,68 @@ class Part:
     topics: Sequence[Topic] = ()
     pages: Sequence[str] = ()
 
+    @property
+    def files(self) -> list[str]:
+        """Its files, in their order."""
+        return [*(f"lessons/{topic.topic}" for topic in self.topics), *self.pages]
+
 
 @dataclass(frozen=True)
 class Index:
-    """The parts of the course in their order."""
+    """The parts of the course in the folder `root`, in their order."""
 
+    root: Path
     parts: Sequence[Part]
 
-    @property
+    @cached_property
     def topics(self) -> dict[str, Topic]:
         """All topics by their names, in their order."""
         return {topic.topic: topic for part in self.parts for topic in part.topics}
 
-    @property
-    def here(self) -> list[Topic]:
-        """All topics in their order."""
-        return list(self.topics.values())
+    @cached_property
+    def pages(self) -> dict[str, paths.Page]:
+        """The lessons' pages, by the names of their topics."""
+        return {
+            name: paths.page(name, self.root, topic.exercises, topic.later)
+            for name, topic in self.topics.items()
+        }
 
-    def needed_by(self, name: str) -> list[Topic]:
-        """The topics that need this one."""
-        return [topic for topic in self.here if name in topic.needs]
+    @cached_property
+    def ways(self) -> dict[str, paths.Way]:
+        """The paths through the course, by their names."""
+        titles = {name: topic.title for name, topic in self.topics.items()}
+        return paths.read(self.root, titles, self.pages)
 
 
 def read(root: Path) -> Index:
-    """The index of the course in the folder `root`.
+    """The index of the course in the folder `root`, without a part where it has no topics.yml.
 
     Raises ValueError, which names the entry, when it does not fit lessons/.
     """
     import yaml
 
-    data = _made(Index, yaml.safe_load((root / TOPICS).read_text("utf-8")))
+    if not (root / TOPICS).is_file():
+        return Index(root, [])
     parts = []
-    for entry in data.parts:
-        part = _made(Part, entry)
-        parts.append(Part(part.part, [_made(Topic, topic) for topic in part.topics], part.pages))
-    index = Index(parts)
-    _check(index, root)
-    return index
-
-
-def _made(kind: type, entry: Any) -> Any:
-    """An object of the class `kind` with the values in `entry`."""
-    try:
-        return kind(**{key: value for key, value in entry.items() if value is not None})
-    except (AttributeError, TypeError) as error:
-        names = ", ".join(field.name for field in fields(kind))
-        wrong = str(error).partition(" ")[2]
-        raise ValueError(f"{TOPICS}: {entry}: {wrong}; known are {names}") from None
-
-
-def _check(index: Index, root: Path) -> None:
-    """Raise ValueError when entries do not fit one another, or what lies in `root`."""
-    topics = [topic for part in index.parts for topic in part.topics]
-    names = [topic.topic for topic in topics]
+    for entry in yaml.safe_load((root / TOPICS).read_text("utf-8"))["parts"]:
+        try:
+            topics = [Topic(**topic) for topic in entry.pop("topics", ())]
+            parts.append(Part(topics=topics, **entry))
+        except TypeError as error:
+            raise ValueError(f"{TOPICS}: {entry.get('part')!r}: {error}") from None
+    index = Index(root, parts)
+    names = [topic.topic for part in parts for topic in part.topics]
     if sorted(names) != lessons(root):
         apart = set(names) ^ set(lessons(root)) or {name for name in names if names.count(name) > 1}
         raise ValueError(f"{TOPICS}: {', '.join(sorted(apart))}: allowed is one topic for a lesson")
-    for place, topic in enumerate(topics):
+    for place, topic in enumerate(index.topics.values()):
         before = names[:place]
         if wrong := {*topic.needs, *topic.after} - {*before}:
             raise ValueError(
                 f"{TOPICS}: topic {topic.topic!r}: needs or after {', '.join(sorted(wrong))}: "
                 f"allowed is what comes before: {before}"
             )
-
-
-def pages(index: Index, root: Path) -> dict[str, paths.Page]:
-    """The lessons' pages, by their names."""
-    return {
-        topic.topic: paths.page(topic.topic, root, topic.exercises, topic.later)
-        for topic in index.here
-    }
-
-
-def ways(index: Index, root: Path, lessons: dict[str, paths.Page]) -> dict[str, paths.Way]:
-    """The paths through the course, by their names; `lessons` are their pages."""
-    return paths.read(root, {topic.topic: topic.title for topic in index.here}, lessons)
+    return index
 
 
 def listed(words: Sequence[str]) -> str:
@@ -139,7 +125,7 @@ def assumes(topic: Topic, link: Callable[[str], str]) -> str:
 
 def assumed(name: str, root: Path) -> str:
     """What a lesson assumes, in a sentence with links for lessons/; "" for other pages."""
-    topics = read(root).topics if (root / TOPICS).is_file() else {}
+    topics = read(root).topics
     if name not in topics:
         return ""
     return assumes(topics[name], lambda other: f"[{topics[other].title}]({other}.md)")
@@ -147,23 +133,25 @@ def assumed(name: str, root: Path) -> str:
 
 def made(root: Path) -> dict[Path, str]:
     """What the files that are made from the index should hold; none where there is no index."""
-    if not (root / TOPICS).is_file():
-        return {}
     index = read(root)
+    if not index.parts:
+        return {}
     drawing = runpy.run_path(str(root / "figures/index.py"))
     blocks = {
         ("book/index.md", "map"): [f"![{drawing['alt'](index)}](../figures/index_map.svg)"],
         ("book/index.md", "table"): _table(index),
-        ("README.md", "lessons"): _lessons(index),
+        ("README.md", "lessons"): [
+            f"- [{topic.title}](lessons/{name}.md): {topic.able}."
+            for name, topic in index.topics.items()
+        ],
     }
-    here = pages(index, root)
-    if through := ways(index, root, here):
+    if index.ways:
         project = (root / "book/project.md").is_file()
-        blocks[str(paths.ALL), "paths"] = paths.overview(through, here)
-        for way in through.values():
+        blocks[str(paths.ALL), "paths"] = paths.overview(index.ways, index.pages)
+        for way in index.ways.values():
             blocks[f"{way.docname}.md", "path"] = paths.table(way, project)
     if (root / CLAIMS).is_file():
-        blocks[str(CLAIMS), "checked"] = _checked(index, root)
+        blocks[str(CLAIMS), "checked"] = _checked(index)
     found = {
         root / "_toc.yml": _contents(index),
         root / "figures/index_map.svg": drawing["svg"](index),
@@ -184,7 +172,7 @@ def _contents(index: Index) -> str:
 
     parts = []
     for part in index.parts:
-        chapters = [{"file": name} for name in _files(part)]
+        chapters = [{"file": name} for name in part.files]
         parts += [{"caption": part.part, "chapters": chapters}] * bool(chapters)
     toc = {"format": "jb-book", "root": "book/index", "parts": parts}
     text = yaml.safe_dump(toc, sort_keys=False, allow_unicode=True)
@@ -201,17 +189,12 @@ def _table(index: Index) -> list[str]:
     return lines
 
 
-def _lessons(index: Index) -> list[str]:
-    """The README's list of the lessons."""
-    return [f"- [{topic.title}](lessons/{topic.topic}.md): {topic.able}." for topic in index.here]
-
-
-def _checked(index: Index, root: Path) -> list[str]:
+def _checked(index: Index) -> list[str]:
     """The claims in boxes marked Checked, page by page, each with a link to its section."""
-    pages = {f"lessons/{topic.topic}": topic.title for topic in index.here}
+    titles = {f"lessons/{name}": topic.title for name, topic in index.topics.items()}
     lines = []
-    for name in [file for part in index.parts for file in _files(part)]:
-        text = (root / f"{name}.md").read_text("utf-8")
+    for name in [file for part in index.parts for file in part.files]:
+        text = (index.root / f"{name}.md").read_text("utf-8")
         text = re.sub(r"^```{code-cell}.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
         link = os.path.relpath(f"{name}.md", CLAIMS.parent)
         section, claims = "", []
@@ -219,15 +202,10 @@ def _checked(index: Index, root: Path) -> list[str]:
             section = heading or section
             claims += [f"- [{claim}]({link}#{anchor(section)})"] * bool(claim)
         if claims:
-            title = pages.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
+            title = titles.get(name) or re.search(r"^# (.+)$", text, re.MULTILINE)[1]
             lines += [f"**[{title}]({link})**", "", *claims, ""]
     return lines[:-1]
 
 
 # A heading, or the claim in the title of a box.
 _BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTILINE)
-
-
-def _files(part: Part) -> list[str]:
-    """The files of a part, in their order."""
-    return [*(f"lessons/{topic.topic}" for topic in part.topics), *part.pages]

@@ -1,6 +1,6 @@
 """Ways through the course for who has less time than all of it takes: book/paths.yml.
 
-    >>> ways = index.ways(course, root, index.pages(course, root))
+    >>> ways = index.read(root).ways
     >>> [sitting.read for sitting in ways["ten_weeks"].sittings]
 
 A path is a list of parts: a page or some sections of it, and exercises by their numbers. Its
@@ -83,6 +83,16 @@ class Way:
     def pieces(self) -> list[tuple[Sitting, Piece]]:
         """All pieces in order, each with its sitting."""
         return [(sitting, piece) for sitting in self.sittings for piece in sitting.pieces]
+
+    @property
+    def read(self) -> int:
+        """Minutes to read."""
+        return sum(sitting.read for sitting in self.sittings)
+
+    @property
+    def solve(self) -> int:
+        """Minutes for the exercises."""
+        return sum(sitting.solve for sitting in self.sittings)
 
 
 @dataclass(frozen=True)
@@ -237,7 +247,7 @@ def table(way: Way, project: bool) -> list[str]:
         if named:
             whole = f"*together {length(sitting.read + sitting.solve)}*"
             lines.append(row("", whole, f"*{sitting.read}*", "", f"*{sitting.solve or ''}*"))
-    read, solve = (sum(getattr(s, what) for s in way.sittings) for what in ("read", "solve"))
+    read, solve = way.read, way.solve
     lines.append(row("**all**", f"**{length(read + solve)}**", f"**{read}**", "", f"**{solve}**"))
     return lines
 
@@ -256,9 +266,8 @@ def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
         "|---|---|--:|--:|---|",
     ]
     for way in ways.values():
-        read, solve = (sum(getattr(s, what) for s in way.sittings) for what in ("read", "solve"))
         title = f"[{way.title}](path_{way.path}.md)"
-        cells = [title, way.whom, length(read), length(solve), way.able]
+        cells = [title, way.whom, length(way.read), length(way.solve), way.able]
         lines.append(f"| {' | '.join(cells)} |")
     read = length(sum(page.read for page in lessons.values()))
     solve = length(sum(page.minutes for page in lessons.values()))

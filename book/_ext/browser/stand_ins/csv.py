@@ -1,1 +1,0 @@
-"""A page reads no tables from files."""

@@ -12,7 +12,6 @@ COUNTS = {  # steps of each picture, in the order of its page
     "tensor_parallel": [8],
     "context_parallel": [6],
 }
-PICTURES = [(topic, n) for topic, counts in COUNTS.items() for n in range(len(counts))]
 SHOWN = "e => [...e.querySelectorAll('li')].map(x => getComputedStyle(x).visibility == 'visible')"
 
 
@@ -21,33 +20,30 @@ def shown(box) -> list[int]:
     return [i for i, seen in enumerate(box.evaluate(SHOWN), 1) if seen]
 
 
-@pytest.mark.parametrize(("topic", "nth"), PICTURES)
-def test_buttons_lead_through_the_steps(visit, topic, nth):
-    seen = visit(f"lessons/{topic}.html", width=360)
-    box, count = seen.page.locator(".steps").nth(nth), COUNTS[topic][nth]
-    back, forth = (box.get_by_role("button", name=name) for name in ("Previous", "Next"))
-    assert shown(box) == [1]
-    assert box.get_by_text(f"1 of {count}").is_visible()
-    assert (back.get_attribute("aria-disabled"), forth.get_attribute("aria-disabled")) == (
-        "true",
-        "false",
-    )
-    place = forth.bounding_box()["y"] - box.bounding_box()["y"]
-    high = box.bounding_box()["height"]
-    for step in range(2, count + 1):
-        forth.click()
-        assert shown(box) == [step]
-        assert box.get_by_text(f"{step} of {count}").is_visible()
-        assert box.locator("li").nth(step - 1).locator("svg").is_visible()
-        # Neither the buttons nor the page below move.
-        assert forth.bounding_box()["y"] - box.bounding_box()["y"] == place
-        assert box.bounding_box()["height"] == high
-    assert forth.get_attribute("aria-disabled") == "true"
-    forth.click(force=True)  # Playwright takes it for disabled, a reader may click
-    assert shown(box) == [count]
-    back.click()
-    assert shown(box) == [count - 1]
-    assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
+def test_buttons_lead_through_the_steps(visit):
+    seen = visit("lessons/pipeline.html", width=360)
+    for box, count in zip(seen.page.locator(".steps").all(), COUNTS["pipeline"], strict=True):
+        back, forth = (box.get_by_role("button", name=name) for name in ("Previous", "Next"))
+        assert shown(box) == [1]
+        assert box.get_by_text(f"1 of {count}").is_visible()
+        ends = [button.get_attribute("aria-disabled") for button in (back, forth)]
+        assert ends == ["true", "false"]
+        place = forth.bounding_box()["y"] - box.bounding_box()["y"]
+        high = box.bounding_box()["height"]
+        for step in range(2, count + 1):
+            forth.click()
+            assert shown(box) == [step]
+            assert box.get_by_text(f"{step} of {count}").is_visible()
+            assert box.locator("li").nth(step - 1).locator("svg").is_visible()
+            # Neither the buttons nor the page below move.
+            assert forth.bounding_box()["y"] - box.bounding_box()["y"] == place
+            assert box.bounding_box()["height"] == high
+        assert forth.get_attribute("aria-disabled") == "true"
+        forth.click(force=True)  # Playwright takes it for disabled, a reader may click
+        assert shown(box) == [count]
+        back.click()
+        assert shown(box) == [count - 1]
+        assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
     assert seen.wrong == []
 
 

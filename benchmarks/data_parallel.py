@@ -30,10 +30,6 @@ above 1 is possible.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import statistics
-import sys
 from collections.abc import Callable
 
 import torch
@@ -44,17 +40,21 @@ from side_by_side import (
     alternately,
     clock,
     gpu_model,
+    moving,
+    named,
+    one_row,
     options,
-    ratio,
+    put_out,
+    say,
     slowest,
     the_group,
+    where,
 )
 from torch import nn
 
 from shardlab import ranks
-from shardlab.common import show
 from shardlab.data_parallel import MIB, DataParallel
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
@@ -100,31 +100,6 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
     return alternately(contenders, rounds, device, {"compute": "backward"})
 
 
-def row(case: str, size: int, kind: str, times: dict[str, torch.Tensor], repeats: int) -> dict:
-    """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, fractions = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        work = middle.get("work", middle["wire"]) if full else 0.0
-        outside = middle["compute"] - middle["backward"]
-        floor = max(middle["compute"] + work, outside + middle["wire"])
-        ratios.append(middle["ours"] / middle["theirs"])
-        fractions.append((floor / middle["ours"], floor / middle["theirs"]))
-    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
-    return {
-        "case": case,
-        "against": "torch DDP",
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(fraction, 4),
-        "seconds": round(times["ours"].median().item(), 4),
-        "floor_against": round(fraction_against, 4),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments)
     rows = []
@@ -134,38 +109,19 @@ def main(arguments: list[str] | None = None) -> None:
                 name, batch, rounds = "nano", 1, 1
             else:
                 name, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
-            config = PRESETS[name]
-            if sys.stderr.isatty():
-                print(f"{kind}, {size} ranks …", file=sys.stderr)
-            results = ranks.run(
-                measure,
-                size,
-                config,
-                batch,
-                kind == "slow",
-                rounds * chosen.repeats,
-                device="cuda" if kind == "gpu" else "cpu",
-                timeout=600,
-                show=False,  # what torch warns of is no row
-            )
-            count = parameter_count(config) / 1e6
-            case = f"{name}, {count:.1f} M parameters, {batch * config.seq} tokens a rank"
-            rows.append(row(case, size, kind, slowest(results), chosen.repeats))
-    if chosen.json:
-        hidden = ("seconds", "floor_against")
-        print(json.dumps({"rows": [{k: r[k] for k in r if k not in hidden} for r in rows]}))
-        return
-    head = ["case", "ranks", "link", "ours (s)", "ours / torch DDP", "quartiles"]
-    head += ["floor reached, ours", "torch DDP"]
-    show.table(
-        [
-            [r["case"], r["ranks"], r["link"], f"{r['seconds']:.3f}", f"{r['ratio']:.3f}"]
-            + ["{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r[k] * 100:.0f} %" for k in ("floor", "floor_against")]
-            for r in rows
-        ],
-        head,
-    )
+            say(kind, f"{size} ranks")
+            config, total = PRESETS[name], rounds * chosen.repeats
+            results = ranks.run(measure, size, config, batch, kind == "slow", total, **where(kind))
+
+            def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
+                outside = middle["compute"] - middle["backward"]
+                full = middle["compute"] + moving(middle, kind, size)
+                return max(full, outside + middle["wire"])
+
+            case = f"{named(name, config)}, {batch * config.seq} tokens a rank"
+            given = case, "torch DDP", size, kind, slowest(results), chosen.repeats
+            rows.append(one_row(*given, floor))
+    put_out(rows, chosen.json)
 
 
 if __name__ == "__main__":

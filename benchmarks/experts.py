@@ -26,17 +26,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Step, Times, alternately, options, ratio, slowest, the_group
+from side_by_side import (
+    Step,
+    Times,
+    alternately,
+    one_row,
+    options,
+    put_out,
+    say,
+    slowest,
+    the_group,
+    where,
+)
 
 from shardlab import deepspeed_engine, experts, ranks
-from shardlab.common import show
 from shardlab.gpt.model import Config, Experts
 from shardlab.measure import count
 
@@ -171,28 +180,6 @@ def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
     return found
 
 
-def row(
-    case: str, size: int, kind: str, times: dict[str, torch.Tensor], sent: float, repeats: int
-) -> dict[str, Any]:
-    """One line of the result, see above; `seconds` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    ratios, floors = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        ratios.append(middle[OURS] / middle[THEIRS])
-        floors.append((middle["products"] + middle["messages"]) / middle[OURS])
-    return {
-        "case": case,
-        "against": THEIRS,
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(statistics.median(floors), 4),
-        "sent_ratio": round(sent, 4),
-        "seconds": round(times[OURS].median().item(), 4),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments)
     if not importlib.util.find_spec("deepspeed"):
@@ -202,36 +189,28 @@ def main(arguments: list[str] | None = None) -> None:
     deepspeed_engine.prepare()  # once, before ranks are forked
     rows: list[dict[str, Any]] = []
     for kind in chosen.links:
-        on = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 600.0, "show": False}
+        on = where(kind)
         for size in chosen.ranks:
             number = -(-SHAPE.experts // size) * size  # ranks have equally many
             config, tokens, rounds = replace(SHAPE, experts=number), 1024, 4
             if chosen.quick:
                 config, tokens, rounds = replace(config, hidden=64, ffn=64), 64, 1
             for case in ("even", "uneven"):
-                if sys.stderr.isatty():
-                    print(f"{case}, {kind}, {size} ranks …", file=sys.stderr)
+                say(case, kind, f"{size} ranks")
                 how = config, case == "uneven", tokens
                 counted = ranks.run(sent, size, *how, **on)
                 ours, theirs = (sum(each) for each in zip(*counted, strict=True))
-                times = ranks.run(
-                    measure, size, *how, kind == "slow", rounds * chosen.repeats, **on
-                )
+                total = rounds * chosen.repeats
+                times = slowest(ranks.run(measure, size, *how, kind == "slow", total, **on))
                 words = f"{case}: {number} experts, {tokens} tokens a rank, hidden {config.hidden}"
-                rows.append(row(words, size, kind, slowest(times), ours / theirs, chosen.repeats))
-    if chosen.json:
-        print(json.dumps({"rows": [{k: r[k] for k in r if k != "seconds"} for r in rows]}))
-        return
-    head = ["case", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
-    show.table(
-        [
-            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.4f}"]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r['floor'] * 100:.0f} %", f"{r['sent_ratio']:.3f}"]
-            for r in rows
-        ],
-        [*head, "floor reached", "bytes, ours / theirs"],
-    )
+                given = words, THEIRS, size, kind, times, chosen.repeats, floor, (OURS, THEIRS)
+                rows.append(one_row(*given, sent_ratio=round(ours / theirs, 4)))
+    put_out(rows, chosen.json)
+
+
+def floor(middle: dict[str, float]) -> float:
+    """See above."""
+    return middle["products"] + middle["messages"]
 
 
 if __name__ == "__main__":

@@ -28,24 +28,34 @@ which it uses, is an all-reduce: the ratio does not carry over to GPUs.
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Step, Times, alternately, gpu_model, options, peak, ratio, slowest
+from side_by_side import (
+    Step,
+    Times,
+    alternately,
+    gpu_model,
+    moving,
+    named,
+    one_row,
+    options,
+    peak,
+    peaks_of,
+    put_out,
+    say,
+    slowest,
+    where,
+)
 from tensor_parallel import by_torch, dividing, shard_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardlab import mesh, ranks
-from shardlab.common import show
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 
 OURS, THEIRS = "ours", "fully_shard × parallelize_module"
@@ -164,31 +174,6 @@ def peak_of(config: Config, batch: int, build: Any) -> int:
     return peak(lambda: build(config, batch)[0])
 
 
-def row(
-    case: str, size: int, kind: str, times: Any, peaks: list[int], repeats: int
-) -> dict[str, Any]:
-    """One line of the result, see above; `seconds` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    ratios, fractions = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        ratios.append(middle[OURS] / middle[THEIRS])
-        full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-        floor = middle["compute"] + (middle["wire"] if full else 0.0)
-        fractions.append(floor / middle[OURS])
-    return {
-        "case": case,
-        "against": THEIRS,
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(statistics.median(fractions), 4),
-        "peak_ratio": round(peaks[0] / peaks[1], 4),
-        "peak_bytes": peaks,
-        "seconds": round(times[OURS].median().item(), 4),
-    }
-
-
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
     """Name, shape, a copy's batch and rounds of what is measured on a link."""
     if quick:
@@ -204,34 +189,24 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments, ("loopback", "gpu"))
     rows: list[dict[str, Any]] = []
     for kind in chosen.links:
-        on = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}
+        on = where(kind)
         for size in (size for size in chosen.ranks if size % 2 == 0):
             for name, config, batch, rounds in cases(kind, size, chosen.quick):
                 config = replace(dividing(config, max(1, size // 2)), tied=False)
-                if sys.stderr.isatty():
-                    print(f"{name}, {kind}, {size} ranks …", file=sys.stderr)
-                builds = ours, theirs
-                peaks = [max(ranks.run(peak_of, size, config, batch, b, **on)) for b in builds]
+                say(name, kind, f"{size} ranks")
+                held = {
+                    who: max(ranks.run(peak_of, size, config, batch, build, **on))
+                    for who, build in ((OURS, ours), (THEIRS, theirs))
+                }
                 results = ranks.run(measure, size, config, batch, rounds * chosen.repeats, **on)
-                millions, tokens = parameter_count(config) / 1e6, 2 * batch * config.seq
-                case = f"{name}, {millions:.1f} M parameters, {tokens} tokens"
-                rows.append(row(case, size, kind, slowest(results), peaks, chosen.repeats))
-    if chosen.json:
-        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
-        print(json.dumps({"rows": kept}))
-        return
-    head = ["case", "ranks", "link", "ours (s)", "ours / theirs", "quartiles", "floor reached"]
-    head += ["peak (MB)", "theirs", "ours / theirs"]
-    show.table(
-        [
-            [r["case"].split(",")[0], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
-            + [f"{r['peak_ratio']:.3f}"]
-            for r in rows
-        ],
-        head,
-    )
+
+                def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
+                    return middle["compute"] + moving(middle, kind, size)
+
+                case = f"{named(name, config)}, {2 * batch * config.seq} tokens"
+                given = case, THEIRS, size, kind, slowest(results), chosen.repeats, floor
+                rows.append(one_row(*given, (OURS, THEIRS), **peaks_of((OURS, THEIRS), held)))
+    put_out(rows, chosen.json)
 
 
 if __name__ == "__main__":

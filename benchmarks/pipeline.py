@@ -38,7 +38,6 @@ their tensors lie, and gloo reads the memory of the host alone; so with fewer th
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -48,13 +47,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Times, clock, gpu_model, options, ratio, slowest, the_group
+from side_by_side import (
+    Times,
+    clock,
+    gpu_model,
+    named,
+    options,
+    put_out,
+    ratio,
+    say,
+    slowest,
+    the_group,
+    where,
+)
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from shardlab import pipeline, ranks
 from shardlab.common import show
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 THEIRS = {  # schedule -> torch's class
     "gpipe": "ScheduleGPipe",
@@ -241,7 +252,7 @@ def alone(results: list[dict[str, list]], name: str, rounds: slice) -> list[dict
 
 
 def row(name: str, case: str, microbatches: int, kind: str, results: list, repeats: int) -> dict:
-    """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
+    """One line of the result, see above; `seconds` go into the table alone."""
     size = len(results)
     schedule = pipeline.schedule(name, size, microbatches)
     pair = [name, f"torch {THEIRS[name]}"]
@@ -254,17 +265,15 @@ def row(name: str, case: str, microbatches: int, kind: str, results: list, repea
         mine, other = (seconds[key][rounds].median().item() for key in pair)
         least = floor(schedule, spent, results[0]["hop"][0], apart(kind, size))
         ratios.append(mine / other)
-        fractions.append((least / mine, least / other))
-    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
+        fractions.append(least / mine)
     return {
         "case": f"{name}: {case}",
         "against": pair[1],
         "ranks": size,
         "link": kind,
         **ratio(ratios),
-        "floor": round(fraction, 4),
+        "floor": round(statistics.median(fractions), 4),
         "seconds": round(seconds[name].median().item(), 4),
-        "floor_against": round(fraction_against, 4),
     }
 
 
@@ -336,42 +345,26 @@ def main(arguments: list[str] | None = None) -> None:
                 preset, each, rounds = "nano", 1, 1
             else:
                 preset, each, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 1, 2)
-            if sys.stderr.isatty():
-                print(f"{kind}, {size} ranks …", file=sys.stderr)
+            say(kind, f"{size} ranks")
             config = replace(
                 PRESETS[preset], layers=2 * size if chosen.quick else max(8, 2 * size), tied=False
             )
             microbatches = max(8, size)
             sequences = each * microbatches
-            # What torch warns of is no row.
-            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}
+            on = where(kind)
             shape = config, sequences, microbatches, kind == "slow"
-            results = ranks.run(measure, size, *shape, rounds * chosen.repeats, **where)
-            millions = parameter_count(config) / 1e6
-            case = f"{preset}, {millions:.1f} M parameters, {microbatches} micro-batches"
+            results = ranks.run(measure, size, *shape, rounds * chosen.repeats, **on)
+            case = f"{named(preset, config)}, {microbatches} micro-batches"
             case += f" of {each * config.seq} tokens"
             rows += [row(n, case, microbatches, kind, results, chosen.repeats) for n in THEIRS]
             naps = (
                 None if apart(kind, size) else tuple(n * (0.1 if chosen.quick else 1) for n in NAPS)
             )
-            results = ranks.run(record, size, *shape, min(chosen.repeats, 3), naps, **where)
+            results = ranks.run(record, size, *shape, min(chosen.repeats, 3), naps, **on)
             predictions += [prediction(n, kind, results, naps) for n in pipeline.NAMES]
+    put_out(rows, chosen.json, predictions=predictions)
     if chosen.json:
-        hidden = ("seconds", "floor_against")
-        kept = [{k: r[k] for k in r if k not in hidden} for r in rows]
-        print(json.dumps({"rows": kept, "predictions": predictions}))
         return
-    head = ["ours", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
-    head += ["floor reached", "theirs"]
-    show.table(
-        [
-            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r[k] * 100:.0f} %" for k in ("floor", "floor_against")]
-            for r in rows
-        ],
-        head,
-    )
     head = ["predicted", "ranks", "link", "measured / simulated - 1", "quartiles"]
     head += ["from its own passes", "quartiles"]
     show.table(

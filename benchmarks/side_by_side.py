@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
+from shardlab.common import show
+from shardlab.gpt.model import Config, parameter_count
 from shardlab.measure import count, link
 from shardlab.measure.count import clock
 
@@ -108,6 +113,93 @@ def ratio(ratios: Sequence[float]) -> dict[str, Any]:
         "ratio": round(statistics.median(ratios), 4),
         "quartiles": [round(low, 4), round(high, 4)],
     }
+
+
+def moving(middle: Mapping[str, float], link: str, size: int, name: str = "") -> float:
+    """Seconds that moving the bytes takes from computing: none where a core is left for it.
+
+    name: behind "work " and "wire ", where contenders have messages of their own.
+    """
+    if link == "gpu" or size < (os.cpu_count() or 1):
+        return 0.0
+    return middle.get(f"work {name}".strip(), middle[f"wire {name}".strip()])
+
+
+def one_row(
+    case: str,
+    against: str,
+    size: int,
+    link: str,
+    times: Mapping[str, torch.Tensor],
+    repeats: int,
+    floor: Callable[[dict[str, float]], float],
+    pair: tuple[str, str] = ("ours", "theirs"),
+    **more: Any,
+) -> dict[str, Any]:
+    """One line of the result, from each contender's seconds (`slowest`).
+
+    floor: seconds that no step can beat, from the medians of one repeat by contender. pair: ours
+    and theirs among them. more: what else the row says.
+    """
+    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
+    ours, theirs = pair
+    ratios, shares = [], []
+    for repeat in range(repeats):
+        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
+        ratios.append(middle[ours] / middle[theirs])
+        shares.append(floor(middle) / middle[ours])
+    return {
+        "case": case,
+        "against": against,
+        "ranks": size,
+        "link": link,
+        **ratio(ratios),
+        "floor": round(statistics.median(shares), 4),
+        **more,
+        "seconds": round(times[ours].median().item(), 4),
+    }
+
+
+def peaks_of(pair: tuple[str, str], peaks: Mapping[str, int]) -> dict[str, Any]:
+    """What a row says of the bytes held, ours and theirs."""
+    ours, theirs = (peaks[name] for name in pair)
+    return {"peak_ratio": round(ours / theirs, 4), "peak_bytes": [ours, theirs]}
+
+
+def put_out(rows: list[dict[str, Any]], as_json: bool, **more: Any) -> None:
+    """Print rows as one JSON object, with `more`; or as a table, which has the seconds as well."""
+    if as_json:
+        kept = [{key: row[key] for key in row if key != "seconds"} for row in rows]
+        print(json.dumps({"rows": kept, **more}))
+        return
+    head = ["case", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles", "floor"]
+    last = {"sent_ratio": "bytes, ours / theirs", "peak_ratio": "peak, ours / theirs"}
+    last = {key: words for key, words in last.items() if rows and key in rows[0]}
+    show.table(
+        [
+            [r["case"].split(",")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.4f}"]
+            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
+            + [f"{r['floor'] * 100:.0f} %", *(f"{r[key]:.3f}" for key in last)]
+            for r in rows
+        ],
+        [*head, *last.values()],
+    )
+
+
+def say(*words: object) -> None:
+    """Tell who waits at a terminal what is measured now."""
+    if sys.stderr.isatty():
+        print(", ".join(map(str, words)), "…", file=sys.stderr)
+
+
+def where(link: str, timeout: float = 900.0) -> dict[str, Any]:
+    """Options of `ranks.run` for a link; what libraries warn of is no row."""
+    return {"device": "cuda" if link == "gpu" else "cpu", "timeout": timeout, "show": False}
+
+
+def named(name: str, config: Config) -> str:
+    """A model in words."""
+    return f"{name}, {parameter_count(config) / 1e6:.1f} M parameters"
 
 
 def counted(text: str) -> int:

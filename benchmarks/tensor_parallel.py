@@ -43,10 +43,6 @@ its kernels take longer than that.
 from __future__ import annotations
 
 import cProfile
-import json
-import os
-import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -60,11 +56,17 @@ from side_by_side import (
     alternately,
     clock,
     gpu_model,
+    moving,
+    named,
+    one_row,
     options,
     peak,
-    ratio,
+    peaks_of,
+    put_out,
+    say,
     slowest,
     the_group,
+    where,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,7 +82,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardlab import ranks, tensor_parallel
 from shardlab.common import show
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 OURS, THEIRS = "ours", ("parallelize_module", "parallelize_module, tutorial")
 PARTS = "kernels", "messages", "rest"
@@ -215,7 +217,7 @@ def peak_of(config: Config, batch: int, name: str) -> int:
     return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 
 
-def where(config: Config, batch: int, name: str) -> dict[str, float]:
+def spent_by(config: Config, batch: int, name: str) -> dict[str, float]:
     """On a rank: where the milliseconds of one step go, see above."""
     step = build(name, config, dist.group.WORLD, batch_of(config, batch))
     for _ in range(2):
@@ -265,42 +267,6 @@ def length(events: list[Any]) -> float:
     return total / 1e3
 
 
-def row(
-    theirs: str,
-    case: str,
-    size: int,
-    kind: str,
-    times: dict[str, torch.Tensor],
-    peaks: dict[str, int],
-    repeats: int,
-) -> dict[str, Any]:
-    """One line of the result, see above; `seconds` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, fractions = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        work = middle.get("work", middle["wire"]) if full else 0.0
-        floor = max(
-            middle["compute"] + middle["forward wire"],
-            middle["chain"] + middle["wire"],
-            middle["compute"] + work,
-        )
-        ratios.append(middle[OURS] / middle[theirs])
-        fractions.append(floor / middle[OURS])
-    return {
-        "case": case,
-        "against": theirs,
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(statistics.median(fractions), 4),
-        "peak_ratio": round(peaks[OURS] / peaks[theirs], 4),
-        "peak_bytes": [peaks[OURS], peaks[theirs]],
-        "seconds": round(times[OURS].median().item(), 4),
-    }
-
-
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
     """Name, shape, batch and rounds of what is measured on a link."""
     if quick:
@@ -322,53 +288,45 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments)
     rows: list[dict[str, Any]] = []
     spent: list[dict[str, Any]] = []
-    peaks_of: dict[tuple[str, int], dict[str, int]] = {}
+    held: dict[tuple[str, int], dict[str, int]] = {}
     for kind in chosen.links:
-        device = "cuda" if kind == "gpu" else "cpu"
-        on = {"device": device, "timeout": 900.0, "show": False}  # what torch warns of is no row
+        on = where(kind)
         for size in chosen.ranks:
             for name, config, batch, rounds in cases(kind, size, chosen.quick):
                 config = dividing(config, size)
-                if sys.stderr.isatty():
-                    print(f"{name}, {kind}, {size} ranks …", file=sys.stderr)
+                say(name, kind, f"{size} ranks")
                 names = [OURS, *(THEIRS[:1] if name == "wide" else THEIRS)]
-                if (name, size) not in peaks_of:  # the link does not matter
-                    peaks_of[name, size] = {
+                if (name, size) not in held:  # the link does not matter
+                    held[name, size] = {
                         who: max(ranks.run(peak_of, size, config, batch, who, **on))
                         for who in names
                     }
                 how = config, batch, kind == "slow", rounds * chosen.repeats, names
-                results = ranks.run(measure, size, *how, **on)
-                millions = parameter_count(config) / 1e6
-                case = f"{name}, {millions:.1f} M parameters, {batch * config.seq} tokens"
-                given = case, size, kind, slowest(results), peaks_of[name, size], chosen.repeats
-                rows += [row(theirs, *given) for theirs in names[1:]]
+                times = slowest(ranks.run(measure, size, *how, **on))
+
+                def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
+                    return max(
+                        middle["compute"] + middle["forward wire"],
+                        middle["chain"] + middle["wire"],
+                        middle["compute"] + moving(middle, kind, size),
+                    )
+
+                case = f"{named(name, config)}, {batch * config.seq} tokens"
+                for theirs in names[1:]:
+                    given = case, theirs, size, kind, times, chosen.repeats, floor, (OURS, theirs)
+                    rows.append(one_row(*given, **peaks_of((OURS, theirs), held[name, size])))
                 if kind != "loopback":
                     continue
                 for who in names:
-                    told = ranks.run(where, size, config, batch, who, **on)
+                    told = ranks.run(spent_by, size, config, batch, who, **on)
                     shortest = min(told, key=lambda one: sum(one[part] for part in PARTS))
                     numbers = {k: round(v, 1) if k in PARTS else v for k, v in shortest.items()}
                     spent.append({"case": f"{who}: {name}", "ranks": size, **numbers})
-    if chosen.json:
-        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
-        print(json.dumps({"rows": kept, "where": spent}))
-        return
-    head = ["case", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
-    head += ["floor reached", "peak (MB)", "theirs", "ours / theirs"]
-    show.table(
-        [
-            [r["case"].split(",")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
-            + [f"{r['peak_ratio']:.3f}"]
-            for r in rows
-        ],
-        head,
-    )
-    head = ["where the time goes", "ranks", *(f"{part} (ms)" for part in PARTS)]
-    head += ["operations", "dispatched by DTensor", "calls of Python functions"]
-    show.table([list(s.values()) for s in spent], head)
+    put_out(rows, chosen.json, where=spent)
+    if not chosen.json:
+        head = ["where the time goes", "ranks", *(f"{part} (ms)" for part in PARTS)]
+        head += ["operations", "dispatched by DTensor", "calls of Python functions"]
+        show.table([list(s.values()) for s in spent], head)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
 import time
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import options, ratio
+from side_by_side import one_row, options, put_out, say
 
 from shardlab import ranks
 from shardlab import tensor_parallel as tp
 from shardlab import tensor_types as tt
-from shardlab.common import show
 from shardlab.gpt.model import GPT, Config
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
 from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
@@ -86,21 +83,6 @@ def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def row(case: str, size: int, times: dict[str, list[float]], repeats: int) -> dict[str, Any]:
-    """One line of the result; `seconds` go into the table alone."""
-    chunks = {name: torch.tensor(seconds).chunk(repeats) for name, seconds in times.items()}
-    medians = [{n: parts[i].median().item() for n, parts in chunks.items()} for i in range(repeats)]
-    return {
-        "case": case,
-        "against": "spmd_types",
-        "ranks": size,
-        "link": "loopback",
-        **ratio([m["ours"] / m["theirs"] for m in medians]),
-        "floor": round(statistics.median(m["plain"] / m["ours"] for m in medians), 4),
-        "seconds": {name: statistics.median(seconds) for name, seconds in times.items()},
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments, kinds=("loopback", "gpu"))
     if importlib.util.find_spec("spmd_types") is None:
@@ -114,29 +96,12 @@ def main(arguments: list[str] | None = None) -> None:
     # A check computes nothing that a GPU would be faster at: with that link alone there is no row.
     for size in chosen.ranks if "loopback" in chosen.links else []:
         for layers, hidden in shapes:
-            if sys.stderr.isatty():
-                print(f"{layers} layers of {hidden}, {size} ranks …", file=sys.stderr)
-            times = ranks.pretend(measure, size, layers, hidden, rounds, timeout=600)
-            rows.append(row(f"{layers} layers, h = {hidden}", size, times, chosen.repeats))
-    if chosen.json:
-        kept = [{k: r[k] for k in r if k != "seconds"} for r in rows]
-        print(json.dumps({"rows": kept}))
-        return
-    head = ["case", "against", "ranks", "plain (ms)", "ours (ms)", "theirs (ms)"]
-    show.table(
-        [
-            [
-                r["case"],
-                r["against"],
-                r["ranks"],
-                *(f"{1e3 * s:.0f}" for s in r["seconds"].values()),
-            ]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{100 * r['floor']:.0f} %"]
-            for r in rows
-        ],
-        [*head, "ours / theirs", "quartiles", "floor reached"],
-    )
+            say(f"{layers} layers of {hidden}", f"{size} ranks")
+            found = ranks.pretend(measure, size, layers, hidden, rounds, timeout=600)
+            times = {name: torch.tensor(seconds) for name, seconds in found.items()}
+            given = f"{layers} layers, h = {hidden}", "spmd_types", size, "loopback", times
+            rows.append(one_row(*given, chosen.repeats, lambda middle: middle["plain"]))
+    put_out(rows, chosen.json)
 
 
 if __name__ == "__main__":

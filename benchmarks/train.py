@@ -36,9 +36,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import itertools
-import json
 import logging
-import statistics
 import sys
 import tempfile
 import warnings
@@ -48,14 +46,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import WARM_UP, Step, Times, gpu_model, options, ratio, slowest, turns
+from side_by_side import (
+    WARM_UP,
+    Step,
+    Times,
+    gpu_model,
+    named,
+    one_row,
+    options,
+    put_out,
+    say,
+    slowest,
+    turns,
+    where,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab import ranks
-from shardlab.common import show
 from shardlab.common.text import Windows, parts
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.train import core, take_home
 from shardlab.train.take_home import Options, Training
 
@@ -186,27 +196,6 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
     return times
 
 
-def row(case: str, size: int, kind: str, times: dict[str, Tensor], repeats: int) -> dict[str, Any]:
-    """One line of the result, see above; `seconds` and `floor_against` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    ratios, fractions = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        ratios.append(middle["ours"] / middle["theirs"])
-        fractions.append([middle["bare"] / middle[name] for name in ("ours", "theirs")])
-    fraction, fraction_against = (statistics.median(side) for side in zip(*fractions, strict=True))
-    return {
-        "case": case,
-        "against": "Lightning's Trainer",
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(fraction, 4),
-        "seconds": round(times["ours"].median().item(), 4),
-        "floor_against": round(fraction_against, 4),
-    }
-
-
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, int, int]]:
     """Model, sequences of a rank, and rounds of what is measured on a link."""
     if quick:
@@ -227,33 +216,15 @@ def main(arguments: list[str] | None = None) -> None:
             for (name, batch, rounds), strategy in itertools.product(
                 cases(kind, size, chosen.quick), STRATEGIES
             ):
-                if sys.stderr.isatty():
-                    print(f"{strategy}, {name}, {kind}, {size} ranks …", file=sys.stderr)
+                say(strategy, name, kind, f"{size} ranks")
                 config = PRESETS[name]
                 with tempfile.TemporaryDirectory() as folder:
                     how = config, strategy, batch, rounds * chosen.repeats, Path(folder)
-                    # What Lightning says of itself is no row.
-                    on = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0}
-                    results = ranks.run(measure, size, *how, **on, show=False)
-                millions = parameter_count(config) / 1e6
-                case = f"{strategy}: {name}, {millions:.1f} M parameters, "
-                case += f"{batch * config.seq} tokens a rank"
-                rows.append(row(case, size, kind, slowest(results), chosen.repeats))
-    if chosen.json:
-        hidden = ("seconds", "floor_against")
-        print(json.dumps({"rows": [{k: r[k] for k in r if k not in hidden} for r in rows]}))
-        return
-    head = ["case", "ranks", "link", "ours (s)", "ours / Lightning", "quartiles"]
-    head += ["floor reached, ours", "Lightning"]
-    show.table(
-        [
-            [r["case"], r["ranks"], r["link"], f"{r['seconds']:.3f}", f"{r['ratio']:.3f}"]
-            + ["{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r[k] * 100:.0f} %" for k in ("floor", "floor_against")]
-            for r in rows
-        ],
-        head,
-    )
+                    times = slowest(ranks.run(measure, size, *how, **where(kind)))
+                case = f"{strategy}: {named(name, config)}, {batch * config.seq} tokens a rank"
+                given = case, "Lightning's Trainer", size, kind, times, chosen.repeats
+                rows.append(one_row(*given, lambda middle: middle["bare"]))
+    put_out(rows, chosen.json)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,6 @@ possible.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,19 +47,24 @@ from side_by_side import (
     alternately,
     clock,
     gpu_model,
+    moving,
+    named,
+    one_row,
     options,
     peak,
-    ratio,
+    peaks_of,
+    put_out,
+    say,
     slowest,
     the_group,
+    where,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from shardlab import deepspeed_engine, ranks, zero
-from shardlab.common import show
-from shardlab.gpt.model import GPT, PRESETS, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
 ROWS = [  # ours, theirs
@@ -207,40 +209,6 @@ def peak_of(config: Config, batch: int, name: str) -> int:
     return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 
 
-def row(
-    ours: str,
-    theirs: str,
-    case: str,
-    size: int,
-    kind: str,
-    times: dict[str, torch.Tensor],
-    peaks: dict[str, int],
-    repeats: int,
-) -> dict[str, Any]:
-    """One line of the result, see above; `seconds` go into the table alone."""
-    chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
-    full = kind != "gpu" and size >= (os.cpu_count() or 1)  # every core computes
-    ratios, fractions = [], []
-    for repeat in range(repeats):
-        middle = {name: parts[repeat].median().item() for name, parts in chunks.items()}
-        wire = middle[f"wire {ours}"]
-        work = middle.get(f"work {ours}", wire) if full else 0.0
-        floor = max(middle["compute"] + work, middle["optimizer"] + wire)
-        ratios.append(middle[ours] / middle[theirs])
-        fractions.append(floor / middle[ours])
-    return {
-        "case": f"{ours}: {case}",
-        "against": theirs,
-        "ranks": size,
-        "link": kind,
-        **ratio(ratios),
-        "floor": round(statistics.median(fractions), 4),
-        "peak_ratio": round(peaks[ours] / peaks[theirs], 4),
-        "peak_bytes": [peaks[ours], peaks[theirs]],
-        "seconds": round(times[ours].median().item(), 4),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(__doc__, arguments)
     pairs = ROWS
@@ -249,45 +217,34 @@ def main(arguments: list[str] | None = None) -> None:
         print("DeepSpeed is not installed here: no rows against it", file=sys.stderr)
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     rows = []
-    peaks_of: dict[tuple[str, int], dict[str, int]] = {}
+    held: dict[tuple[str, int], dict[str, int]] = {}
     for kind in chosen.links:
         for size in chosen.ranks:
             if chosen.quick:
                 preset, batch, rounds = "nano", 1, 1
             else:
                 preset, batch, rounds = (gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 4)
-            config = PRESETS[preset]
-            # What torch warns of is no row.
-            where = {"device": "cuda" if kind == "gpu" else "cpu", "timeout": 900.0, "show": False}
-            if sys.stderr.isatty():
-                print(f"{kind}, {size} ranks …", file=sys.stderr)
-            if (preset, size) not in peaks_of:  # the link does not matter
-                peaks_of[preset, size] = {
-                    name: max(ranks.run(peak_of, size, config, batch, name, **where))
-                    for name in names
+            config, on = PRESETS[preset], where(kind)
+            say(kind, f"{size} ranks")
+            if (preset, size) not in held:  # the link does not matter
+                held[preset, size] = {
+                    name: max(ranks.run(peak_of, size, config, batch, name, **on)) for name in names
                 }
-            peaks, slow = peaks_of[preset, size], kind == "slow"
             total = rounds * chosen.repeats
-            results = ranks.run(measure, size, config, batch, slow, total, names, **where)
-            millions = parameter_count(config) / 1e6
-            case = f"{preset}, {millions:.1f} M parameters, {batch * config.seq} tokens a rank"
-            times = slowest(results)
-            rows += [row(*p, case, size, kind, times, peaks, chosen.repeats) for p in pairs]
-    if chosen.json:
-        print(json.dumps({"rows": [{k: r[k] for k in r if k != "seconds"} for r in rows]}))
-        return
-    head = ["ours", "against", "ranks", "link", "ours (s)", "ours / theirs", "quartiles"]
-    head += ["floor reached", "peak (MB)", "theirs", "ours / theirs"]
-    show.table(
-        [
-            [r["case"].split(":")[0], r["against"], r["ranks"], r["link"], f"{r['seconds']:.3f}"]
-            + [f"{r['ratio']:.3f}", "{:.3f} to {:.3f}".format(*r["quartiles"])]
-            + [f"{r['floor'] * 100:.0f} %", *(f"{n / 1e6:.1f}" for n in r["peak_bytes"])]
-            + [f"{r['peak_ratio']:.3f}"]
-            for r in rows
-        ],
-        head,
-    )
+            results = ranks.run(measure, size, config, batch, kind == "slow", total, names, **on)
+            case = f"{named(preset, config)}, {batch * config.seq} tokens a rank"
+            given = size, kind, slowest(results), chosen.repeats
+            for ours, theirs in pairs:
+
+                def floor(middle: dict[str, float], ours: str = ours, at: Any = given) -> float:
+                    full = middle["compute"] + moving(middle, at[1], at[0], ours)
+                    return max(full, middle["optimizer"] + middle[f"wire {ours}"])
+
+                more = peaks_of((ours, theirs), held[preset, size])
+                rows.append(
+                    one_row(f"{ours}: {case}", theirs, *given, floor, (ours, theirs), **more)
+                )
+    put_out(rows, chosen.json)
 
 
 if __name__ == "__main__":

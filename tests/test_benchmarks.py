@@ -80,6 +80,7 @@ def test_zero():
     assert all(row["peak_ratio"] <= 1 for row in found)
 
 
+@pytest.mark.weekly("a benchmark like the others")
 def test_pipeline():
     found, printed = rows("pipeline", ["slow"])
     names = [row["case"].split(":")[0] for row in found]

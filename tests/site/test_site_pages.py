@@ -1,11 +1,11 @@
-"""Every page in a browser: it loads, it fits, and WCAG 2.1 AA has nothing against it."""
+"""Every page in a browser: it loads, it fits, and WCAG 2.1 AA has nothing against it.
+
+Where its links lead, tests/test_book.py follows in the files.
+"""
 
 from __future__ import annotations
 
-import re
-from functools import cache
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import axe_playwright_python
 import pytest
@@ -55,8 +55,6 @@ LOOK = """async () => {
   await Promise.all(images.map((image) => image.decode().catch(() => null)));
   return {
     images: images.filter((image) => !image.naturalWidth).map((image) => image.src),
-    links: [...document.querySelectorAll("a[href]")].map((link) =>
-      new URL(link.getAttribute("href"), document.baseURI).href), // those in pictures, too
     twice: [...document.querySelectorAll("[id]")].map((one) => one.id)
       .filter((id, index, all) => all.indexOf(id) !== index),
     unnamed: [...document.querySelectorAll(".inline-svg svg, .shown-figure svg")]
@@ -87,28 +85,6 @@ def pages() -> list[str]:
     """The names of all pages of the table of contents, and of the others."""
     toc = yaml.safe_load((show.ROOT / "_toc.yml").read_text("utf-8"))
     return [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"]), *OTHERS]
-
-
-@cache
-def anchors(path: Path) -> frozenset[str]:
-    """The ids of a page."""
-    return frozenset(re.findall(r'\sid="([^"]+)"', path.read_text("utf-8")))
-
-
-def dead(links: list[str], address: str, site: Path) -> list[str]:
-    """The links to files or anchors of the site that are not there."""
-    found = []
-    for link in set(links):
-        parts = urlsplit(link)
-        if not link.startswith(address):
-            continue
-        path = site / unquote(parts.path).lstrip("/")
-        path = path / "index.html" if path.is_dir() else path
-        anchor = unquote(parts.fragment)
-        page = path.suffix == ".html"
-        if not path.is_file() or (page and anchor and anchor not in anchors(path)):
-            found.append(link)
-    return found
 
 
 def violations(page: Page, *rules: str) -> list[str]:
@@ -146,7 +122,6 @@ def test_page_is_sound(visit, site, name):
         "pictures that do not load": seen["images"],
         "pictures without a description": seen["unnamed"],
         "ids that stand twice": seen["twice"],
-        "links to nothing": dead(seen["links"], visited.address, site),
         "wider than 1280 px": page.evaluate(TOO_WIDE),
         "WCAG": violations(page),
     }
@@ -164,14 +139,13 @@ def test_page_is_sound(visit, site, name):
     GOOD[:] = places
 
 
-def test_these_tests_would_see_what_is_wrong(visit, site):
+def test_these_tests_would_see_what_is_wrong(visit):
     """Each of the looks above finds what it is for."""
     visited = visit("genindex.html")
     page = visited.page
     page.evaluate(
         """() => {
           document.body.insertAdjacentHTML("beforeend", `<img src="/gone.png">
-            <a href="/gone.html">g</a><a href="/index.html#gone">h</a>
             <i id="two"></i><i id="two"></i>
             <span class="inline-svg"><svg role="img" aria-label="figure.svg"></svg></span>
             <p style="width: 3000px; color: #eee; background: #fff">pale and wide</p>`);
@@ -182,8 +156,6 @@ def test_these_tests_would_see_what_is_wrong(visit, site):
     assert seen["images"] == [f"{visited.address}gone.png"]
     assert seen["unnamed"] == ["figure.svg"]
     assert seen["twice"] == ["two"]
-    links = {f"{visited.address}gone.html", f"{visited.address}index.html#gone"}
-    assert set(dead(seen["links"], visited.address, site)) == links
     assert "pale and wide" in page.evaluate(TOO_WIDE)[1]
     page.evaluate(FEWER_WORDS, [])
     assert any("color-contrast" in line for line in violations(page, *COLOURS))

@@ -1,8 +1,8 @@
 """Every topic's main functions on pretended GPUs: one that is shared, two, and four.
 
 Each day every drive runs on one number of GPUs, or on those that differ for it; with --whole, once
-a week, on all. One process for each number of GPUs runs all of its drives, and one tries the seeded
-faults; here, each drive and each fault is a test.
+a week, on all. One process runs all drives, and one tries the seeded faults; here, each drive and
+each fault is a test.
 """
 
 from __future__ import annotations
@@ -39,20 +39,17 @@ def _daily(name: str) -> tuple[int, ...]:
 
 
 @cache
-def _lines(module: str, gpus: int, whole: bool = False, *named: str, **more: str) -> dict[str, str]:
-    """The error of each line that `module` prints, by name, and what it said besides."""
+def _said(module: str, whole: bool, *named: str, **more: str) -> dict[tuple[str, int], str]:
+    """What was wrong with each of a module's drives or seeds, by name and GPUs; "" if nothing."""
     settings = {"REHEARSE_FORK": "1"} | ({"REHEARSE_WHOLE": "1"} if whole else {}) | more
-    environment = lessons.environment(gpus, **settings)
+    environment = lessons.environment(4, **settings)
     environment["PYTHONPATH"] += f":{lessons.HERE.parent}"
     done = subprocess.run(
         [sys.executable, "-m", module, *named], env=environment, capture_output=True, text=True
     )
-    found = {"": done.stderr[-3000:]}
-    for line in done.stdout.splitlines():
-        if line.startswith('{"'):
-            values = json.loads(line)
-            found[values.get("drive") or values["seed"]] = values["error"]
-    return found
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    assert lines, done.stderr[-3000:]
+    return {(line["name"], line["gpus"]): line["error"] for line in lines}
 
 
 @pytest.mark.parametrize(("name", "gpus"), CASES)
@@ -60,27 +57,25 @@ def test_drive(name: str, gpus: int, request: pytest.FixtureRequest):
     whole = request.config.getoption("--whole")
     if gpus not in _daily(name) and not whole:
         pytest.skip(f"as on {_daily(name)[0]}: --whole")
-    found = _lines("rehearsal.drives", gpus, whole)
-    assert name in found, found[""]
-    assert not found[name], found[name]
+    assert _said("rehearsal.drives", whole)[name, gpus] == ""
 
 
 INTELS = "contract.DDP", "memory.held_saved_and_sent", "ranks.messages"
 INTELS += "ranks.a_device_for_each", "tensor_parallel.dropout", "zero.bf16"
 
 
+@pytest.mark.weekly("the same drives, where torch has another name for the device")
 def test_a_device_of_another_name_goes_the_same_ways():
     """Intel's: torch calls it "xpu", and what moves its messages "xccl"."""
-    found = _lines("rehearsal.drives", 2, False, *INTELS, REHEARSE_DEVICE="xpu")
-    said = {name: error for name, error in found.items() if name}
-    assert {*INTELS} == said.keys(), found[""]
-    assert not any(said.values()), said
+    found = _said("rehearsal.drives", False, *INTELS, REHEARSE="2", REHEARSE_DEVICE="xpu")
+    assert {(name, 2) for name in INTELS} <= found.keys()
+    assert not any(found.values()), found
 
 
+@pytest.mark.weekly("a test of the rehearsal, not of the course")
 @pytest.mark.parametrize("seed", seeds.SEEDS, ids=lambda seed: seed.name)
 def test_seeded_fault_is_found(seed: seeds.Seed):
     honest = drives.numbers(drives.drives(seed.drive.partition(".")[0])[seed.drive])
     assert seed.gpus in honest, "honest code does not run this drive on so many GPUs"
-    found = _lines("rehearsal.seeds", 4)
-    assert seed.name in found, found[""]
-    assert seed.sign in found[seed.name], found[seed.name] or f"{seed.drive} did not find it"
+    found = _said("rehearsal.seeds", False)[seed.name, seed.gpus]
+    assert seed.sign in found, found or f"{seed.drive} did not find it"

@@ -178,7 +178,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             sys.stdout.flush()
             if not (pid := os.fork()):
-                print(json.dumps({"seed": seed.name, "error": _try(seed, folder)}), flush=True)
+                print(
+                    json.dumps({"name": seed.name, "gpus": seed.gpus, "error": _try(seed, folder)}),
+                    flush=True,
+                )
                 os._exit(0)
             os.waitpid(pid, 0)
 

@@ -1,7 +1,8 @@
-"""python -m rehearsal.drives [drive ...], where REHEARSE says how many GPUs are pretended.
+"""python -m rehearsal.drives [drive ...], on one GPU, two and four, up to REHEARSE of them.
 
 Without REHEARSE_WHOLE, drives and rows of the contract are those of each day. Prints a line of JSON
-for each drive: its name, its error or "", its seconds.
+for each drive: its name, the GPUs, its error or "", its seconds. Each number of GPUs has a fork of
+its own.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import time
 
 import torch  # noqa: F401 - first of all: the rehearsal comes with it
 
+from rehearsal.machine import HERE
 from shardlab import deepspeed_engine
 
 from . import TOPICS, drives, numbers, result
@@ -25,20 +27,32 @@ SLOW = [
 ]
 
 
-def main() -> None:
-    """Run those that are named, or all that run on so many GPUs."""
-    gpus, wanted = int(os.environ["REHEARSE"]), sys.argv[1:]
-    whole = "REHEARSE_WHOLE" in os.environ
-    for module in SLOW:
-        importlib.import_module(module)
-    deepspeed_engine.prepare()
+def run(gpus: int, wanted: list[str]) -> None:
+    """Run the drives that are named, or all that run on so many GPUs."""
+    HERE.gpus, os.environ["REHEARSE"] = gpus, str(gpus)
+    whole = "REHEARSE_WHOLE" in os.environ or bool(wanted)
     for topic in TOPICS:
         for name, drive in drives(topic).items():
             asked = not wanted or {name, topic} & {*wanted}
-            if asked and gpus in numbers(drive, whole or bool(wanted)):
+            if asked and gpus in numbers(drive, whole):
                 begin = time.monotonic()
-                line = {"drive": name, "error": result(drive, gpus)}
+                line = {"name": name, "gpus": gpus, "error": result(drive, gpus)}
                 print(json.dumps({**line, "seconds": time.monotonic() - begin}), flush=True)
+
+
+def main() -> None:
+    """Run them all."""
+    for module in SLOW:
+        importlib.import_module(module)
+    deepspeed_engine.prepare()
+    for gpus in (1, 2, 4):
+        if gpus > int(os.environ["REHEARSE"]):
+            break
+        sys.stdout.flush()
+        if not (pid := os.fork()):
+            run(gpus, sys.argv[1:])
+            os._exit(0)
+        os.waitpid(pid, 0)
 
 
 main()

@@ -170,6 +170,7 @@ def test_without_a_gpu_nothing_is_begun(course):
     assert sorted(course.root.rglob("*")) == before
 
 
+@pytest.mark.weekly("drives of the rehearsal go the same ways each day")
 @rehearsed
 def test_the_tests_for_a_gpu_pass_on_pretended_ones(pretended):
     # The rows of the contract are drives of the rehearsal (test_rehearsal).

@@ -81,8 +81,17 @@ def longest(site: Path) -> str:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("which", ["landing page", "longest lesson"])
-def test_lighthouse(lighthouse, chromium, address, site, which, request):
+@pytest.mark.parametrize(
+    "which",
+    [
+        "landing page",
+        pytest.param(
+            "longest lesson",
+            marks=pytest.mark.weekly("test_site_pages weighs each page, and asks axe"),
+        ),
+    ],
+)
+def test_lighthouse(lighthouse, chromium, address, site, which):
     page = "book/index.html" if which == "landing page" else longest(site)
     report = run(lighthouse, chromium, address + page)
     assert "runtimeError" not in report, report["runtimeError"]
@@ -97,8 +106,6 @@ def test_lighthouse(lighthouse, chromium, address, site, which, request):
     loaded = audits["total-byte-weight"]["numericValue"]
     assert loaded < LOADED, f"{page}: {loaded} bytes"
 
-    if which == "longest lesson" and not request.config.getoption("--whole"):
-        return  # three runs of a minute, for a speed that the bytes decide
     speed = [score(report, "performance")]
     if speed[0] < FAST:
         only = "--only-categories=performance"

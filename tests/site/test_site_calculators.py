@@ -1,4 +1,7 @@
-"""Calculators in a browser: the course's Python answers there, as it does in a terminal."""
+"""Calculators in a browser: the course's Python answers there, as it does in a terminal.
+
+Loading Python takes seconds, so tests share one tab for each calculator.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 import pytest
 from playwright.sync_api import expect
 from test_site_pages import AXE, RULES
+from visiting import Visit
 
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS
@@ -29,15 +33,19 @@ def answer(kind: str, given: dict) -> dict:
     return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
 
 
-@pytest.fixture
-def opened(visit):
-    """A page with a calculator, and the calculator: `opened("memory", width=390)`."""
+@pytest.fixture(scope="module")
+def opened(browser, address):
+    """A page with a calculator, and the calculator: `opened("memory")`, the same tab each time."""
+    tabs: dict[str, Visit] = {}
 
-    def opened(kind: str, **options):
-        seen = visit(f"lessons/{KINDS[kind]}.html", **options)
-        return seen, seen.page.locator(f'form.calculator[data-kind="{kind}"]')
+    def opened(kind: str):
+        if kind not in tabs:
+            tabs[kind] = Visit(browser, address).go(f"lessons/{KINDS[kind]}.html")
+        return tabs[kind], tabs[kind].page.locator(f'form.calculator[data-kind="{kind}"]')
 
-    return opened
+    yield opened
+    for tab in tabs.values():
+        tab.close()
 
 
 def fill(form, **values: str) -> None:
@@ -104,22 +112,20 @@ def test_a_schedule_is_that_of_python_and_drawn(opened, given):
 
 
 def test_answers_are_those_of_python(opened):
-    """Sixty questions, good and bad ones, put to the browser's Python itself."""
+    """Thirty questions, good and bad ones, put to the browser's Python itself."""
     chance = random.Random(16)
     pick = chance.choice
     job = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8"}
     questions = [("strategy", job), ("strategy", {**job, "gpus": "12"})]
-    questions.append(("strategy", {"model": "gpt-3-175b", "gpu": "a100", "gpus": "64", "tp": "8"}))
-    for _ in range(40):
+    for _ in range(20):
         given = {"model": pick(list(PRESETS)), "dp": str(pick([1, 3, 8, 64])), "zero": pick("0123")}
         given |= {"tp": pick("1248"), "pp": pick("1234"), "recompute": pick(["none", "full"])}
         given |= {"batch": pick("1247"), "precision": pick(["bf16", "fp32", "8-bit", "int3"])}
         questions.append(("memory", given))
     for name in NAMES:
-        for _ in range(3):
-            given = {"name": name, "stages": pick("1234"), "microbatches": pick("01358")}
-            given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
-            questions.append(("schedule", given))
+        given = {"name": name, "stages": pick("1234"), "microbatches": pick("01358")}
+        given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
+        questions.append(("schedule", given))
     _, form = opened("memory")
     calculate(form)  # Python is loaded
     found = form.page.evaluate(
@@ -138,7 +144,7 @@ def test_answers_are_those_of_python(opened):
         [json.dumps({"kind": kind, "given": given}) for kind, given in questions],
     )
     wanted = [answer(kind, given) for kind, given in questions]
-    assert 10 < sum("error" in one for one in wanted) < 50
+    assert 5 < sum("error" in one for one in wanted) < len(wanted) - 5
     for question, there, here in zip(questions, map(json.loads, found), wanted, strict=True):
         assert there == here, question
 
@@ -169,7 +175,7 @@ def test_keys_are_enough_and_what_comes_is_read_out(opened):
     seen, form = opened("schedule")
     page = seen.page
     assert form.evaluate("e => e.ariaLabel") and form.get_by_role("status").count() == 1
-    form.get_by_label("micro-batches").focus()
+    form.get_by_role("textbox", name="micro-batches").focus()
     page.keyboard.press("Control+a")
     page.keyboard.type("6")
     page.keyboard.press("Enter")
@@ -210,7 +216,7 @@ def test_a_bad_value_gets_one_line_and_the_focus(opened):
 
 def test_what_takes_too_long_can_be_stopped(opened):
     seen, form = opened("schedule")
-    fill(form, stages="64", microbatches="4000")
+    fill_all(form, {"name": "1f1b", "stages": "64", "microbatches": "1500"})
     form.get_by_role("button", name="Calculate").click()
     stop = form.get_by_role("button", name="Stop")
     seen.page.wait_for_function("self.coursePython !== undefined")
@@ -223,39 +229,33 @@ def test_what_takes_too_long_can_be_stopped(opened):
     assert len(calculate(form)) == 3
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, scheme, request):
-    tried = {"memory": "light", "schedule": "light", "strategy": "dark"}
-    if scheme != tried[kind] and not request.config.getoption("--whole"):
-        pytest.skip("the other scheme, on a form like the others: with --whole")
-    seen, form = opened(kind, width=390, scheme=scheme)
-    assert calculate(form)
+@pytest.mark.parametrize(
+    ("kind", "field", "scheme"),
+    [("memory", "dp", "light"), ("schedule", "stages", "light"), ("strategy", "gpus", "dark")],
+)
+def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, field, scheme):
+    seen, form = opened(kind)
     page = seen.page
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
+    assert calculate(form)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert form.evaluate("e => e.scrollWidth <= e.clientWidth")
     page.wait_for_timeout(300)  # boxes that scroll have got their place among the tabs
     page.evaluate(AXE)
-    found = page.evaluate(
-        "(rules) => axe.run('form.calculator', { runOnly: rules })"
-        ".then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))",
-        RULES,
-    )
-    assert found == []
-    field = {"memory": "dp", "schedule": "stages", "strategy": "gpus"}[kind]
+    against = """(rules) => axe.run("form.calculator", { runOnly: rules })
+      .then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))"""
+    assert page.evaluate(against, RULES) == []
     fill(form, **{field: "0"})
-    calculate(form)
-    again = page.evaluate(
-        "(rules) => axe.run('form.calculator', { runOnly: rules })"
-        ".then((all) => all.violations.map((one) => one.id))",
-        RULES,
-    )
-    assert again == []
+    assert calculate(form) == []
+    assert page.evaluate(against, RULES) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_a_script_it_says_what_to_type(opened, kind):
-    _, form = opened(kind, java_script_enabled=False)
+def test_without_a_script_it_says_what_to_type(visit, kind):
+    page = visit(f"lessons/{KINDS[kind]}.html", java_script_enabled=False).page
+    form = page.locator(f'form.calculator[data-kind="{kind}"]')
     assert form.get_by_text("it needs JavaScript. In a terminal:").is_visible()
     assert form.get_by_text(f"python -m shardlab {kind} ").is_visible()
     assert not form.locator("input").first.is_visible()
@@ -264,15 +264,18 @@ def test_without_a_script_it_says_what_to_type(opened, kind):
 
 def test_on_paper_there_is_a_command_and_what_was_calculated(opened):
     seen, form = opened("memory")
+    fill_all(form, {"model": "llama-3-8b"})
     calculate(form)
     seen.page.emulate_media(media="print")
     assert not form.locator("input").first.is_visible()
     assert form.locator(".calculator-command").is_visible()
     assert form.get_by_role("table").is_visible()
+    seen.page.emulate_media(media="screen")
 
 
-def test_it_says_so_where_python_cannot_be_loaded(opened):
-    seen, form = opened("memory")
+def test_it_says_so_where_python_cannot_be_loaded(visit):
+    seen = visit("lessons/memory.html")
+    form = seen.page.locator("form.calculator")
     seen.context.route("**/python.js*", lambda route: route.abort())
     assert calculate(form) == []
     assert "could not be loaded" in form.get_by_role("alert").inner_text()

@@ -10,7 +10,8 @@ import nbformat
 import pytest
 
 from shardcourse import build
-from shardcourse.build.exercises import exercises, parts
+from shardcourse.build.exercises import exercises
+from shardcourse.build.reading import parts
 from shardlab.common import show
 
 TOPICS = build.lessons(show.ROOT)
@@ -55,8 +56,8 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
             assert used <= own | known, f"not imported by the lesson's first cell, in {part.text}"
     words = [cell.source for cell in book.cells if cell.cell_type == "markdown"]
     assert words[0].startswith("# Exercises: ") and "make lab" in words[0]
-    titles = [text.split(".")[0] for text in words if text.startswith("## ")]
-    assert titles == [f"## {number}" for number in range(1, len(titles) + 1)]
+    titles = [text.split(":")[0] for text in words if text.startswith("### ")]
+    assert titles == [f"### Exercise {number}" for number in range(1, len(titles) + 1)]
     for text in words:  # they lead nowhere
         assert "```{" not in text
         assert not re.search(r"\{[\w:]+\}`|\]\((?!https?:)", text)

@@ -217,34 +217,23 @@ def imported(path: Path) -> set[str]:
     return found - sys.stdlib_module_names - {*PACKAGES}
 
 
+ELSEWHERE = {"datasets", "pynvml", "job", "pytest"}  # options of the reader's, where they are there
+
+
 def test_what_lessons_import_is_declared(root):
     """So that `pip install` of the package is all that a downloaded notebook needs."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
     def names(listed: list[str]) -> set[str]:
-        renamed = {"pyyaml": "yaml"}
         plain = (re.split(r"[<>=]", entry)[0] for entry in listed)
-        return {renamed.get(name, name.replace("-", "_")) for name in plain}
+        return {{"pyyaml": "yaml"}.get(name, name.replace("-", "_")) for name in plain}
 
-    always, press = names(project["dependencies"]), names(extras["record"])
-    engine, lightning = names(extras["deepspeed"]), names(extras["lightning"])
+    press = names(extras.pop("record"))
+    allowed = names([*project["dependencies"], *sum(extras.values(), [])]) | ELSEWHERE
     for path in (root / "code").rglob("*.py"):
-        allowed = always | (press if root / "code/shardcourse/build" in path.parents else set())
-        beside = "deepspeed_engine" in str(path) or path.name == "experts.py"
-        # Where a model is DeepSpeed's already; its lesson runs an engine, and a model of the hub's.
-        beside |= path.parent.name == "parity" or path.name == "parity.py"
-        # Builds, or saves, a model of `transformers` itself.
-        beside |= path.parent.name == "hub" or path.name == "checkpoint.py"
-        allowed |= engine if beside else set()
-        if "trainers" in path.parts[-2:] or path.name == "trainers.py":  # beside both
-            allowed |= engine | lightning
-        allowed |= names(extras["spmd_types"]) if "tensor_types" in str(path) else set()
-        allowed |= {"datasets"} if path.name == "text.py" else set()  # an option of the reader's
-        allowed |= {"pynvml"} if path.name == "sample.py" else set()  # where there is a GPU
-        allowed |= {"job"} if path.parent.name == "captured" else set()  # beside the scripts
-        allowed |= {"pytest"} if "grade" in path.parts else set()  # as its page says
-        assert imported(path) <= allowed, path
+        build = root / "code/shardcourse/build" in path.parents
+        assert imported(path) <= allowed | (press if build else set()), path
 
 
 def test_no_page_reads_what_only_the_course_has(root):

@@ -16,7 +16,7 @@ import nbformat
 from shardlab import __version__
 
 from .key import notebook
-from .reading import Writer, numbered, parts
+from .reading import Writer, numbered, placed
 
 _INTRO = """\
 # Exercises: {title}
@@ -44,31 +44,19 @@ def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
     title and text, and its cell with nothing filled in. What the section "Exercises" says between
     them stands there, too.
     """
-    lesson = list(parts(notebook(topic, root)))
-    if not any(part.place == "exercise" for part in lesson):
-        return None
     writer = Writer(topic, root)
     writer.labels.clear()  # the places that they name are not in here
-    title = next(part.text for part in lesson if part.text.startswith("# ")).splitlines()[0][2:]
-    first = next((part.text for part in lesson if part.kind == "code"), "")
+    lesson = placed(notebook(topic, root), writer)
+    asked = [cell for place, cell in lesson if place in ("exercise", "between")]
+    asked = [cell for cell in asked if cell.source != "## Exercises"]  # which nothing follows
+    if not asked:
+        return None
+    title = lesson[0][1].source.splitlines()[0].removeprefix("# ")
+    first = next((cell.source for _, cell in lesson if cell.cell_type == "code"), "")
     new = nbformat.v4
-    cells = [
-        new.new_markdown_cell(_INTRO.format(title=writer.plain(title), version=__version__)),
+    return numbered([
+        new.new_markdown_cell(_INTRO.format(title=title, version=__version__)),
         new.new_markdown_cell(_SETUP),
         new.new_code_cell(imports(first)),
-    ]
-    number = 0
-    for place, kind, text, _ in lesson:
-        if place not in ("exercise", "between"):
-            continue
-        if kind == "code":
-            if place == "exercise":
-                cells.append(new.new_code_cell(text))
-        elif kind == "markdown":
-            if not cells[-1].source.startswith(f"## {number}. "):  # a title and its text are one
-                cells.append(new.new_markdown_cell(""))
-            cells[-1].source = f"{cells[-1].source}\n\n{writer.plain(text)}".strip()
-        elif place == "exercise":
-            number += 1
-            cells.append(new.new_markdown_cell(f"## {number}. {writer.plain(text)}"))
-    return numbered(cells)
+        *asked,
+    ])  # fmt: skip

@@ -247,10 +247,26 @@ def reading(
     """
     import nbformat
 
-    new, writer = nbformat.v4, Writer(name, root, beside, picture)
-    cells: list[nbformat.NotebookNode] = []
+    writer = Writer(name, root, beside, picture)
+    cells = [cell for _, cell in placed(book or notebook(name, root), writer)]
+    if needs:
+        title_line, _, rest = cells[0].source.partition("\n")
+        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
+    if not beside and not picture:
+        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)
+        cells.insert(1, nbformat.v4.new_markdown_cell(words))
+    return numbered(cells)
+
+
+def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbformat.NotebookNode]]:
+    """The cells of a page to read and to run, each with its place (see `Part`)."""
+    import nbformat
+
+    new = nbformat.v4
+    cells: list[tuple[str, nbformat.NotebookNode]] = []
     number, title, begins = 0, "", False
-    for place, kind, text, cell in parts(book or notebook(name, root)):
+    for place, kind, text, cell in parts(book):
         if kind == "title":
             heading = place != "solution"
             number += place == "exercise"
@@ -258,7 +274,7 @@ def reading(
             title = text if heading or " " in text else f"Solution to exercise {number}"
             if heading:
                 asked = f"### Exercise {number}: " if place == "exercise" else "## "
-                cells.append(new.new_markdown_cell(asked + writer.plain(text)))
+                cells.append((place, new.new_markdown_cell(asked + writer.plain(text))))
                 begins = True
             continue
         if kind == "code":
@@ -272,23 +288,16 @@ def reading(
                 made.metadata["jupyter"] = {"source_hidden": True, "outputs_hidden": True}
             elif "hide-input" in tags:
                 made.metadata["jupyter"] = {"source_hidden": True}
-            cells.append(made)
+            cells.append((place, made))
         else:
             plain = writer.plain(text)
             plain = folded(title, plain) if place == "solution" else plain
             if begins:  # its heading and its text are one cell
-                cells[-1].source += f"\n\n{plain}"
+                cells[-1][1].source += f"\n\n{plain}"
             else:
-                cells.append(new.new_markdown_cell(plain))
+                cells.append((place, new.new_markdown_cell(plain)))
         begins = False
-    if needs:
-        title_line, _, rest = cells[0].source.partition("\n")
-        cells[0].source = f"{title_line}\n\n{writer.plain(needs)}\n{rest}"
-    if not beside and not picture:
-        code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-        words = _NEEDS.format(package=f"shardlab{extras(code)}", version=__version__)
-        cells.insert(1, new.new_markdown_cell(words))
-    return numbered(cells)
+    return cells
 
 
 def extras(code: str) -> str:

@@ -274,7 +274,7 @@ ROWS: dict[str, tuple[Any, str]] = {
     # deepspeed_engine
     "deepspeed_accumulation": (2, "only the copies count"),
     "deepspeed_cost": (2.5 * 50 / 3600, "All eight GPUs"),
-    "deepspeed_log": ("data", "Give three things"),
+    "deepspeed_log": (("tensor", 2048, 21.7), "would cut the matrices"),
     "my_accumulation": (Swap("if rest or not steps", "if False"), "Right is 'a ValueError'"),
     "deepspeed_config": (SETTINGS, "when it is not told"),
     "my_choice": (Swap("0.7 * gpu", "gpu"), "70 % of a GPU"),

@@ -7,21 +7,18 @@ from itertools import combinations
 from typing import Any
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import blanks, called, cases
+from shardcourse.exercises.forms import blanks, cases
 
-
-@exercise("cluster_ranks")
-def _(answer: Any) -> str:
-    right = (7, 1, 2)
-    hints = {
-        (8, 2, 3): "All three count from 0.",
-        (9, 1, 2): "The second node has two ranks, not four.",
-    }
-    if not isinstance(answer, tuple) or len(answer) != 3:
-        raise Wrong("Three numbers, please: (RANK, LOCAL_RANK, GROUP_RANK).")
-    if answer != right:
-        raise Wrong(hints.get(answer, f"{answer} it is not: how many ranks come before it?"))
-    return "Right: rank 7 is the second one of node 2, so its GPU is number 1 there."
+blanks(
+    "cluster_ranks",
+    {"RANK": 7, "LOCAL_RANK": 1, "GROUP_RANK": 2},
+    says="Right: rank 7 is the second one of node 2, so its GPU is number 1 there.",
+    otherwise="How many come before it?",
+    wrong={
+        ("RANK", 8): "All three count from 0.",
+        ("RANK", 9): "The second node has two ranks, not four.",
+    },
+)
 
 
 @exercise("cluster_batch")
@@ -37,10 +34,10 @@ def _(answer: Any) -> str:
         9: "Who else gets SIGUSR1, and what does it do with it?",
         11: "Which machine is meant by that address, on node 3?",
     }
-    for line in sorted(set(answer) - right):
-        raise Wrong(f"Line {line} is right as it stands.")
-    for line in sorted(right - set(answer)):
-        raise Wrong(f"{4 - len(right - set(answer))} of four. {hints[line]}")
+    if more := set(answer) - right:
+        raise Wrong(f"Line {min(more)} is right as it stands.")
+    if missing := right - set(answer):
+        raise Wrong(f"{4 - len(missing)} of four. {hints[min(missing)]}")
     return "Right: launchers, a late option, an unprotected torchrun, and a node that meets itself."
 
 
@@ -148,21 +145,23 @@ cases(
 )
 
 
-@exercise("cluster_rounds")
-def _(answer: Any) -> str:
-    for size in (2, 4, 6, 10, 16):
-        found = called(answer, size)
-        if not isinstance(found, list):
-            raise Wrong(f"A list of rounds is wanted, each a list of pairs; yours is {found!r}.")
-        found = [[tuple(sorted(pair)) for pair in turn] for turn in found]
-        if len(found) != size - 1:
-            raise Wrong(f"{size} ranks need {size - 1} rounds; yours has {len(found)}.")
-        for number, turn in enumerate(found, 1):
-            if sorted(rank for pair in turn for rank in pair) != list(range(size)):
-                raise Wrong(
-                    f"{size} ranks, round {number}: each rank has to be in it once; it is {turn}."
-                )
-        met = {pair for turn in found for pair in turn}
-        if len(met) != size * (size - 1) // 2:
-            raise Wrong(f"{size} ranks: {len(met)} pairs meet, of {size * (size - 1) // 2}.")
-    return "Right: N - 1 rounds, nobody idle, and everybody has met everybody."
+def _meetings(answer: Callable[..., Any], size: int) -> int | None:
+    """How many pairs meet in the answer's rounds; ValueError where one is no round."""
+    if (found := answer(size)) is None:
+        return None
+    if len(found) != size - 1:
+        raise ValueError(f"{size} ranks need {size - 1} rounds; yours has {len(found)}")
+    for number, pairs in enumerate(found, 1):
+        if sorted(rank for pair in pairs for rank in pair) != list(range(size)):
+            raise ValueError(f"round {number}: each rank has to be in it once; it is {pairs}")
+    return len({frozenset(pair) for pairs in found for pair in pairs})
+
+
+cases(
+    "cluster_rounds",
+    ((2,), (4,), (6,), (10,), (16,)),
+    lambda size: size * (size - 1) // 2,
+    call=_meetings,
+    why=lambda case, got, want: f"So many pairs meet, of {want}.",
+    says="Right: N - 1 rounds, nobody idle, and everybody has met everybody.",
+)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardcourse.exercises import Wrong, exercise
-from shardcourse.exercises.forms import Number, cases, number, run_answer
+from shardcourse.exercises.forms import Number, blanks, cases, number, run_answer
 from shardlab import deepspeed_engine, memory
 from shardlab.common import text
 from shardlab.gpt.model import GPT, PRESETS, loss
@@ -34,45 +34,27 @@ number("deepspeed_cost", _COST, "per million tokens", rel=0.01,
 # while the job runs, for a million times the work.
 _N, _BATCH, _PROMPT, _WHOLE = 4, 8, 512, 576
 _NEW, _GPU = _N * _BATCH * (_WHOLE - _PROMPT), 2.5 * 16.0 / 3600 * 1e6
-_TOKENS = Number(
-    _NEW,
-    "tokens",
+_HOLDS = "How many bytes are 8.03e9 parameters in bf16, and what does a rank hold?"
+blanks(
+    "deepspeed_log",
     {
-        _N * _BATCH * _PROMPT: "That is what the log says, and it counts the input.",
-        _N * _BATCH * _WHOLE: "The output begins with the input, which nobody generated.",
+        "parallelism": "data",
+        "tokens": Number(_NEW, "tokens", {
+            _N * _BATCH * _PROMPT: "That is what the log says, and it counts the input.",
+            _N * _BATCH * _WHOLE: "The output begins with the input, which nobody generated.",
+        }),
+        "price": Number(_N * _GPU / _NEW, "per million tokens", {
+            _GPU / _NEW: "That pays for one GPU, and four worked.",
+        }, 0.01),
     },
-)
-_PRICE = Number(
-    _N * _GPU / _NEW,
-    "per million tokens",
-    {
-        _GPU / _NEW: "That pays for one GPU, and four worked.",
+    says="Right: copies, 2,048 new tokens, and 32 times the price that the log states.",
+    otherwise="Allowed are 'data', 'tensor', 'pipeline' and 'zero3'.",
+    wrong={
+        ("parallelism", "tensor"): f"Asked for, but it would cut the matrices in four. {_HOLDS}",
+        ("parallelism", "zero3"): f"It would cut the weights in four. {_HOLDS}",
+        ("parallelism", "pipeline"): f"It would cut the layers in four. {_HOLDS}",
     },
-    0.01,
-)
-_CUTS = {
-    "tensor": "the job was asked for it, but then each rank would hold about a quarter of the "
-    "matrices.",
-    "zero3": "each rank would then hold a quarter of the weights.",
-    "pipeline": "each rank would then hold a quarter of the layers.",
-}
-
-
-@exercise("deepspeed_log")
-def _(answer: Any) -> str:
-    if not isinstance(answer, tuple | list) or len(answer) != 3:
-        raise Wrong("Give three things: the parallelism, the tokens, and the price.")
-    kind, tokens, price = answer
-    if isinstance(kind, str) and kind in _CUTS:
-        raise Wrong(
-            f"It was not {kind!r}: {_CUTS[kind]} How many bytes are 8.03e9 parameters in bf16, "
-            "and what does a rank hold?"
-        )
-    if kind != "data":
-        raise Wrong(f"{kind!r}: allowed are 'data', {', '.join(map(repr, _CUTS))}.")
-    _TOKENS.judge(tokens)
-    _PRICE.judge(price)
-    return "Right: copies, 2,048 new tokens, and 32 times the price that the log states."
+)  # fmt: skip
 
 
 def _accumulation(train: int, micro: int, world: int, tp: int, pp: int) -> int | str:

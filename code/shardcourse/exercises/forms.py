@@ -101,12 +101,15 @@ def blanks(
 ) -> None:
     """An exercise whose answer is a dictionary: blank -> what is right, a value or a `Number`.
 
-    wrong: (blank, value) -> sentence; otherwise: of any other one.
+    A tuple with the values in this order will do as well. wrong: (blank, value) -> sentence;
+    otherwise: of any other one.
     """
 
     def judge(answer: Any) -> str:
+        if isinstance(answer, tuple) and len(answer) == len(right):
+            answer = dict(zip(right, answer, strict=True))
         if not isinstance(answer, Mapping) or set(answer) != set(right):
-            raise Wrong(f"The answer is a dictionary with {', '.join(map(repr, right))}.")
+            raise Wrong(f"The answer has {len(right)} parts: {', '.join(map(repr, right))}.")
         for blank, want in right.items():
             given = answer[blank]
             if given is Ellipsis or (given is None and want is not None):

@@ -180,7 +180,7 @@ def _room(seen: list[Seen]) -> str:
 
 @on_ranks(
     "my_1f1b",
-    ((2, 8), (2, 4), (2, 1), (4, 8), (4, 4), (4, 1)),
+    ((2, 8), (2, 1), (4, 4)),
     work=_step_of_1f1b,
     rules=[_room],
     says="Right: on 2 and 4 ranks the bits are those of one process, and 1F1B's memory is kept.",

@@ -177,7 +177,7 @@ def _logits(size: int, ties: bool) -> Tensor:
 
 @on_ranks(
     "my_greedy",
-    ((2, False), (2, True), (4, False), (4, True)),
+    ((2, False), (2, True), (4, True)),
     rules=[
         bytes_at_most(lambda n: 6 * 4 * _SHARD - 1, "do without sending logits."),  # of 6 tokens
     ],

@@ -20,32 +20,17 @@ from shardlab.tensor_types.adjoint import disproof
 _MODEL = {"norm": "RR", "norm's gradient": "PP", "up": "RV", "up's gradient": "PV", "tokens": "VR"}
 
 
-def _why(name: str, given: str) -> str:
-    """What is said of the first axis whose word is wrong."""
-    axis = int(given[0] == _MODEL[name][0])
-    if "gradient" in name:
-        tensor = _MODEL[name.removesuffix("'s gradient")][axis]
-        hint = f"The tensor is {tensor} there: what does each rank find for it?"
-    elif name == "norm" and axis and given[1] == "I":
-        hint = "That it is where the stream is whole; here a rank's norm sees its own tokens alone."
-    else:
-        hint = (
-            "Do all ranks of this axis hold the same? Does each use it with something of its own?"
-        )
-    return f"{given[axis]} on {('dp', 'tp')[axis]} it is not. {hint}"
-
-
-_PAIRS = [a + b for a, b in product(tt.WORDS, tt.WORDS)]
 blanks(
     "type_words",
     _MODEL,
     says="Right: on each axis a gradient has the dual word of its tensor.",
-    otherwise="A pair of the words I, R, V and P is asked for, for each.",
+    otherwise="Its first word is of dp, its second of tp. Do all ranks of the axis hold the same? "
+    "Does each use it with something of its own? What does each rank find for it in backward?",
     wrong={
-        (name, given): _why(name, given)
-        for name, right in _MODEL.items()
-        for given in _PAIRS
-        if given != right
+        ("norm", "RI"): "Where the stream is whole, tp is I; here a rank's norm sees its own "
+        "tokens alone.",
+        ("norm's gradient", "PI"): "The norm is R on tp: each rank finds a summand for it.",
+        ("up's gradient", "VV"): "The weights are R on dp: each rank finds a summand for them.",
     },
 )
 

@@ -35,7 +35,7 @@ from shardlab.measure import link
 from shardtools.__main__ import main
 from shardtools.cluster import doctor
 from shardtools.cluster.doctor import checks, examine, folder, pairs
-from shardtools.cluster.doctor.verdicts import BAD, Findings
+from shardtools.cluster.doctor.checks import BAD, Findings
 
 CPU = ("--device", "cpu", "--timeout", "20")
 SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a container's own fault
@@ -132,7 +132,7 @@ def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_p
     found, status = consult(capsys, tmp_path, "--ranks", "3")
     assert status == 1
     assert found["bad"].keys() - {"memory"} - BUSY == {"folder"}
-    assert "not seen by rank 1" in found["bad"]["folder"]["found"]
+    assert "not seen on rank 1" in found["bad"]["folder"]["found"]
     assert SMALL or "of /dev/shm free" in found["bad"]["memory"]["found"]
     assert not list(tmp_path.iterdir())
 
@@ -140,11 +140,11 @@ def test_a_folder_that_one_rank_does_not_see_and_its_small_dev_shm(capsys, tmp_p
 @pytest.mark.alone
 def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
     def fault(rank):
-        product, now = torch.mm, examine.now
+        product, now = torch.mm, time.time
         if rank == 0:
             torch.mm = lambda a, b: [product(a, b) for _ in range(4)]
         if rank == 1:
-            examine.now = lambda: now() + 3
+            time.time = lambda: now() + 3
         if rank == 2:
             torch.__version__ = "2.9.0"
             resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
@@ -152,12 +152,14 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
         pairs.measured = lambda pair, group, device: measured(
             pair, slow if pair == (1, 3) else group, device
         )
-        if rank == 2:  # as a mount whose locks are its own, and one that has none
 
-            def refused(*_):
-                raise OSError(errno.ENOLCK, "No locks available")
+        def refused(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
 
-            fcntl.flock, fcntl.lockf = lambda *_: None, refused
+        if rank == 2:  # as a mount whose locks are its own
+            fcntl.flock = lambda *_: None
+        if rank == 3:  # and one that has none
+            fcntl.lockf = refused
 
     plant(monkeypatch, fault)
     found, status = consult(capsys, tmp_path, "--ranks", "4")
@@ -170,7 +172,9 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
     assert "2.9.0 on rank 2" in found["bad"]["versions"]["found"]
     assert "nofile 150" in found["bad"]["ulimits"]["found"]
     assert "rank 1 " in found["bad"]["clocks"]["found"]
-    assert "while rank 0 held it; fcntl: ENOLCK on rank 2" in found["bad"]["folder"]["found"]
+    locks = found["bad"]["folder"]["found"]
+    assert "a lock (flock) was given while rank 0 held it on rank 2" in locks
+    assert "ENOLCK: No locks available on rank 3" in locks
     (slow,) = [x for facts in found["facts"] for x in facts["pairs"] if x["pair"] == [1, 3]]
     with on_time():
         assert abs(found["facts"][1]["clock"]["ahead"] - 3) < 0.5
@@ -255,17 +259,14 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             "gpu": gpu,
             "environment": {"NCCL_SOCKET_IFNAME": "ib0"},
             "cores": {"mask": [core], "all": each, "threads": 1},
-            "memory": 100 * GB,
-            "shm": 50 * GB,
+            "memory": {"memory": 100 * GB, "/dev/shm": 50 * GB},
             "limits": {n: [None, None] for n in ("nofile", "nproc", "memlock")}
             | {"infiniband": False},
             "network": {
                 "named": "", "interface": "eth0", "address": f"10.0.0.{rank}", "loopback": False,
                 "interfaces": ["eth0", "lo"], "unresolved": "",
             },
-            "folder": {
-                "error": None, "seen": True, "renamed": True, "locks": [], "free": 9000 * GB,
-            },
+            "folder": {"fault": "", "free": 9000 * GB},
             "speed": {
                 "kind": kind, "name": gpu["name"], "flops": 700e12 if cuda else 5e10,
             },
@@ -292,7 +293,7 @@ def test_good_facts_have_no_bad_row():
 
 def change(path, value, rank=2):
     def changed(facts):
-        *parts, last = path.split("/")
+        *parts, last = path.split("/", 1)
         place = facts[rank]
         for part in parts:
             place = place[part]
@@ -307,8 +308,8 @@ FAULTS = {
     "a GPU that somebody else uses": ("devices", change("gpu/free", 60 * GB)),
     "another CUDA": ("versions", change("versions/cuda", "12.8")),
     "ranks bound to one core": ("cores", change("cores/mask", [1])),
-    "a host without memory": ("memory", change("memory", GB)),
-    "docker's /dev/shm": ("memory", change("shm", 64 * 2**20)),
+    "a host without memory": ("memory", change("memory/memory", GB)),
+    "docker's /dev/shm": ("memory", change("memory//dev/shm", 64 * 2**20)),
     "few open files": ("ulimits", change("limits/nofile", [180, None])),
     "InfiniBand, and 8 MB may be locked": (
         "ulimits",
@@ -316,7 +317,8 @@ FAULTS = {
     ),
     "a name that is the loopback": ("network", change("network/loopback", True)),
     "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
-    "a rename that is not seen": ("folder", change("folder/renamed", False)),
+    "a rename that is not seen": ("folder", change("folder/fault", "a rename is not seen")),
+    "a folder without room": ("folder", change("folder/free", 1e6)),
     "one slow link": (
         "network",
         lambda facts: facts[2]["pairs"][0].update(bandwidth=50 * GB),

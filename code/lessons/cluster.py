@@ -52,7 +52,8 @@ from shardcourse.exercises import check
 from shardlab import elastic, ranks
 from shardlab.common import show, text
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardtools.cluster import captured, doctor
+from shardtools.__main__ import main
+from shardtools.cluster import captured
 from shardtools.cluster.doctor import checks, pairs
 from shardtools.cluster.slurm import sessions
 from shardtools.cluster.watch import flight, hang, report, sample, straggler
@@ -761,7 +762,7 @@ show.table(rows, ["binding", "cores that the two ranks got, together"])
 
 # %% tags=["measured"]
 here = ["--ranks", "4", "--device", "cpu", "--folder", tempfile.gettempdir()]
-status = doctor.main([*here, "--needs", "1e6", "--pairs"])
+status = main(["doctor", *here, "--needs", "1e6", "--pairs"])
 
 # %% [markdown]
 # A `note` is no fault: four ranks on two cores, for instance, wait for one another.
@@ -778,7 +779,7 @@ cores, files = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFIL
 os.sched_setaffinity(0, {min(cores)})
 resource.setrlimit(resource.RLIMIT_NOFILE, (150, files[1]))
 try:
-    status = doctor.main([*here, "--needs", "1e15"])
+    status = main(["doctor", *here, "--needs", "1e15"])
 finally:
     os.sched_setaffinity(0, cores)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)

@@ -20,12 +20,12 @@ import argparse
 import json
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,17 +37,17 @@ import torch.distributed as dist
 
 from shardlab import ranks
 from shardlab.common.arguments import check_number, check_one_of, check_whole
-from shardlab.common.launcher import place
+from shardlab.common.launcher import Place, place
 from shardlab.common.machines import MACHINES, check_named, named
 from shardtools import options
 
 from . import checks, examine, folder, pairs
-from .meet import Rendezvous, loopback, open_store
-from .verdicts import BAD, GOOD, Findings, Verdict
+from .checks import BAD, Findings
+from .meet import DONE, FAILED, Rendezvous, loopback, open_store
 
 WIDTH = 100
 LONGEST = 10**6  # seconds: the run's own limit, of four times as many, is a year at most
-JOINT = ("folder", "speed", "group", "clock", "pairs")  # parts in which ranks need one another
+Group = Callable[[str], dist.ProcessGroup]  # makes the group for a backend, on all ranks at once
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Settings:
     timeout: float = 60.0  # seconds of silence
     machine: str = ""
     device: str = "auto"
+    pairs: bool = False
+    json: bool = False
 
     def __post_init__(self) -> None:
         options.place("folder", self.folder)
@@ -69,116 +71,108 @@ class Settings:
             check_named(machine=self.machine)
 
 
-# --- one rank: the parts run in a thread, so that of one that hangs all before it is known
+# --- one rank: it works in a thread, so that of one that hangs all before it is known
 
 
-def _consult(
-    meeting: Rendezvous, settings: Settings, group: Callable[[str], Any]
-) -> Findings | None:
+def _consult(meeting: Rendezvous, settings: Settings, group: Group) -> Findings | None:
     """Examine everything, on every rank; rank 0 gets the findings.
 
-    group: makes the process group for a backend, on all ranks; called when all of them are there.
     Raises ValueError on a rank that has lost rank 0.
     """
-    worker = threading.Thread(target=_work, args=(meeting, settings, group), daemon=True)
-    worker.start()
+    threading.Thread(target=_work, args=(meeting, settings, group), daemon=True).start()
+    silent = meeting.wait_for_all() if meeting.rank == 0 else {}
+    try:
+        meeting.end()
+    except (dist.DistError, RuntimeError):  # the store went with rank 0
+        words = f"rank {meeting.rank} on {socket.gethostname()}: rank 0 is heard of no more"
+        raise ValueError(words) from None
     if meeting.rank:
-        heard = False
-        with suppress(dist.DistError, RuntimeError):  # the store went with rank 0
-            heard = meeting.await_end(worker.is_alive)
-        if not heard:
-            raise ValueError(f"rank {meeting.rank} on {examine.host()}: rank 0 is heard of no more")
         return None
-    silent = meeting.wait_for_all("done")
     facts = [meeting.read("facts", rank) or {} for rank in range(meeting.size)]
-    meeting.store.set("over", b"")
     return Findings(facts, silent, None, settings.needs)
 
 
-def _work(meeting: Rendezvous, settings: Settings, group: Callable[[str], Any]) -> None:
-    """Run one part after another, and publish what each found as soon as it is known."""
-    found: dict[str, Any] = {"host": examine.host()}
-
-    def part(name: str, look: Callable[[], Any]) -> Any:
-        meeting.set_step(name)
-        try:
-            found[name] = look()
-        except Exception as error:  # whatever it is, rank 0 has to hear of it
-            text = (str(error).strip() or "no message").splitlines()[0]
-            found.setdefault("errors", {})[name] = f"{type(error).__name__}: {text}"
-            if name in JOINT:
-                meeting.publish("facts", found)
-                meeting.store.set("failed", b"")
+def _work(meeting: Rendezvous, settings: Settings, group: Group) -> None:
+    """Examine everything; whatever goes wrong, rank 0 has to hear of it."""
+    found: dict[str, Any] = {"host": socket.gethostname()}
+    try:
+        _examine(meeting, settings, group, found)
+        meeting.set_step(DONE, waiting=True)
+    except Exception as error:
+        text = (str(error).strip() or "no message").splitlines()[0]
+        found["error"] = f"{meeting.step}: {type(error).__name__}: {text}"
         meeting.publish("facts", found)
-        return found.get(name)
+        meeting.set_step(FAILED, waiting=True)
+
+
+def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[str, Any]) -> None:
+    """Take one part after another, and publish what each found as soon as it is known."""
+
+    def part(name: str, look: Callable[..., Any], *given: Any) -> None:
+        meeting.set_step(name)
+        found[name] = look(*given)
+        meeting.publish("facts", found)
 
     part("cores", examine.cores)
     torch.set_num_threads(1)  # of this thread's: a fork has lost its parent's others
     device = torch.device("cpu") if settings.device == "cpu" else ranks.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
-    part("gpu", lambda: examine.gpu(device))
-    part("versions", lambda: examine.versions(device))
+    part("gpu", examine.gpu, device)
+    part("versions", examine.versions, device)
     part("environment", examine.environment)
     part("memory", examine.memory)
-    part("shm", examine.shared_memory)
     part("limits", examine.limits)
     part("network", examine.network)
-    part("folder", lambda: folder.examine(settings.folder, meeting))
-    meeting.barrier("own parts")
-    part("speed", lambda: examine.speed(device))
-    meeting.barrier("speeds")
+    part("folder", folder.examine, settings.folder, meeting)
+    part("speed", examine.speed, device)
+    meeting.barrier()
     job = Findings([meeting.read("facts", rank) for rank in range(meeting.size)])
     if meeting.size > 1 and not checks.interfaces(job):
         gpus = {gpu["kind"] for gpu in job.of("gpu").values()} == {"cuda"}
-        own = gpus and checks.devices(job).state != BAD  # nccl refuses two ranks on one GPU
-        hosts, world = [facts["host"] for facts in job.facts], []
-        part("group", lambda: world.append(group("cpu:gloo,cuda:nccl" if own else "gloo")))
-        if world:
-            part("clock", lambda: pairs.clocks(meeting, *world))
-            part("pairs", lambda: pairs.measure(meeting, *world, device, hosts))
-    meeting.publish("done", True)
+        own = gpus and checks.devices(job)[0] != BAD  # nccl refuses two ranks on one GPU
+        meeting.set_step("group")
+        world = group("cpu:gloo,cuda:nccl" if own else "gloo")
+        part("clock", pairs.clocks, meeting, world)
+        part("pairs", pairs.measure, meeting, world, device, list(job.of("host").values()))
 
 
 # --- under a launcher, or with ranks of its own
 
 
-def _launched(settings: Settings, show: Callable[[Findings], int]) -> int:
+def _launched(at: Place, settings: Settings) -> int:
     """Examine this process as one rank of a job that a launcher started, and leave."""
-    at = place(os.environ)
-    assert at is not None
     os.environ["LOCAL_RANK"] = str(at.local_rank)
     store = open_store(at, settings.timeout)
     meeting = Rendezvous(store, at.rank, at.size, settings.timeout)
 
-    def group(backend: str) -> Any:
+    def group(backend: str) -> dist.ProcessGroup:
         own = dist.PrefixStore("group", store.clone())  # it blocks in there; the watch must not
         limit = timedelta(seconds=settings.timeout + 10)  # the watch is to ring first
         dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
         return dist.group.WORLD
 
     findings = _consult(meeting, settings, group)
-    status = show(findings) if findings else 0
-    silent = findings is not None and bool(findings.silent)
-    if silent and (words := loopback(at)):
+    status = _show(settings, findings) if findings else 0
+    if findings and findings.silent and (words := loopback(at)):
         print(f"doctor{words}", file=sys.stderr)
-    meeting.leave(0.5 if silent else 3.0)
+    meeting.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # whatever still hangs in a thread of this process
 
 
-def _alone(number: int, settings: Settings, show: Callable[[Findings], int]) -> int:
+def _alone(number: int, settings: Settings) -> int:
     """Examine this machine, with ranks of its own."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as own:
-        path, limit, died = Path(own, "findings"), 4 * settings.timeout + 60, ""
+        path, died = Path(own, "findings"), "no rank 0"
+        how = {"timeout": 4 * settings.timeout + 60, "device": settings.device, "show": False}
         try:
-            where = {"timeout": limit, "device": settings.device, "show": False}
-            ranks.run(_rank, number, settings, path, **where)
+            ranks.run(_rank, number, settings, path, **how)
         except ranks.RankError as error:
             died = str(error)
         if path.exists():
-            return show(pickle.loads(path.read_bytes()))
+            return _show(settings, pickle.loads(path.read_bytes()))
         print(f"doctor: {died}", file=sys.stderr)
         return 1
 
@@ -213,65 +207,44 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(command=_main)
 
 
-def main(arguments: list[str]) -> int:
-    """The command with these arguments; returns its exit status. ValueError for bad ones."""
-    parser = options.Parser(prog="python -m shardlab")
-    add_command(parser.add_subparsers())
-    chosen = parser.parse_args(["doctor", *arguments])
-    return chosen.command(chosen)
-
-
 def _main(chosen: argparse.Namespace) -> int:
     settings = Settings(**options.given(chosen, Settings))
     number = torch.cuda.device_count() or 2 if chosen.ranks is None else chosen.ranks
     check_whole(ranks=number)
-    launched = place(os.environ) is not None
-    if launched and chosen.ranks is not None:
-        raise ValueError(f"ranks={number}: the launcher has started the ranks; leave --ranks out")
-    if not launched and not os.path.isdir(settings.folder):
+    if at := place(os.environ):
+        if chosen.ranks is not None:
+            words = "the launcher has started the ranks; leave --ranks out"
+            raise ValueError(f"ranks={number}: {words}")
+        return _launched(at, settings)
+    if not os.path.isdir(settings.folder):
         raise ValueError(f"folder={settings.folder!r}: allowed are folders that exist")
-    show = partial(_show, settings, chosen.json, chosen.pairs)
-    if launched:
-        return _launched(settings, show)
-    return _alone(number, settings, show)
+    return _alone(number, settings)
 
 
-def _show(settings: Settings, as_json: bool, every: bool, findings: Findings) -> int:
-    """Print what was found; return the exit status."""
+def _show(settings: Settings, findings: Findings) -> int:
+    """Print the verdict, and each row's evidence above its next step; return the status."""
     gpus = {gpu["name"] for gpu in findings.of("gpu").values()}
     known = [named(name) for name in ([settings.machine] if settings.machine else gpus)]
     findings.machine = known[0] if len(known) == 1 else None
     rows = checks.verdicts(findings)
-    bad = any(row.state == BAD for row in rows)
-    if as_json:
-        print(json.dumps({"good": not bad, "rows": list(map(asdict, rows)), **asdict(findings)}))
-    else:
-        print(table(rows))
-        if every:
-            print(_links(findings))
-    return int(bad)
-
-
-def table(rows: list[Verdict]) -> str:
-    """Return the report: the verdict, then each row's evidence, with the next step below it."""
     bad = [row.check for row in rows if row.state == BAD]
-    verdict = f"{len(bad)} of {len(rows)} checks are bad: {', '.join(bad)}" if bad else "all good"
-    lines = [verdict, ""]
+    if settings.json:
+        print(json.dumps({"good": not bad, "rows": list(map(asdict, rows)), **asdict(findings)}))
+        return int(bool(bad))
+    print(f"{len(bad)} of {len(rows)} checks are bad: {', '.join(bad)}" if bad else "all good")
+    print()
     wrap = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+    blank = " " * 15
     for row in rows:
         state = row.state.upper() if row.state == BAD else row.state
-        head, blank = f"{state:<5} {row.check:<9}", " " * 15
-        lines += wrap(row.found, initial_indent=head, subsequent_indent=blank)
-        if row.advice and row.state != GOOD:
-            lines += wrap(row.advice, initial_indent=blank + "→ ", subsequent_indent=blank + "  ")
-    return "\n".join(lines)
-
-
-def _links(findings: Findings) -> str:
-    """Return a table of every link."""
-    links = [link for facts in findings.facts for link in facts.get("pairs") or []]
-    lines = ["", "ranks      one way (µs)   bandwidth (GB/s)"]
-    for link in sorted(links, key=lambda link: link["pair"]):
-        pair = "{} and {}".format(*link["pair"])
-        lines.append(f"{pair:<10} {link['latency'] * 1e6:12.0f} {link['bandwidth'] / 1e9:18.2f}")
-    return "\n".join(lines)
+        head = f"{state:<5} {row.check:<9}"
+        lines = wrap(row.found, initial_indent=head, subsequent_indent=blank)
+        lines += wrap(row.advice, initial_indent=f"{blank}→ ", subsequent_indent=f"{blank}  ")
+        print(*lines, sep="\n")
+    if settings.pairs:
+        links = [link for facts in findings.facts for link in facts.get("pairs") or []]
+        print("\nranks      one way (µs)   bandwidth (GB/s)")
+        for link in sorted(links, key=lambda link: link["pair"]):
+            pair = "{} and {}".format(*link["pair"])
+            print(f"{pair:<10} {link['latency'] * 1e6:12.0f} {link['bandwidth'] / 1e9:18.2f}")
+    return int(bool(bad))

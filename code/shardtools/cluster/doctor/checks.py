@@ -1,18 +1,21 @@
-"""The ten checks of the doctor: each is a function of what all ranks found.
+"""The doctor's table: each check judges what all ranks found; beside it stands what to do.
 
-A check returns one `Verdict`. "note" is worth knowing and no fault. Facts that a rank could not
-tell are left out here; the first check, `answers`, says which and why.
+A check returns a state and its evidence. "note" is worth knowing and no fault.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
-from .verdicts import BAD, GOOD, NOTE, Findings, Verdict, count, grouped, listed, size, span
+from shardlab.common.machines import Machine
+from shardlab.ranks import blame
 
+GOOD, NOTE, BAD = "good", "note", "bad"
 FRACTION = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
 # The same of a link inside a host, whose data sheet's rate takes messages of gigabytes. With nccl a
 # pair of healthy GPUs reached, by nccl-tests' sendrecv_perf: 80 GB/s with 32 MiB and 180 with 4 GiB
@@ -27,187 +30,220 @@ CLOCK = 0.1  # seconds
 FREE = 0.9  # of a GPU's memory, before a job begins: less, and somebody else is there
 # Settings in which ranks may differ: what is printed and where, and what hosts call their cards.
 OWN = re.compile("DEBUG|_FILE|IFNAME|_HCA|_INTERFACE|NUMA|HOSTID|_CPP_LOG")
-HOST = 2**30  # bytes of the host's memory for each of its ranks
-SHARED = 256 * 2**20  # bytes of /dev/shm for each: a loader's four workers, two batches of 32 MiB
+SHARED = 256 * 2**20  # bytes: a loader's four workers have two batches of 32 MiB each
+LEAST = {"memory": 2**30, "/dev/shm": SHARED}  # bytes of a host for each of its ranks
 FILES = 128, 16  # open files: of the process itself, and for each other rank
 THREADS = 1024  # processes and threads of a user, for each rank
+LISTED = 16  # ranks that a row names
 
 
-def answers(job: Findings) -> Verdict:
+@dataclass
+class Findings:
+    """What all ranks found. `facts`: by rank; see `examine` for the parts."""
+
+    facts: list[dict[str, Any]]
+    silent: dict[int, str] = field(default_factory=dict)  # who did not answer, and its last step
+    machine: Machine | None = None  # what the planner assumes
+    needs: float = 1e9  # bytes that must fit into the folder
+
+    def of(self, part: str) -> dict[int, Any]:
+        """Return what each rank found in a part, without ranks that did not come so far."""
+        return {rank: f[part] for rank, f in enumerate(self.facts) if f.get(part) is not None}
+
+    def hosts(self, part: str = "host") -> dict[str, list[int]]:
+        """Return the ranks of each host that told of a part."""
+        return grouped({rank: self.facts[rank]["host"] for rank in self.of(part)})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the table: a state ("good", "note" or "bad"), its evidence, and the next step."""
+
+    check: str
+    state: str
+    found: str
+    advice: str
+
+
+Judged = tuple[str, str]  # state and evidence
+Judge = Callable[[Findings], Judged]
+CHECKS: list[tuple[Judge, str, str]] = []  # in the order of the table
+
+
+def check(part: str, advice: str) -> Callable[[Judge], Judge]:
+    """Add a check to the table, with the facts that it needs, and what to do when it is bad."""
+
+    def add(judge: Judge) -> Judge:
+        CHECKS.append((judge, part, advice))
+        return judge
+
+    return add
+
+
+def verdicts(job: Findings) -> list[Verdict]:
+    """Return all rows of the table."""
+    rows = []
+    for judge, part, advice in CHECKS:
+        state, found = judge(job) if job.of(part) else (NOTE, "not measured")
+        rows.append(Verdict(judge.__name__, state, found, "" if state == GOOD else advice))
+    return rows
+
+
+@check("host", "look at that host: py-spy dump --pid, dmesg; or leave the node out")
+def answers(job: Findings) -> Judged:
     """Every rank came back from every part."""
-    bad = {rank: f"rank {rank} stopped answering in: {words}" for rank, words in job.silent.items()}
-    for rank, facts in enumerate(job.facts):
-        for part, error in facts.get("errors", {}).items():
-            bad[rank] = f"rank {rank} failed in {part}: {error}"
-    if not bad:
-        return Verdict("answers", GOOD, f"{len(job.facts)} ranks on {count(job.hosts(), 'host')}")
-    hosts = dict.fromkeys(job.facts[rank].get("host", "an unknown host") for rank in bad)
-    advice = f"look at {', '.join(hosts)}: py-spy dump --pid, dmesg; or leave that node out"
-    return Verdict("answers", BAD, "; ".join(bad.values()), advice)
+    bad = [f"{_at(job, rank)} stopped answering in: {step}" for rank, step in job.silent.items()]
+    bad += [f"{_at(job, rank)} failed in {error}" for rank, error in job.of("error").items()]
+    if bad:
+        return BAD, "; ".join(bad)
+    return GOOD, f"{len(job.facts)} ranks on {count(job.hosts(), 'host')}"
 
 
-def versions(job: Findings) -> Verdict:
+@check("versions", "start all ranks from one environment that all hosts see; srun --export")
+def versions(job: Findings) -> Judged:
     """One Python, torch, CUDA, nccl and course; nccl's and gloo's variables are set alike."""
     found, differ = job.of("versions"), []
     for part in (found, job.of("environment")):
         for name in dict.fromkeys(name for mine in part.values() for name in mine):
-            values = {rank: mine.get(name, "none") for rank, mine in part.items()}
-            by = sorted(grouped(values).items(), key=lambda one: len(one[1]), reverse=True)
+            by = grouped({rank: mine.get(name, "none") for rank, mine in part.items()})
             if len(by) > 1 and not OWN.search(name):
-                differ.append(f"{name} " + ", ".join(f"{v} on {listed(r)}" for v, r in by))
+                differ.append(f"{name} " + ", ".join(f"{v} on {listed(r)}" for v, r in by.items()))
     if differ:
-        advice = "start all ranks from one environment that all hosts see; srun --export"
-        return Verdict("versions", BAD, "; ".join(differ), advice)
-    one = next(iter(found.values()), {})
-    return Verdict("versions", GOOD, ", ".join(f"{name} {value}" for name, value in one.items()))
+        return BAD, "; ".join(differ)
+    return GOOD, ", ".join(f"{name} {value}" for name, value in next(iter(found.values())).items())
 
 
-def devices(job: Findings) -> Verdict:
+@check(
+    "gpu",
+    "a GPU for each rank, and torch.cuda.set_device(LOCAL_RANK) before anything else (cuda:0 where "
+    "the launcher shows each rank one); nvidia-smi says who holds memory",
+)
+def devices(job: Findings) -> Judged:
     """Each rank has its own GPU, or none has one, and nobody else uses it."""
     found = job.of("gpu")
     ids = {r: (job.facts[r]["host"], gpu["id"]) for r, gpu in found.items() if gpu["id"]}
-    shared = [
+    bad = [
         f"{listed(ranks)} share GPU {number} of {host}"
         for (host, number), ranks in grouped(ids).items()
         if len(ranks) > 1
     ]
-    if shared:
-        advice = (
-            "torch.cuda.set_device(LOCAL_RANK) before anything else, and as many ranks on a host "
-            "as it has GPUs; where the launcher shows each rank one GPU, that is cuda:0"
-        )
-        return Verdict("devices", BAD, "; ".join(shared), advice)
-    if ids and (lacking := found.keys() - ids.keys()):
-        advice = "ask for a GPU for each rank; nvidia-smi on that host, CUDA_VISIBLE_DEVICES"
-        return Verdict("devices", BAD, f"{listed(lacking)} found no GPU, others did", advice)
-    held = [r for r in ids if found[r]["free"] < FREE * found[r]["total"]]
-    if held:
-        each = (f"rank {r}: {size(found[r]['free'])} of {size(found[r]['total'])}" for r in held)
-        advice = "nvidia-smi on that host says who holds the memory"
-        return Verdict("devices", BAD, f"free of a GPU's memory: {', '.join(each)}", advice)
+    for rank, gpu in found.items():
+        if ids and not gpu["id"]:
+            bad.append(f"{_at(job, rank)} found no GPU, others did")
+        elif ids and gpu["free"] < FREE * gpu["total"]:
+            free = f"{size(gpu['free'])} of {size(gpu['total'])}"
+            bad.append(f"{free} of the memory of {_at(job, rank)} are free")
+    if bad:
+        return BAD, "; ".join(bad)
     names = Counter(gpu["name"] for gpu in found.values())
     text = ", ".join(f"{n} × {name or 'a processor'}" for name, n in names.items())
     if len(names) > 1:
-        return Verdict("devices", NOTE, text, "every step waits for the slowest kind")
-    return Verdict("devices", GOOD, text + (", each its own" if ids else ", no GPU"))
+        return NOTE, f"{text}: every step waits for the slowest kind"
+    return GOOD, text + (", each its own" if ids else ", no GPU")
 
 
-def cores(job: Findings) -> Verdict:
+@check(
+    "cores",
+    "a core or more for each rank: --cpus-per-task and srun --cpu-bind=cores, or taskset; "
+    "OMP_NUM_THREADS = cores / ranks of a host",
+)
+def cores(job: Findings) -> Judged:
     """The ranks of a host have cores enough."""
     found, bad, notes = job.of("cores"), [], []
-    for host, ranks in job.hosts().items():
-        mine = [found[r] for r in ranks if r in found]
+    for host, ranks in job.hosts("cores").items():
+        mine = [found[rank] for rank in ranks]
         usable = {core for one in mine for core in one["mask"]}
-        if not mine:
-            continue
         threads, every = sum(one["threads"] for one in mine), mine[0]["all"]
         text = f"{listed(ranks)} may use {count(usable, 'core')} of {every} of {host}"
         if len(usable) < min(len(mine), every):
             bad.append(text)
         elif len(usable) < threads:
             notes.append(f"{text}, and compute with {threads} threads")
-    if bad:
-        advice = "--cpus-per-task and srun --cpu-bind=cores, or taskset: a core or more for each"
-        return Verdict("cores", BAD, "; ".join(bad), advice)
-    if notes:
-        advice = "OMP_NUM_THREADS = cores / ranks of a host, and fewer ranks than cores"
-        return Verdict("cores", NOTE, "; ".join(notes), advice)
-    return Verdict("cores", GOOD, f"enough on {count(job.hosts(), 'host')}")
+    if bad or notes:
+        return BAD if bad else NOTE, "; ".join(bad or notes)
+    return GOOD, f"enough on {count(job.hosts(), 'host')}"
 
 
-def speed(job: Findings) -> Verdict:
+@check(
+    "speed",
+    "is it hot or capped (nvidia-smi -q -d PERFORMANCE, cpupower), what else runs there? Every "
+    "step waits for the slowest rank; if all are slow, is it another --machine?",
+)
+def speed(job: Findings) -> Judged:
     """No rank computes much slower than the others of its kind, nor than the planner assumes."""
     found, slow = job.of("speed"), []
+    planner = job.machine.flops if job.machine else 0.0
     for rank, mine in found.items():
         rates = [f["flops"] for r, f in found.items() if r != rank and f["name"] == mine["name"]]
         fraction = FRACTION_GPU if mine["kind"] == "cuda" else FRACTION
-        if rates and mine["flops"] < fraction * median(rates):
-            others = span(rates, "FLOP/s")
-            slow.append(f"rank {rank} {size(mine['flops'], 'FLOP/s')}, the others {others}")
-    if slow:
-        advice = (
-            "is it hot or capped (nvidia-smi -q -d PERFORMANCE, cpupower), what else runs there "
-            "(nvidia-smi, top)? Every step waits for the slowest rank"
-        )
-        return Verdict("speed", BAD, "; ".join(slow), advice)
-    if not found:
-        return _unmeasured("speed")
+        enough = max(fraction * median(rates or [0]), FRACTION * planner)
+        if mine["flops"] < enough:
+            slow.append(f"{_at(job, rank)} {size(mine['flops'], 'FLOP/s')}")
     text = span((f["flops"] for f in found.values()), "FLOP/s")
-    if job.machine:
-        text += f"; planner {size(job.machine.flops, 'FLOP/s')}"
-        if min(f["flops"] for f in found.values()) < FRACTION * job.machine.flops:
-            return Verdict("speed", BAD, text, "the planner's seconds come too short: --machine")
-    return Verdict("speed", GOOD, text)
+    text += f" (planner {size(planner, 'FLOP/s')})" if planner else ""
+    return (BAD, f"{', '.join(slow)}; in all {text}") if slow else (GOOD, text)
 
 
-def clocks(job: Findings) -> Verdict:
+@check("clock", "chronyc tracking or timedatectl there; until then times of logs do not compare")
+def clocks(job: Findings) -> Judged:
     """The hosts agree on the time."""
     found = job.of("clock")
-    wrong = {r: c for r, c in found.items() if abs(c["ahead"]) - c["within"] > CLOCK}
+    wrong = {r: c["ahead"] for r, c in found.items() if abs(c["ahead"]) - c["within"] > CLOCK}
     if wrong:
-        text = ", ".join(
-            f"rank {r} on {job.facts[r]['host']} {c['ahead']:+.3g} s" for r, c in wrong.items()
-        )
-        advice = "chronyc tracking or timedatectl there; until then times of logs do not compare"
-        return Verdict("clocks", BAD, f"beside rank 0: {text}", advice)
-    if not found:
-        return _unmeasured("clocks")
+        each = [f"{_at(job, rank)} {ahead:+.3g} s" for rank, ahead in wrong.items()]
+        return BAD, f"beside rank 0: {', '.join(each)}"
     most = max(abs(c["ahead"]) + c["within"] for c in found.values())
-    return Verdict("clocks", GOOD, f"within {max(1, round(most * 1e3))} ms of rank 0")
+    return GOOD, f"within {max(1, round(most * 1e3))} ms of rank 0"
 
 
-def memory(job: Findings) -> Verdict:
+@check(
+    "memory",
+    "what else runs there, --mem; docker --shm-size, or a memory volume on /dev/shm (Kubernetes), "
+    "else num_workers=0",
+)
+def memory(job: Findings) -> Judged:
     """Each host has memory for its ranks; so has /dev/shm, by which loaders and nccl hand tensors
     from process to process."""
-    few, free = [], []
-    for part, name, least in (("memory", "memory", HOST), ("shm", "/dev/shm", SHARED)):
-        found = job.of(part)
-        for host, ranks in job.hosts().items():
-            here = {found[r]: r for r in ranks if r in found}
-            if not here:
-                continue
-            left = min(here)
+    found, few, free = job.of("memory"), [], []
+    for host, ranks in job.hosts("memory").items():
+        for name in found[ranks[0]]:
+            left, wanted = min(found[rank][name] for rank in ranks), LEAST[name] * len(ranks)
             free.append(f"{size(left)} of {name}")
-            if left < least * len(ranks):
-                wanted = f"{size(least * len(ranks))} wanted for {len(ranks)} ranks"
-                few.append(f"{host}, rank {here[left]}: {size(left)} of {name} free, {wanted}")
-    if few:
-        advice = (
-            "what else runs there, --mem; docker --shm-size, or a memory volume on /dev/shm "
-            "(Kubernetes), else num_workers=0"
-        )
-        return Verdict("memory", BAD, "; ".join(few), advice)
-    return Verdict("memory", GOOD, f"free: {', '.join(dict.fromkeys(free))}")
+            if left < wanted:
+                words = f"{size(left)} of {name} free on {host}, {size(wanted)} wanted"
+                few.append(f"{words} for {listed(ranks)}")
+    return (BAD, "; ".join(few)) if few else (GOOD, f"free: {', '.join(dict.fromkeys(free))}")
 
 
-def ulimits(job: Findings) -> Verdict:
+@check("limits", "ulimit -n, -u, -l in the job script; the hard limit is the administrator's")
+def ulimits(job: Findings) -> Judged:
     """What ulimit allows is enough for so many ranks."""
-    found, low = job.of("limits"), []
-    needed = {
-        "nofile": FILES[0] + FILES[1] * len(job.facts),
-        "nproc": THREADS * max(map(len, job.hosts().values()), default=1),
-    }
-    for name in ("nofile", "nproc", "memlock"):
-        too_low = {}
-        for rank, mine in found.items():
-            soft, hard = mine[name]
-            least = needed.get(name, float("inf") if mine["infiniband"] else 0)
-            if soft is not None and soft < least:
-                most = "unlimited" if hard is None else hard
-                too_low[rank] = f"{name} {soft} (can be raised to {most})"
-        low += [f"{text} on {listed(ranks)}" for text, ranks in grouped(too_low).items()]
-    if low:
-        advice = "ulimit -n, -u, -l in the job script; the hard limit is the administrator's"
-        return Verdict("ulimits", BAD, "; ".join(low), advice)
-    return Verdict("ulimits", GOOD, f"open files {needed['nofile']} and more on all ranks")
+    nofile = FILES[0] + FILES[1] * len(job.facts)
+    nproc = THREADS * max(map(len, job.hosts().values()))
+    low = {}
+    for rank, mine in job.of("limits").items():
+        memlock = float("inf") if mine["infiniband"] else 0
+        needed = {"nofile": nofile, "nproc": nproc, "memlock": memlock}
+        low[rank] = ", ".join(
+            f"{name} {soft} (can be raised to {'unlimited' if hard is None else hard})"
+            for name, (soft, hard) in ((name, mine[name]) for name in needed)
+            if soft is not None and soft < needed[name]
+        )
+    bad = [f"{text} on {listed(ranks)}" for text, ranks in grouped(low).items() if text]
+    return (BAD, "; ".join(bad)) if bad else (GOOD, f"open files {nofile} and more on all ranks")
 
 
-def network(job: Findings) -> Verdict:
+@check(
+    "network",
+    "one pair: its cable, its card, its slot (nvidia-smi topo -m); one rank's pairs: its host; "
+    "all: NCCL_DEBUG=INFO says which way nccl takes, and --machine what to expect. An interface: "
+    "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; a name without address: torchrun --local-addr",
+)
+def network(job: Findings) -> Judged:
     """The ranks talk by an interface that reaches the others, and no link is much slower than
     others of its kind, nor than the planner assumes."""
     if wrong := interfaces(job):
-        advice = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME: an interface that reaches the others"
-        return Verdict("network", BAD, "; ".join(wrong), advice)
+        return BAD, "; ".join(wrong)
     texts, slow = [], []
     host, gpus = job.of("host"), {gpu["kind"] for gpu in job.of("gpu").values()}
     links = [link for found in job.of("pairs").values() for link in found]
@@ -229,19 +265,13 @@ def network(job: Findings) -> Verdict:
                 slow.append(f"{name} {size(link['bandwidth'])}/s")
             if link["latency"] > max(SLOW * wait, wait + LATENCY[gpus == {"cuda"}]):
                 slow.append(f"{name} {link['latency'] * 1e6:.0f} µs")
-    text = "; ".join(texts)
+    text = "; ".join(texts) or "no link was measured"
     if slow:
-        advice = (
-            "one pair: its cable, its card, its slot (nvidia-smi topo -m); one rank's pairs: its "
-            "host; all: NCCL_DEBUG=INFO says which way nccl takes, and --machine what to expect"
-        )
-        return Verdict("network", BAD, f"{', '.join(slow)}; in all {text}", advice)
+        return BAD, f"{', '.join(slow)}; in all {text}"
     names = ", ".join(dict.fromkeys(n["unresolved"] for n in job.of("network").values()))
     if names:
-        text = f"the host's own name has no address: {names}. {text}"
-        advice = "torchrun would hang: --local-addr (127.0.0.1 on one machine), or /etc/hosts"
-        return Verdict("network", NOTE, text, advice)
-    return Verdict("network", GOOD, text) if text else _unmeasured("network")
+        return NOTE, f"the host's own name has no address, so torchrun would hang: {names}; {text}"
+    return GOOD if texts else NOTE, text
 
 
 def interfaces(job: Findings) -> list[str]:
@@ -257,51 +287,63 @@ def interfaces(job: Findings) -> list[str]:
     return wrong
 
 
-def folder(job: Findings) -> Verdict:
+@check(
+    "folder",
+    "checkpoints want a folder that all hosts mount (not /tmp), without caching of names (NFS: "
+    "lookupcache=none), with locks for the whole cluster (Lustre: -o flock; NFS: 4, or lockd), and "
+    "with room: quota -s, or another --folder",
+)
+def folder(job: Findings) -> Judged:
     """All ranks see one folder, what is renamed and locked in it, and what is needed fits in."""
     found = job.of("folder")
-    errors = {r: f["error"] for r, f in found.items() if f["error"]}
-    blind = [r for r, f in found.items() if not f["seen"]]
-    late = [r for r, f in found.items() if f["seen"] and not f["renamed"]]
-    broken = {r: "; ".join(f["locks"]) for r, f in found.items() if f["locks"]}
-    full = {r: size(f["free"]) for r, f in found.items() if f["free"] < job.needs}
-    if 0 in errors and len(blind) == len(found):
-        text, advice = f"rank 0 cannot write: {errors[0]}", "choose another --folder"
-    elif blind:
-        text = f"what rank 0 wrote is not seen by {listed(blind)}"
-        advice = "checkpoints need a file system that all hosts mount: not /tmp, not a local disk"
-    elif late:
-        text = f"a rename is not seen by {listed(late)}"
-        advice = "mount without caching of names (NFS: lookupcache=none), or wait after a save"
-    elif broken:
-        text = "; ".join(f"{what} on {listed(ranks)}" for what, ranks in grouped(broken).items())
-        advice = (
-            "mount with locks for the whole cluster (Lustre: -o flock, NFS: 4 or with lockd); "
-            "until then never let two jobs save into one folder"
-        )
-    elif errors:
-        text = "; ".join(f"rank {r}: {e}" for r, e in errors.items())
-        advice = "make room, raise the quota (quota -s), or permissions"
-    elif full:
-        text = "; ".join(f"{free} free for {listed(r)}" for free, r in grouped(full).items())
-        text, advice = f"{text}, {size(job.needs)} wanted", "delete old checkpoints, or --folder"
-    elif not found:
-        return _unmeasured("folder")
-    else:
-        free = span(f["free"] for f in found.values())
-        return Verdict("folder", GOOD, f"written, renamed and locked for all; {free} free")
-    return Verdict("folder", BAD, text, advice)
+    wrong = {rank: mine["fault"] for rank, mine in found.items() if mine["fault"]}
+    for rank, mine in found.items():
+        if rank not in wrong and mine["free"] < job.needs:
+            wrong[rank] = f"{size(mine['free'])} free, {size(job.needs)} wanted,"
+    if wrong:
+        return BAD, "; ".join(f"{what} on {listed(r)}" for what, r in grouped(wrong).items())
+    free = span(mine["free"] for mine in found.values())
+    return GOOD, f"written, renamed and locked for all; {free} free"
 
 
-def _unmeasured(check: str) -> Verdict:
-    return Verdict(check, NOTE, "not measured")
+# Words for ranks and amounts.
 
 
-CHECKS: list[Callable[[Findings], Verdict]] = [
-    answers, versions, devices, cores, speed, clocks, memory, ulimits, network, folder,
-]  # fmt: skip
+def _at(job: Findings, rank: int) -> str:
+    return f"rank {rank} on {job.facts[rank].get('host', 'an unknown host')}"
 
 
-def verdicts(job: Findings) -> list[Verdict]:
-    """Return all rows of the table, in the order of CHECKS."""
-    return [check(job) for check in CHECKS]
+def grouped(values: Mapping[int, Hashable]) -> dict[Any, list[int]]:
+    """Return the ranks that have each value; values of many ranks come first."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return dict(sorted(found.items(), key=lambda one: -len(one[1])))
+
+
+def listed(ranks: list[int]) -> str:
+    """Name ranks: "rank 3"; "ranks 0, 1 and 5"; of many only the first and their number."""
+    if len(ranks) > LISTED:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:LISTED]))}, …)"
+    return blame.listed(ranks)
+
+
+def size(amount: float, unit: str = "B") -> str:
+    """Format an amount with a decimal prefix: "1.5 GB"."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if amount < 999.5:
+            return f"{amount:.3g} {prefix}{unit}"
+        amount /= 1000
+    return f"{amount:.3g} P{unit}"
+
+
+def span(values: Iterable[float], unit: str = "B") -> str:
+    """Format the least and the largest value: "1.2 GB/s to 1.5 GB/s"."""
+    values = list(values)
+    low, high = (size(v, unit) for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def count(things: Any, name: str) -> str:
+    """Count things: "1 host"; "2 hosts"."""
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

@@ -1,7 +1,7 @@
 """What one rank finds on its own host: facts, which `checks` judges.
 
 Each part is a function that returns plain values for JSON, in bytes, seconds and their ratios;
-None where the system does not say, or for a limit that there is not.
+None for a limit that there is not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,6 @@ from shardlab.measure.count.speed import processor
 
 Facts = dict[str, Any]
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_")
-
-
-def host() -> str:
-    """Return the host's name: ranks of one name share its memory, cores and clock."""
-    return socket.gethostname()
-
-
-def now() -> float:
-    """Return this host's clock, in seconds of the epoch."""
-    return time.time()
 
 
 def versions(device: torch.device) -> Facts:
@@ -72,14 +62,12 @@ def cores() -> Facts:
     return {"mask": sorted(mask), "all": every, "threads": torch.get_num_threads()}
 
 
-def memory() -> int:
-    """Return the free bytes of the host's memory."""
-    return psutil.virtual_memory().available
-
-
-def shared_memory() -> int | None:
-    """Return the free bytes of /dev/shm."""
-    return psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
+def memory() -> Facts:
+    """Return the free bytes of the host's memory, and of /dev/shm where there is one."""
+    found = {"memory": psutil.virtual_memory().available}
+    if os.path.isdir("/dev/shm"):
+        found["/dev/shm"] = psutil.disk_usage("/dev/shm").free
+    return found
 
 
 def limits() -> Facts:
@@ -98,9 +86,9 @@ def network() -> Facts:
         name: [a.address for a in addresses if a.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
     }
-    address, unresolved = "", host()
+    address, unresolved = "", socket.gethostname()
     with suppress(OSError):
-        address, unresolved = socket.gethostbyname(host()), ""
+        address, unresolved = socket.gethostbyname(unresolved), ""
     if named:  # else gloo's own rule: the address of the host's name
         address = (there.get(named) or [""])[-1]
     holders = [name for name, own in there.items() if address in own]
@@ -129,5 +117,4 @@ def speed(device: torch.device, windows: int = 5) -> Facts:
             passed = clock(device) - begin
         had = passed if cuda else time.thread_time() - core
         best = max(best, 2 * side**3 * done / had)
-    name = torch.cuda.get_device_name(device) if cuda else processor()
-    return {"kind": device.type, "name": name, "flops": best}
+    return {"kind": device.type, "name": gpu(device)["name"], "flops": best}

@@ -13,87 +13,78 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .meet import Rendezvous
 
 TRIAL = 8 * 2**20  # bytes that each rank writes
-HELD = errno.errorcode[errno.EWOULDBLOCK]
 PATIENCE = 5.0  # seconds that a network's file system may take to show what another host wrote
+STEPS = 6  # of `_trial`
 
 
 def examine(path: str, meeting: Rendezvous) -> dict[str, Any]:
-    """Return whether this rank sees what rank 0 writes, renames and locks in the folder.
+    """Return the first thing that goes wrong for this rank in the folder, and its free bytes.
 
     Rank 0 makes a folder of its own in there, and everything happens in that; it goes at the end.
     """
-    found: dict[str, Any] = {"error": None, "seen": False, "renamed": False, "locks": [], "free": 0}
-    first, own = meeting.rank == 0, Path(path, f".doctor-{uuid.uuid4().hex[:8]}")
-
-    def attempt(step: Callable[[], Any]) -> None:
+    found, own = {"fault": "", "free": 0}, Path(path, f".doctor-{uuid.uuid4().hex[:8]}")
+    meeting.publish("trial", str(own))
+    trial = _trial(path, meeting, found)
+    for _ in range(STEPS):
         try:
-            step()
+            next(trial, None)
         except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-            found["error"] = found["error"] or f"{name}: {error.strerror or error}"
-
-    def prepare() -> None:
-        own.mkdir()
-        (own / "token").touch()
-        (own / "lock").touch()
-
-    if first:
-        attempt(prepare)
-        meeting.publish("trial", str(own))
-    meeting.barrier("folder is made")
-    own = Path(meeting.read("trial", 0))
-    found["seen"] = _comes_true(lambda: (own / "token").exists())
-    attempt(lambda: found.update(free=os.statvfs(path).f_bavail * os.statvfs(path).f_frsize))
-    meeting.barrier("token is read")
-    if first:
-        attempt(lambda: os.replace(own / "token", own / "renamed"))
-    meeting.barrier("token is renamed")
-    found["renamed"] = found["seen"] and _comes_true(
-        lambda: (own / "renamed").exists() and not (own / "token").exists()
-    )
-    for name, call in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
-        with open(own / "lock" if found["seen"] else os.devnull, "r+b") as file:
-            held = _lock(call, file) if first else ""
-            meeting.barrier(f"{name} is held")
-            held = held if first else _lock(call, file)
-            meeting.barrier(f"{name} is tried")
-        if found["seen"] and held != ("" if first else HELD):
-            found["locks"].append(f"{name}: {held or 'was given while rank 0 held it'}")
-    if found["seen"]:
-        attempt(lambda: _write(own / f"written.{meeting.rank}"))
-    meeting.barrier("folder is done")
-    if first:
+            code = errno.errorcode.get(error.errno or 0)
+            found["fault"] = f"{code}: {error.strerror}" if code else str(error)
+        meeting.barrier()
+    if meeting.rank == 0:
         shutil.rmtree(own, ignore_errors=True)
     return found
 
 
-def _comes_true(condition: Callable[[], bool]) -> bool:
-    """Return True if the condition holds within some seconds: names may be cached."""
-    limit = time.monotonic() + PATIENCE
-    while not (holds := condition()) and time.monotonic() < limit:
-        time.sleep(0.05)
-    return holds
-
-
-def _lock(call: Callable[..., Any], file: Any) -> str:
-    """Take a lock: "" if it is ours now, else the error's name."""
-    try:
-        call(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # POSIX allows EACCES, too, for a lock that somebody holds
-        return errno.errorcode.get(error.errno or 0, str(error)).replace("EACCES", HELD)
-    return ""
-
-
-def _write(path: Path) -> None:
-    """Write something, down to the disk: a quota says so only then."""
-    with open(path, "wb") as file:
+def _trial(path: str, meeting: Rendezvous, found: dict[str, Any]) -> Iterator[None]:
+    """Yield where all ranks have to wait for all; an OSError ends this rank's part."""
+    first, names = meeting.rank == 0, ("token", "flock", "fcntl")
+    if first:
+        own = Path(meeting.read("trial", 0))
+        own.mkdir()
+        for name in names:
+            (own / name).touch()
+    yield
+    own = Path(meeting.read("trial", 0))
+    space = os.statvfs(path)
+    found["free"] = space.f_bavail * space.f_frsize
+    if not all(_appears(own / name) for name in names):
+        raise OSError("what rank 0 wrote is not seen")
+    yield
+    if first:
+        (own / "token").rename(own / "renamed")
+    yield
+    if not _appears(own / "renamed") or (own / "token").exists():
+        raise OSError("a rename is not seen")
+    with open(own / "flock", "r+b") as one, open(own / "fcntl", "r+b") as other:
+        locks = (fcntl.flock, one), (fcntl.lockf, other)
+        for lock, file in locks if first else ():
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+        for lock, file in () if first else locks:
+            try:
+                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # POSIX allows both for a lock that is held
+                continue
+            raise OSError(f"a lock ({Path(file.name).name}) was given while rank 0 held it")
+        yield
+    with open(own / f"written.{meeting.rank}", "wb") as file:
         file.write(os.urandom(TRIAL))
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # a quota says so only then
+
+
+def _appears(path: Path) -> bool:
+    """Return True if the file is there within some seconds: names may be cached."""
+    limit = time.monotonic() + PATIENCE
+    while not (there := path.exists()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return there

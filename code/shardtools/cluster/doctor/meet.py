@@ -2,15 +2,8 @@
 
 What is wrong with a machine often shows as silence: a rank that never comes, a file system that
 does not return, a message that is lost. So every rank works in a thread of its own, and the main
-one watches. What ranks say goes through the launcher's store:
-
-    step/<rank>     what it does now, and whether it waits for others
-    <part>/<rank>   what it found there, as JSON
-    failed          a rank failed where others need it: they would wait in vain
-    over            rank 0 has heard enough
-
-As long as anything moves, rank 0 waits; after `patience` seconds of silence it names whoever does
-not wait itself.
+one watches. What ranks say goes through the launcher's store, as JSON: `step/<rank>` is what a rank
+does now, and whether it waits for others; `facts/<rank>` is what it has found so far.
 """
 
 from __future__ import annotations
@@ -18,7 +11,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -27,7 +19,10 @@ import torch.distributed as dist
 
 from shardlab.common.launcher import Place
 
+DONE, FAILED = "done", "failed"  # a rank's last step
 _TICK = 0.02  # seconds between two looks at the store
+_LEAVE = 2.0  # seconds that rank 0, which may keep the store, waits for the others to leave it
+_FAILED = 1.0  # seconds of silence after a rank has failed, without which others cannot go on
 
 
 def open_store(at: Place, patience: float) -> dist.Store:
@@ -40,8 +35,7 @@ def open_store(at: Place, patience: float) -> dist.Store:
     if at.rank == 0 and not at.served:
         how["is_master"] = True
         with suppress(OSError):
-            server = socket.create_server((at.address, at.port))
-            how["master_listen_fd"] = server.detach()
+            how["master_listen_fd"] = socket.create_server((at.address, at.port)).detach()
     try:
         return dist.PrefixStore("doctor", dist.TCPStore(at.address, at.port, **how))
     except (dist.DistError, RuntimeError) as error:
@@ -67,11 +61,11 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float):
         self.store, self.rank, self.size, self.patience = store, rank, size, patience
-        self._step = ""
+        self.step, self._barriers = "", 0
 
     def set_step(self, words: str, waiting: bool = False) -> None:
         """Publish what this rank does now, or that it has done that and waits for others."""
-        self._step = words
+        self.step = words
         self.publish("step", [words, waiting])
 
     def publish(self, part: str, found: Any) -> None:
@@ -83,45 +77,44 @@ class Rendezvous:
         key = f"{part}/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def barrier(self, name: str) -> None:
-        """Wait until all ranks have come to `name`. Without a limit: the main thread has that."""
-        self.publish(name, True)
-        self.set_step(self._step, waiting=True)
-        while not self.store.check([f"{name}/{rank}" for rank in range(self.size)]):
+    def barrier(self) -> None:
+        """Wait until all ranks have come here. Without a limit: the main thread has that."""
+        self.set_step(self.step, waiting=True)
+        self._barriers += 1
+        self.store.add(f"barrier {self._barriers}", 1)
+        while self.store.add(f"barrier {self._barriers}", 0) < self.size:
             time.sleep(_TICK)
-        self.set_step(self._step)
+        self.set_step(self.step)
 
-    def wait_for_all(self, part: str) -> dict[int, str]:
-        """Wait on rank 0 until all have published `part`; return where the silent ones stand."""
-        silent, moved = set(range(self.size)), time.monotonic()
-        before: dict[int, Any] = {}
-        while silent := {r for r in silent if not self.store.check([f"{part}/{r}"])}:
-            steps = {rank: self.read("step", rank) for rank in silent}
+    def wait_for_all(self) -> dict[int, str]:
+        """Wait on rank 0 until all have ended their work; return where the silent ones stand."""
+        before, moved, patience = None, time.monotonic(), self.patience
+        while time.monotonic() - moved < patience:
+            steps = {rank: self.read("step", rank) for rank in range(self.size)}
+            ends = [step and step[0] in (DONE, FAILED) for step in steps.values()]
+            if all(ends):
+                return {}
+            if [FAILED, True] in steps.values():
+                patience = min(patience, _FAILED)
             if steps != before:
                 before, moved = steps, time.monotonic()
-            elif time.monotonic() - moved > self.patience:
-                return _find_culprits(steps)
-            elif self.store.check(["failed"]) and time.monotonic() - moved > 1.0:
-                break  # who failed says why
             time.sleep(_TICK)
-        return {}
+        if patience < self.patience:  # who failed says why; the others wait in vain
+            return {}
+        return _find_culprits(steps)
 
-    def await_end(self, works: Callable[[], bool]) -> bool:
-        """Wait until rank 0 is done; False if it is silent for long after this rank's work."""
-        since = time.monotonic()
+    def end(self) -> None:
+        """Let all ranks end: rank 0 has heard enough, and the others wait for that."""
+        if self.rank == 0:
+            self.store.set("over", "")
         while not self.store.check(["over"]):
-            if works():
-                since = time.monotonic()
-            elif time.monotonic() - since > 3 * self.patience:
-                return False
             time.sleep(_TICK)
-        return True
 
-    def leave(self, seconds: float) -> None:
-        """Leave the store; rank 0, which may keep it, waits for the others so many seconds."""
+    def leave(self) -> None:
+        """Leave the store, which may be in rank 0's process: it waits for the others."""
         with suppress(dist.DistError, RuntimeError):
             self.store.add("left", 1)
-            limit = time.monotonic() + seconds
+            limit = time.monotonic() + _LEAVE
             while self.rank == 0 and time.monotonic() < limit:
                 if self.store.add("left", 0) == self.size:
                     break
@@ -132,6 +125,6 @@ def _find_culprits(steps: dict[int, Any]) -> dict[int, str]:
     """Return the ranks that keep the others waiting, and what each of them does."""
     if never := {rank: "it did not come" for rank, step in steps.items() if step is None}:
         return never
-    return {r: words for r, (words, waiting) in steps.items() if not waiting} or {
+    return {rank: words for rank, (words, waiting) in steps.items() if not waiting} or {
         rank: words for rank, (words, _) in steps.items()
     }

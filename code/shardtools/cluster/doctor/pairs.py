@@ -15,6 +15,7 @@ take turns, or each would measure the others.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,6 @@ from shardlab import ranks
 from shardlab.measure.count import clock
 from shardlab.ranks.p2p import carrier
 
-from . import examine
 from .meet import Rendezvous
 
 Pair = tuple[int, int]
@@ -127,7 +127,7 @@ def clocks(meeting: Rendezvous, group: dist.ProcessGroup, tries: int = 5) -> dic
     question and arrival: half of the shortest round trip is its error (Cristian 1989).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    time, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0 if rank == 0 else math.inf)
+    told, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0 if rank == 0 else math.inf)
     for peer in range(1, size):
         meeting.set_step(f"the clock of rank {peer}", waiting=rank not in (0, peer))
         if rank not in (0, peer):
@@ -135,12 +135,12 @@ def clocks(meeting: Rendezvous, group: dist.ProcessGroup, tries: int = 5) -> dic
         other = dist.get_global_rank(group, peer if rank == 0 else 0)
         for _ in range(tries):
             if rank == 0:
-                dist.recv(time, other, group)
-                dist.send(time.fill_(examine.now()), other, group)
+                dist.recv(told, other, group)
+                dist.send(told.fill_(time.time()), other, group)
                 continue
-            asked = examine.now()
-            dist.send(time, other, group)
-            dist.recv(time, other, group)
-            half = (examine.now() - asked) / 2
-            best = min(best, (asked + half - time.item(), half), key=lambda one: one[1])
+            asked = time.time()
+            dist.send(told, other, group)
+            dist.recv(told, other, group)
+            half = (time.time() - asked) / 2
+            best = min(best, (asked + half - told.item(), half), key=lambda one: one[1])
     return {"ahead": best[0], "within": best[1]}

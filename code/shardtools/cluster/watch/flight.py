@@ -79,14 +79,10 @@ def record(lines: bool = True) -> dict[str, Any]:
 
     taken = pickle.loads(_dump_fr_trace(includeStackTraces=lines, onlyActive=False))
     taken["rank"] = dist.get_rank()
-    taken["pg_config"] = {
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for group, name in dist.distributed_c10d._world.pg_names.items()
-    }
+    taken["pg_config"] = {}
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        members = str(dist.get_process_group_ranks(group))
+        taken["pg_config"][name] = {"name": name, "desc": group.group_desc, "ranks": members}
     return taken
 
 
@@ -146,23 +142,20 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
     Reads the files of the first of PREFIXES that has any. Raises ValueError for a folder without
     records, and for a file that is none.
     """
+    for prefix in PREFIXES:
+        if paths := list(Path(folder).glob(f"{prefix}*")):
+            break
+    else:
+        names = ", ".join(f"{prefix}<rank>" for prefix in PREFIXES)
+        raise ValueError(f"folder={str(folder)!r}: allowed is a folder with files named {names}")
     found: dict[int, list[Call]] = {}
-    prefix = next((one for one in PREFIXES if any(Path(folder).glob(f"{one}*"))), PREFIX)
-    for path in sorted(Path(folder).glob(f"{prefix}*")):
-        number = path.name.removeprefix(prefix)
+    for path in paths:
         try:
+            rank = int(path.name.removeprefix(prefix))
             with path.open("rb") as file:
-                found[int(number)] = calls(_Plain(file).load(), int(number))
+                found[rank] = calls(_Plain(file).load(), rank)
         except Exception as error:  # a pickle of anything can raise anything
-            raise ValueError(
-                f"{path}: no record of the flight recorder ({error}); allowed are files "
-                f"{prefix}<rank> that torch or the watchdog wrote"
-            ) from None
-    if not found:
-        raise ValueError(
-            f"folder={str(folder)!r}: allowed is a folder with a file of each rank, named "
-            f"{', '.join(f'{one}<rank>' for one in PREFIXES)}"
-        )
+            raise ValueError(f"{path}: no record of the flight recorder ({error})") from None
     return dict(sorted(found.items()))
 
 
@@ -179,6 +172,7 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
         # torch's placeholder for "nobody described it"
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
+        unfinished = entry["op_id"] > status["last_completed_collective"]
         file, line, function = _own(entry.get("frames") or [])
         found.append(
             Call(
@@ -193,8 +187,7 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
                 where=f"{function}, {file}",
                 created=entry["time_created_ns"] / 1e9,
                 limit=entry["timeout_ms"] / 1e3,
-                waiting=entry["state"] != "completed"
-                and entry["op_id"] > status["last_completed_collective"],
+                waiting=entry["state"] != "completed" and unfinished,
                 duration=entry["duration_ms"] / 1e3 if "duration_ms" in entry else None,
             )
         )

@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardlab.ranks import blame
 from shardtools import options
 
 from .flight import Call, read
 
 Calls = Mapping[int, Sequence[Call]]
+Numbered = dict[int, dict[int, Call]]  # the calls of a group: by number, then by rank
 # Collectives into which every rank puts a tensor of one shape.
 _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
@@ -38,7 +40,7 @@ class Finding:
     def __str__(self) -> str:
         call = self.call
         name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
-        ranks, present = _named(self.ranks), _named(self.waiting)
+        ranks, present = blame.listed([*self.ranks]), blame.listed([*self.waiting])
         waits = "wait" if len(self.waiting) > 1 else "waits"
         differs = f"{name}: called by {present}, while {ranks} called something else:\n  {call}"
         lines = {
@@ -58,42 +60,54 @@ def explain(calls: Calls) -> list[Finding]:
 
     Nothing is found where no rank waits, and where all have come to the call in which they wait.
     """
-    stuck = {r: next(c for c in mine if c.waiting) for r, mine in calls.items() if _waits(mine)}
-    if cycle := _cycle(calls, stuck):
-        return [Finding("cycle", cycle, stuck[cycle[0]], cycle, {r: stuck[r] for r in cycle})]
-    groups = dict.fromkeys((c.group, c.members) for mine in calls.values() for c in mine)
-    found = [finding for group in groups if (finding := _first(calls, *group))]
+    groups: dict[tuple[str, tuple[int, ...]], Numbered] = {}
+    for rank, mine in calls.items():
+        for call in mine:
+            group = groups.setdefault((call.group, call.members), {})
+            group.setdefault(call.number, {})[rank] = call
+    waiting = {rank: [call for call in mine if call.waiting] for rank, mine in calls.items()}
+    stuck = {rank: mine[0] for rank, mine in waiting.items() if mine}
+
+    def awaited(rank: int) -> list[int]:
+        """Return the stuck ranks that have not come to the call in which this one is stuck."""
+        call = stuck[rank]
+        came = groups[call.group, call.members][call.number]
+        return [other for other in call.members if other not in came and other in stuck]
+
+    for rank in stuck:
+        path = [rank]
+        while ahead := awaited(path[-1]):
+            if ahead[0] in path:
+                cycle = tuple(sorted(path[path.index(ahead[0]) :]))
+                return [
+                    Finding("cycle", cycle, stuck[cycle[0]], cycle, {r: stuck[r] for r in cycle})
+                ]
+            path.append(ahead[0])
+    found = [_first(calls, members, numbers) for (_, members), numbers in groups.items()]
     # Whoever waits nowhere else is where the waiting begins.
-    return sorted(found, key=lambda finding: any(rank in stuck for rank in finding.ranks))
+    return sorted(filter(None, found), key=lambda one: any(rank in stuck for rank in one.ranks))
 
 
-def _waits(mine: Sequence[Call]) -> bool:
-    return any(call.waiting for call in mine)
-
-
-def _first(calls: Calls, name: str, members: tuple[int, ...]) -> Finding | None:
+def _first(calls: Calls, members: tuple[int, ...], numbers: Numbered) -> Finding | None:
     """Find the first number in a group at which its members part ways."""
-    by_number = {
-        rank: {c.number: c for c in calls[rank] if (c.group, c.members) == (name, members)}
-        for rank in members
-        if rank in calls  # the others left no record
-    }
-    # A record is a ring: its oldest calls may be gone, on one rank sooner than on another.
-    oldest = max((min(mine) for mine in by_number.values() if mine), default=1)
-    newest = max((max(mine) for mine in by_number.values() if mine), default=0)
-    for number in range(oldest, newest + 1):
-        here = {rank: mine[number] for rank, mine in by_number.items() if number in mine}
+    began: dict[int, int] = {}  # by rank: the oldest number that its record has
+    for number in sorted(numbers):
+        for rank in numbers[number]:
+            began.setdefault(rank, number)
+    for number in sorted(numbers):
+        if number < max(began.values()):  # a record is a ring: its oldest calls may be gone
+            continue
+        here = numbers[number]
         shapes = {rank: _shape(call) for rank, call in here.items()}
         [(most, _)] = Counter(shapes.values()).most_common(1)
         agree = [rank for rank in here if shapes[rank] == most]
         call, odd = here[agree[0]], tuple(rank for rank in here if shapes[rank] != most)
         if odd:
             return Finding("differs", odd, call, tuple(agree), {rank: here[rank] for rank in odd})
-        if not _waits([*here.values()]):
-            continue
-        missing = tuple(rank for rank in by_number if rank not in here)
-        missing = missing or tuple(rank for rank in members if rank not in calls)
-        if missing:
+        missing = tuple(rank for rank in members if rank not in here)
+        if missing and any(call.waiting for call in here.values()):
+            # One that left no record may have come: it is named where no other is missing.
+            missing = tuple(rank for rank in missing if rank in calls) or missing
             last = {rank: next(reversed(calls[rank]), None) for rank in missing if rank in calls}
             return Finding("missing", missing, call, tuple(here), last)
     return None
@@ -102,32 +116,6 @@ def _first(calls: Calls, name: str, members: tuple[int, ...]) -> Finding | None:
 def _shape(call: Call) -> tuple[object, ...]:
     """Return what has to be equal on all ranks of a group."""
     return (call.op, call.sizes, call.dtype) if call.op in _ALIKE else (call.op,)
-
-
-def _cycle(calls: Calls, stuck: Mapping[int, Call]) -> tuple[int, ...]:
-    """Find ranks that wait for one another in a circle (empty if there is none)."""
-
-    def awaited(mine: Call) -> list[int]:
-        same = mine.group, mine.members, mine.number
-        came = {
-            other
-            for other in mine.members
-            for call in calls.get(other, ())
-            if (call.group, call.members, call.number) == same
-        }
-        return [other for other in mine.members if other not in came and other in stuck]
-
-    for start in stuck:
-        path = [start]
-        while ahead := awaited(stuck[path[-1]]):
-            if ahead[0] in path:
-                return tuple(sorted(path[path.index(ahead[0]) :]))
-            path.append(ahead[0])
-    return ()
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def add_hang(commands: argparse._SubParsersAction) -> None:
@@ -141,7 +129,7 @@ def _main(chosen: argparse.Namespace) -> int:
     calls = read(chosen.folder)
     members = {rank for mine in calls.values() for call in mine for rank in call.members}
     if silent := sorted(members - set(calls)):
-        print(f"{_named(silent)} left no record: dead, or stuck where Python cannot run")
+        print(f"{blame.listed(silent)} left no record: dead, or stuck where Python cannot run")
     none = "no collective lacks a rank: look at sends and at GPUs with torchfrtrace, else at links"
     print(*explain(calls) or [none], sep="\n")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,13 @@ from shardlab.common import show
 Line = dict[str, Any]
 
 
-def lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of a file of JSON lines; the last one may be cut short by a kill.
-
-    Raises ValueError, which names file and line, for what is no object in JSON.
-    """
+def lines(path: Path) -> list[Line]:
+    """Return what a file of JSON lines holds; the last one may be cut short by a kill."""
     text = path.read_text("utf-8", errors="replace")
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}, line {number}: allowed are objects in JSON")
-        yield found
+    try:
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path}: allowed are lines of JSON ({error})") from None
 
 
 def report(folder: str | Path) -> Figure:

@@ -61,107 +61,79 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
         processes = top.children(recursive=True) if top else list(psutil.process_iter())
     except (psutil.NoSuchProcess, OverflowError):
         raise ValueError(f"pid={launcher}: allowed are processes that run here") from None
-    found: dict[bool, dict[int, int]] = {True: {}, False: {}}  # whether by RANK: rank -> process
-    ranked: dict[int, tuple[bool, int]] = {}  # process -> how it is known as a rank, and which
-    mine = os.environ.get("SLURM_STEP_ID")  # the step of whoever watches
+    by_rank: dict[int, tuple[int, int]] = {}  # process -> its parent, and its number by RANK
+    by_slurm: dict[int, tuple[int, int]] = {}
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
         with suppress(psutil.Error):  # ended meanwhile, or somebody else's
             environment, parent = process.environ(), process.ppid()
-            rank, named = rank_of(environment), "RANK" in environment
-            if top is None and environment.get("SLURM_JOB_ID") != str(job):
+            rank, step = rank_of(environment), environment.get("SLURM_STEP_ID", "")
+            if rank is None or (not top and environment.get("SLURM_JOB_ID") != str(job)):
                 continue
-            if rank is None or (not named and mine and environment.get("SLURM_STEP_ID") == mine):
-                continue
-            ranked[process.pid] = named, rank
-            if ranked.get(parent) != (named, rank):
-                found[named].setdefault(rank, process.pid)
-    ranks = found[True] or found[False]
-    if top and not ranks:
+            if "RANK" in environment:
+                by_rank[process.pid] = parent, rank
+            elif not step or step != os.environ.get("SLURM_STEP_ID"):  # that of whoever watches
+                by_slurm[process.pid] = parent, rank
+    ranked, found = by_rank or by_slurm, {}
+    for pid, (parent, rank) in ranked.items():
+        if ranked.get(parent, (0, None))[1] != rank:
+            found.setdefault(rank, pid)
+    if top and not found:
         own = top.environ().get("RANK", "")
         return {int(own) if own.isdigit() else 0: top.pid}
-    return dict(sorted(ranks.items()))
+    return dict(sorted(found.items()))
 
 
-class Sampler:
-    """Reads what ranks use, in a `with` statement."""
-
-    def __init__(self, pids: Mapping[int, int]):
-        self.node, self._nvml = platform.node(), _nvml()
-        self._ranks: dict[int, tuple[psutil.Process, Any]] = {}
-        for rank, pid in pids.items():
-            process = psutil.Process(pid)
-            process.cpu_percent()  # the first answer is 0: later ones are since the one before
-            self._ranks[rank] = process, self._device(process.environ())
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._nvml:
-            self._nvml.nvmlShutdown()
-
-    def read(self) -> list[Line]:
-        """A line for each rank that still runs, and one for the machine."""
-        now, lines = time.time(), []
-        for rank, (process, device) in list(self._ranks.items()):
-            try:
-                with process.oneshot():
-                    if process.status() == psutil.STATUS_ZOMBIE:
-                        raise psutil.NoSuchProcess(process.pid)
-                    line = {
-                        "cpu_percent": process.cpu_percent(),  # of one core
-                        "memory_bytes": process.memory_info().rss,
-                        "threads": process.num_threads(),
-                    }
-            except psutil.Error:
-                del self._ranks[rank]
-                continue
-            who = {"time": now, "node": self.node, "rank": rank, "pid": process.pid}
-            lines.append(who | line | ({} if device is None else {"gpu": self._gpu(device)}))
-        network = psutil.net_io_counters()
-        wire = {"sent_bytes": network.bytes_sent, "received_bytes": network.bytes_recv}
-        return [*lines, {"time": now, "node": self.node} | wire]
-
-    def _device(self, environment: Mapping[str, str]) -> Any:
-        """NVML's handle of a rank's GPU, or None: CUDA numbers those that the rank may see."""
-        if not self._nvml:
-            return None
-        count = self._nvml.nvmlDeviceGetCount()
-        listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-        visible = [name.strip() for name in listed.split(",") if name.strip()]
-        if not visible:
-            return None
-        name = visible[local_rank_of(environment) % len(visible)]
-        try:
-            if name.isdigit():
-                return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
-            return self._nvml.nvmlDeviceGetHandleByUUID(name)
-        except self._nvml.NVMLError:
-            return None
-
-    def _gpu(self, device: Any) -> Line:
-        """What NVML says of a GPU; None for what this GPU does not tell."""
-        nvml = self._nvml
-
-        def ask(question: str, *more: Any) -> Any:
-            try:
-                return getattr(nvml, question)(device, *more)
-            except nvml.NVMLError:
-                return None
-
-        busy, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
-        milliwatts = ask("nvmlDeviceGetPowerUsage")
-        held = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        names = [ours for bit, ours in THROTTLES.items() if held and held & getattr(nvml, bit)]
+def _use(process: psutil.Process) -> Line:
+    """Return what a process uses. Raises psutil.Error if it has ended."""
+    with process.oneshot():
+        if process.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.NoSuchProcess(process.pid)
         return {
-            "utilisation_percent": busy and busy.gpu,
-            "memory_busy_percent": busy and busy.memory,  # of time, in which it was read or written
-            "memory_bytes": memory and memory.used,
-            "memory_total_bytes": memory and memory.total,
-            "power_watts": milliwatts and milliwatts / 1000,
-            "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            "throttled": None if held is None else names,
+            "pid": process.pid,
+            "cpu_percent": process.cpu_percent(),  # of one core, since the last question
+            "memory_bytes": process.memory_info().rss,
+            "threads": process.num_threads(),
         }
+
+
+def _device(nvml: Any, environment: Mapping[str, str]) -> Any:
+    """Return NVML's handle of a rank's GPU, or None: CUDA numbers those that the rank may see."""
+    count = nvml.nvmlDeviceGetCount()
+    listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    visible = [name.strip() for name in listed.split(",") if name.strip()]
+    if not visible:
+        return None
+    name = visible[local_rank_of(environment) % len(visible)]
+    try:
+        if name.isdigit():
+            return nvml.nvmlDeviceGetHandleByIndex(int(name))
+        return nvml.nvmlDeviceGetHandleByUUID(name)
+    except nvml.NVMLError:
+        return None
+
+
+def _gpu(nvml: Any, device: Any) -> Line:
+    """Return what NVML says of a GPU; None for what this GPU does not tell."""
+
+    def ask(question: str, *more: Any) -> Any:
+        try:
+            return getattr(nvml, question)(device, *more)
+        except nvml.NVMLError:
+            return None
+
+    busy, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
+    milliwatts = ask("nvmlDeviceGetPowerUsage")
+    held = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    names = [ours for bit, ours in THROTTLES.items() if held and held & getattr(nvml, bit)]
+    return {
+        "utilisation_percent": busy and busy.gpu,
+        "memory_busy_percent": busy and busy.memory,  # of time, in which it was read or written
+        "memory_bytes": memory and memory.used,
+        "memory_total_bytes": memory and memory.total,
+        "power_watts": milliwatts and milliwatts / 1000,
+        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "throttled": None if held is None else names,
+    }
 
 
 def _nvml() -> Any:
@@ -184,15 +156,29 @@ def watch(
 
     pids: the process of each rank on this machine. every: seconds from one sample to the next.
     """
-    with Sampler(pids) as sampler:
-        path = options.folder("folder", folder) / f"samples-{sampler.node}.jsonl"
-        begin, lines = time.monotonic(), [{}, {}]
-        with path.open("a", encoding="utf-8") as file:
-            while len(lines) > 1 and (seconds is None or time.monotonic() - begin < seconds):
-                time.sleep(every)
-                lines = sampler.read()
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-                file.flush()
+    nvml, node, ranks = _nvml(), platform.node(), {}
+    for rank, pid in pids.items():
+        process = psutil.Process(pid)
+        process.cpu_percent()  # the first answer is 0: later ones are since the one before
+        ranks[rank] = process, _device(nvml, process.environ()) if nvml else None
+    path = options.folder("folder", folder) / f"samples-{node}.jsonl"
+    begin = time.monotonic()
+    with path.open("a", encoding="utf-8") as file:
+        while ranks and (seconds is None or time.monotonic() - begin < seconds):
+            time.sleep(every)
+            network, now = psutil.net_io_counters(), {"time": time.time(), "node": node}
+            wire = {"sent_bytes": network.bytes_sent, "received_bytes": network.bytes_recv}
+            lines = [now | wire]
+            for rank, (process, device) in list(ranks.items()):
+                try:
+                    lines.append(now | {"rank": rank} | _use(process))
+                except psutil.Error:
+                    del ranks[rank]
+                    continue
+                if device is not None:
+                    lines[-1]["gpu"] = _gpu(nvml, device)
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
     return path
 
 

@@ -40,25 +40,21 @@ class Arrival:
     late: float  # median seconds after the first rank
     last: float  # share of the collectives at which it came last
     moments: tuple[float, ...]  # seconds after the first rank, for each collective
-    timed: bool = False  # told by durations on the GPU, else by when the hosts queued
 
 
 def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
     """How late each rank comes to what all ranks call, in rank order.
 
-    Takes the group with the most calls of which all ranks are members, and of these the ones that
-    every rank has timed, where there are any. Raises ValueError with fewer than LEAST of them.
+    Takes the collectives of which all ranks are members, and of these the ones that every rank has
+    timed, where there are any. Raises ValueError with fewer than LEAST of them.
     """
     everyone = tuple(sorted(calls))
-    common: dict[str, list[dict[int, Call]]] = {}
-    for group in {call.group for mine in calls.values() for call in mine}:
-        numbered = {
-            rank: {c.number: c for c in mine if c.group == group and c.members == everyone}
-            for rank, mine in calls.items()
-        }
-        numbers = set.intersection(*(set(mine) for mine in numbered.values()))
-        common[group] = [{r: numbered[r][n] for r in everyone} for n in sorted(numbers)]
-    taken = max(common.values(), key=len, default=[])
+    by_number: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, mine in calls.items():
+        for call in mine:
+            if call.members == everyone:
+                by_number.setdefault((call.group, call.number), {})[rank] = call
+    taken = [step for step in by_number.values() if len(step) == len(everyone)]
     timed = [step for step in taken if all(c.duration is not None for c in step.values())]
     # Timed ones end together: the shorter, the later it began.
     steps = [{r: -c.duration for r, c in step.items()} for step in timed]
@@ -71,7 +67,7 @@ def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
     for rank in everyone:
         late = tuple(step[rank] - min(step.values()) for step in steps)
         last = sum(step[rank] == max(step.values()) for step in steps) / len(steps)
-        found.append(Arrival(rank, median(late), last, late, bool(timed)))
+        found.append(Arrival(rank, median(late), last, late))
     return found
 
 

@@ -1,8 +1,6 @@
 """A small Slurm of a few nodes on this machine: for trying batch files, and for tests.
 
-    python -m shardlab cluster up                      # two nodes, 4 CPUs and 2 pretended GPUs each
-    python -m shardlab cluster up --nodes 3 --cpus 8 --gpus 0 --folder ~/box
-    eval "$(python -m shardlab cluster up)"            # and this shell's sbatch means this Slurm
+    eval "$(python -m shardlab cluster up)"  # two nodes of 2 GPUs and 4 CPUs (or so many: --cpus)
     python -m shardlab cluster status
     python -m shardlab cluster down
 
@@ -31,7 +29,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,12 +41,8 @@ from shardtools import options
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 FOLDER = "~/.cache/shardlab/slurm"
-NUMBERS = {
-    "nodes": "how many (2)",
-    "cpus": "that each node says it has (4)",
-    "gpus": "that each node pretends to have (2)",
-}
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel")
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 # A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 # A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
@@ -83,7 +77,8 @@ GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
-_WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf", "daemons")  # and log
+_WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf")  # and log
+START = 60.0  # seconds that it may take to start
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a running child let go
 
 
@@ -133,43 +128,75 @@ def version() -> str:
     return f"Slurm {said.split()[-1]}"
 
 
+def processes(folder: Path) -> list[psutil.Process]:
+    """Return the processes of the Slurm in `folder`, and those of its jobs."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
+            if process.info["name"].startswith(("munged", "slurm")):
+                ours = process.cwd() == str(folder)  # titles have overwritten their environment
+            else:
+                own = process.environ()
+                ours = "SLURM_JOB_ID" in own and own.get("SLURM_CONF") == f"{folder}/slurm.conf"
+            if ours:
+                found.append(process)
+    return found
+
+
+def of_jobs(folder: Path) -> list[psutil.Process]:
+    """Return the processes of jobs of the Slurm in `folder`, Slurm's own starters among them."""
+    return [one for one in processes(folder) if not one.info["name"].startswith(DAEMONS)]
+
+
 def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Box:
     """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
 
-    It outlives this process: `stop(folder)` ends it. Raises ValueError for bad numbers and for a
-    folder where a Slurm runs or other files lie, SlurmError where Slurm is missing or does not
-    start.
+    It outlives this process: `stop(folder)` ends it. Raises ValueError for a bad number, and for a
+    folder where a Slurm runs or other files lie, SlurmError where Slurm is missing or fails.
     """
     check_whole(1, PROCESSES, nodes=nodes)
     check_whole(cpus=cpus)
-    check_whole(0, len(DEVICES), gpus=gpus)
-    box = Box(_check_folder(folder))
+    folder = Path(folder).expanduser().resolve()
+    allowed = ""
+    if not re.fullmatch(r"(?a:[\w/.+-]{1,90})", str(folder)):  # a socket's name has at most 107
+        allowed = "up to 90 letters, digits and /._-+"
+    elif processes(folder):
+        allowed = "another folder, or `cluster down` first: a Slurm runs there"
+    elif folder.is_dir() and not {path.name for path in folder.iterdir()} <= {"log", *_WRITTEN}:
+        allowed = "an empty folder or a new one"
+    if allowed:
+        raise ValueError(f"folder={str(folder)!r}: allowed: {allowed}")
     if absent := missing():
         command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
         raise SlurmError(f"Slurm is not here: no {', '.join(absent)}. To install:\n    {command}")
-    options.folder("folder", box.folder)
+    options.folder("folder", folder)
+    stop(folder)  # what one left that did not end by `stop`
     try:
-        _end(box.folder)  # what one left that did not end by `stop`
-        _configure(box.folder, nodes, cpus, gpus)
-        _launch(box, nodes)
+        _configure(folder, nodes, cpus, gpus)
+        _launch(Box(folder), nodes)
     except BaseException:
-        _end(box.folder)
+        stop(folder)
         raise
-    return box
-
-
-def find(folder: str | Path) -> Box | None:
-    """Return the Slurm of which a daemon runs in `folder`, or None."""
-    folder = Path(folder).expanduser().resolve()
-    return Box(folder) if daemons(folder) else None
+    return Box(folder)
 
 
 def stop(folder: str | Path) -> bool:
     """End the Slurm in `folder` with all its jobs, and return whether one ran. Logs stay."""
-    box = find(folder)
-    if box:
-        _end(box.folder)
-    return box is not None
+    folder = Path(folder).expanduser().resolve()
+    ran = bool(processes(folder))
+    for how in ("terminate", "kill", "kill"):  # twice: a step may have begun meanwhile
+        for process in processes(folder):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, how)()
+        until = time.monotonic() + 2
+        while processes(folder) and time.monotonic() < until:
+            time.sleep(0.05)
+    for path in (folder / name for name in _WRITTEN):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return ran
 
 
 @contextlib.contextmanager
@@ -180,21 +207,6 @@ def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iter
         yield box
     finally:
         stop(box.folder)
-
-
-def _check_folder(given: str | Path) -> Path:
-    """Return the folder; ValueError where Slurm could not use it, or should not."""
-    folder = Path(given).expanduser().resolve()
-    allowed = ""
-    if not re.fullmatch(r"(?a:[\w/.+-]{1,90})", str(folder)):  # a socket's name has at most 107
-        allowed = "up to 90 letters, digits and /._-+"
-    elif find(folder):
-        allowed = "another folder, or `cluster down` first: a Slurm runs there"
-    elif folder.is_dir() and not {path.name for path in folder.iterdir()} <= {"log", *_WRITTEN}:
-        allowed = "an empty folder or a new one"
-    if allowed:
-        raise ValueError(f"folder={str(folder)!r}: allowed: {allowed}")
-    return folder
 
 
 def _configure(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
@@ -220,101 +232,39 @@ def _configure(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
 
 def _launch(box: Box, nodes: int) -> None:
     """Start the daemons, and wait until every node takes jobs."""
-    started: dict[str, subprocess.Popen[bytes]] = {}
     munge = box.folder / "munge"
-
-    def launch(name: str, *command: str) -> None:
-        with open(box.folder / f"log/{name}.out", "wb") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            process = subprocess.Popen(
-                command, cwd=box.folder, env=box.environment, start_new_session=True, **streams
-            )
-        _CHILDREN.append(process)
-        started[name] = process
-        with open(box.folder / "daemons", "a") as noted:  # a number may be another's tomorrow
-            noted.write(f"{process.pid} {psutil.Process(process.pid).create_time()!r}\n")
-
-    def wait(ready: Callable[[], bool], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            for name, process in started.items():
-                if process.poll() is not None:
-                    said = (box.folder / f"log/{name}.out").read_text(errors="replace")
-                    raise SlurmError(f"Slurm did not start. {name} has ended: {said[-300:]}")
-            if time.monotonic() > end:
-                raise SlurmError(f"Slurm did not start in {seconds:g} s. See {box.folder}/log")
-            time.sleep(0.05)
-
-    def all_idle() -> bool:
-        with contextlib.suppress(SlurmError):
-            return box.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle"] * nodes
-        return False
-
     files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed")]
-    socket_ = munge / "socket"
-    launch("munged", "munged", "--foreground", "--force", f"--socket={socket_}", *files)
-    wait(socket_.exists)
-    launch("slurmctld", "slurmctld", "-D")
-    for n in range(1, nodes + 1):
-        launch(f"slurmd-node{n}", "slurmd", "-D", "-N", f"node{n}")
-    wait(all_idle)
-
-
-def daemons(folder: Path) -> list[psutil.Process]:
-    """Return the daemons that run, of the Slurm that was started in `folder`."""
-    noted, found = folder / "daemons", []
-    for line in noted.read_text().splitlines() if noted.exists() else ():
-        pid, born = line.split()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(pid))
-            if process.create_time() == float(born) and is_running(process):
-                found.append(process)
-    return found
-
-
-def of_jobs(folder: Path) -> list[psutil.Process]:
-    """Return the processes of jobs of the Slurm in `folder`, Slurm's own starters among them."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
-            if process.name().startswith("slurmstepd"):  # its title has overwritten its environment
-                ours = process.cwd() == str(folder)
-            else:
-                own = process.environ()
-                ours = "SLURM_JOB_ID" in own and own.get("SLURM_CONF") == f"{folder}/slurm.conf"
-            if ours:
-                found.append(process)
-    return found
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Return True unless the process has ended, also if its parent has not asked about it yet."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _end(folder: Path) -> None:
-    """End jobs and daemons: SIGTERM, SIGKILL after 2 s. Remove all but the logs."""
-    for how in ("terminate", "kill", "kill"):  # twice: a step may have begun meanwhile
-        left, until = [*of_jobs(folder), *daemons(folder)], time.monotonic() + 2
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                getattr(process, how)()
-        while any(map(is_running, left)) and time.monotonic() < until:
-            time.sleep(0.02)
-    for path in (folder / name for name in _WRITTEN):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    commands = {
+        "munged": ["munged", "--foreground", "--force", f"--socket={munge}/socket", *files],
+        "slurmctld": ["slurmctld", "-D"],
+        **{f"slurmd-node{n}": ["slurmd", "-D", "-N", f"node{n}"] for n in range(1, nodes + 1)},
+    }
+    end, started = time.monotonic() + START, {}
+    for name, command in commands.items():
+        with open(box.folder / f"log/{name}.out", "wb") as log:
+            how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            how |= {"cwd": box.folder, "env": box.environment, "start_new_session": True}
+            started[name] = subprocess.Popen(command, **how)
+            _CHILDREN.append(started[name])
+        while not (munge / "socket").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    while time.monotonic() < end:
+        for name, process in started.items():
+            if process.poll() is not None:
+                said = (box.folder / f"log/{name}.out").read_text(errors="replace")
+                raise SlurmError(f"Slurm did not start. {name} has ended: {said[-300:]}")
+        with contextlib.suppress(SlurmError):
+            if box.run(["sinfo", "-h", "-N", "-o", "%T"]).stdout.split() == ["idle"] * nodes:
+                return
+        time.sleep(0.05)
+    raise SlurmError(f"Slurm did not start in {START:g} s. See {box.folder}/log")
 
 
 def _add(name: str, commands: argparse._SubParsersAction) -> None:
     parser = options.command(commands, name, __doc__)
     options.add(parser, "folder", f"where everything of it lies ({FOLDER})", "DIR")
-    for number, words in NUMBERS.items() if name == "up" else ():
-        options.add(parser, number, words, "N", int)
+    if name == "up":
+        options.add(parser, "cpus", "that each node says it has (4)", "N", int)
     parser.set_defaults(command=partial(_main, name))
 
 
@@ -322,22 +272,21 @@ add_up, add_status, add_down = (partial(_add, name) for name in ("up", "status",
 
 
 def _main(name: str, chosen: argparse.Namespace) -> int:
-    folder = options.place("folder", FOLDER if chosen.folder is None else chosen.folder)
+    given = FOLDER if chosen.folder is None else chosen.folder
+    folder = options.place("folder", given).expanduser().resolve()
     try:
-        box = find(folder)
-        if name == "up":
-            given = {n: value for n in NUMBERS if (value := getattr(chosen, n)) is not None}
-            box = start(folder, **given) if given or not box else box
-        elif name == "down" and stop(folder):
+        if name == "down" and stop(folder):
             print(f"Slurm has ended, and all its jobs; logs are in {folder}/log.")
             return 0
-        if not box:
+        if name == "up" and (chosen.cpus is not None or not processes(folder)):
+            start(folder, cpus=4 if chosen.cpus is None else chosen.cpus)
+        if not processes(folder):
             print(f"No Slurm runs in {folder}.")
             return int(name == "status")
         print("# A Slurm runs. Its commands need:")
-        print(f"export SLURM_CONF={shlex.quote(f'{box.folder}/slurm.conf')}")
+        print(f"export SLURM_CONF={shlex.quote(f'{folder}/slurm.conf')}")
         for command in ("sinfo", "squeue") if name == "status" else ():
-            print(box.run([command]).stdout, end="")
+            print(Box(folder).run([command]).stdout, end="")
     except SlurmError as error:
         print(f"python -m shardlab cluster: {error}", file=sys.stderr)
         return 1

@@ -65,20 +65,6 @@ def offline() -> Iterator[None]:
             transformers.logging.set_verbosity(verbosity)
 
 
-@contextmanager
-def reads() -> Iterator[set[str]]:
-    """Collect the names of the settings that are asked for meanwhile, of any configuration."""
-    names: set[str] = set()
-    plain = PreTrainedConfig.__getattribute__
-
-    def asked(self: PreTrainedConfig, key: str) -> Any:
-        names.add(key)
-        return plain(self, key)
-
-    with mock.patch.object(PreTrainedConfig, "__getattribute__", asked):
-        yield names
-
-
 def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
     """The model on meta: the one that AutoModelForCausalLM makes of it, else the image-text one."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):

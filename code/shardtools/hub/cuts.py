@@ -147,8 +147,9 @@ def _units(by: str, traced: Traced | None, size: int) -> int:
         return size
     if not traced or not traced.mixed:
         return 0
-    heads, kv_heads = traced.mixed[0].heads, traced.mixed[0].kv_heads
-    return {"heads": heads, "kv_heads": kv_heads, "both": gcd(heads, kv_heads)}[by]
+    core, _ = traced.mixed[0]
+    both = gcd(core.heads, core.kv_heads)
+    return {"heads": core.heads, "kv_heads": core.kv_heads, "both": both}[by]
 
 
 def network(entries: tuple[Entry, ...], expert: bool) -> tuple[int, int, bool] | None:

@@ -1,24 +1,28 @@
-"""Everything that a `Structure` needs, from transformers' model on meta.
+"""The `Structure` of transformers' model on meta.
 
 Loads torch and transformers.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import replace
+from math import prod
 from typing import Any
 
-import transformers
 from torch import nn
 
-from .build import build, configured, offline, reads
+from shardlab.layout.entries import COPIED, Entry
+from shardlab.layout.structure import Core, Kind, Routed, Structure
+
+from . import cuts
+from .build import build, configured, offline
 from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, stacks
 from .plugs import PLUGGED, registered
 from .trace import TOKENS, Traced, traced
 
+SEQ = 8192  # tokens, where a file names no longest sequence
 # Keys that say how large a model is, or what is shared: named where a file leaves them open.
 SIZES = re.compile(
     r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
@@ -29,32 +33,9 @@ SIZES = re.compile(
 
 # What files call the modules that predict further tokens, which transformers' classes leave out.
 FURTHER = "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"
-# Keys that are sizes of weights, if a class reads them.
-UNREAD = re.compile(
-    r"^(vocab_size|d_model|n_(embd|layer|head|inner)|first_k_dense_replace|.*(hidden|intermediate)_size"
-    r"|.*head_dim|.*lora_rank|.*num_.*(layers|heads|experts?|per_tok\w*)|.*experts?_(dim|width))$"
-)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A model on meta, described."""
-
-    model_type: str
-    name: str  # of its class
-    total: int  # parameters
-    hidden: int
-    vocab: int
-    seq: int  # its longest sequence; 0: its file names none
-    tied: bool
-    order: list[int]  # the kind of each layer
-    kinds: list[tuple[Alike, Traced | None]]
-    outside: list[Tensor]
-    assumed: list[str]
-    unplanned: str
-
-
-def facts(given: dict[str, Any], trace: bool = True) -> Facts:
+def structure(given: dict[str, Any], trace: bool = True) -> Structure:
     """Describe the model of a config.json; trace: follow what its layers compute and keep.
 
     Raises ValueError, in one line, for a model that transformers or this package does not know.
@@ -63,8 +44,7 @@ def facts(given: dict[str, Any], trace: bool = True) -> Facts:
     try:
         with offline(), registered():
             config = configured(given)
-            with reads() as read:
-                return _facts(given, config, trace, read)
+            return _structure(given, config, trace)
     except ValueError as error:
         raise ValueError(_line(error)) from error
     except Exception as error:
@@ -76,45 +56,127 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _facts(given: dict[str, Any], config: Any, trace: bool, read: set[str]) -> Facts:
-    """read: the settings that were asked for so far, which grows."""
+def _structure(given: dict[str, Any], config: Any, trace: bool) -> Structure:
     model, unplanned = _built(config)
     layers, outside = split(model)
     text = model.config.get_text_config()
-    tokens = min(_longest(text) or TOKENS, TOKENS)
-    modules = list(stacks(model)[main_stack(model)]) if layers else []
+    unplanned = unplanned or ("" if trace else "its layers were not followed")
     seen: list[Traced | None] = [None] * len(layers)
-    if trace and not unplanned:
+    if not unplanned:
         try:
-            own = [settings(module) for module in modules]
+            own = [settings(module) for module in stacks(model).get(main_stack(model), ())]
+            tokens = min(_longest(text) or TOKENS, TOKENS)
             seen = list(traced(model, list(zip(layers, own, strict=True)), tokens))
         except Exception:  # what torch says of its kernels helps nobody
             unplanned = "its layers read numbers, and a model without weights has none"
-    elif not unplanned:
-        unplanned = "its layers were not followed"
+    unplanned = unplanned or _unlike(model)
+    kinds, names, whole = {}, [], []
     found = list(zip(layers, seen, strict=True))
-    for layer, one in found:
+    for layer, one in dict.fromkeys(found):
         if one and one.chosen and set(one.chosen) != {layer.chosen}:
             said = f"through {one.chosen[0]} experts, and its file says {layer.chosen}"
             raise ValueError(f"{layer.module}: a token goes {said}")
-    kinds = list(dict.fromkeys(found))
-    vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
-    ends = _ends(model, outside)
-    experts = any(layer.experts for layer, _ in kinds)
-    return Facts(
-        model_type=given["model_type"],
-        name=type(model).__name__,
-        total=sum(p.numel() for p in model.parameters()),
-        hidden=int(setting(text, "hidden_size") or hidden),
-        vocab=vocab,
-        seq=_longest(text),
-        tied=any(t.tied for t in ends),
-        order=[kinds.index(kind) for kind in found],
-        kinds=kinds,
-        outside=ends,
-        assumed=[*_assumed(given, config, model, experts), *_unread(given, config, model, read)],
-        unplanned=unplanned or _unlike(model),
+        whole += (odd := cuts.unknown(layer, one))
+        kind, why = _kind(layer, one, odd)
+        names.append(kind.name)
+        kinds[layer, one] = replace(kind, name=f"{kind.name} {names.count(kind.name)}")
+        unplanned = unplanned or why
+    order = [list(kinds).index(one) for one in found]
+    kinds = [
+        replace(kind, name=name) if names.count(name) == 1 else kind
+        for kind, name in zip(kinds.values(), names, strict=True)
+    ]
+    outside = _ends(model, outside)
+    last = len(outside) - 1
+    ends = tuple(
+        replace(cuts.outside(tensor, n == 0, n == last and last > 0), table=tensor.table)
+        for n, tensor in enumerate(outside)
     )
+    vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
+    seq, experts = _longest(text), any(layer.experts for layer in layers)
+    words = [] if seq else [f"no longest sequence is given: {SEQ} tokens"]
+    assumed = _assumed(given, config, model, experts)
+    made = Structure(
+        int(setting(text, "hidden_size") or hidden), vocab, seq or SEQ, _told_apart(kinds),
+        tuple(order), ends, any(t.tied for t in outside), given["model_type"],
+        (*assumed, *words, *cuts.said(whole)), unplanned,
+    )  # fmt: skip
+    total = sum(p.numel() for p in model.parameters())
+    if made.total != total:
+        words = f"its layers and ends have {made.total:,} parameters, its class {total:,}"
+        raise ValueError(f"{type(model).__name__}: {words}")
+    return made
+
+
+def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[Kind, str]:
+    """A kind of layer, with `whole` tensors of `unknown`; and why it cannot be planned, or ""."""
+    entries = tuple(
+        replace(cuts.inside(tensor, traced), table=tensor.table) for tensor in layer.tensors
+    )
+    core, why = _core(traced, layer.module)
+    plain, own = cuts.network(entries, False), cuts.network(entries, True)
+    odd = {e.name for e in entries if e.kind == "ffn"} & {tensor.name for tensor in whole}
+    if not why and (plain is None or own is None or odd):
+        why = f"the network of {layer.module} has matrices whose place is not known"
+    width, _, gated = plain or (0, 0, True)
+    routed = None
+    if layer.experts:
+        wide, inputs, twice = own or (0, 0, True)
+        routed = Routed(layer.experts, layer.chosen, wide, inputs)
+        gated = twice if not width else gated
+        if not why and width and twice != gated:
+            why = f"of the networks of {layer.module} some have gates and some have none"
+    kept = {part: round(getattr(traced, part, 0)) for part in ("stream", "latent", "heads")}
+    if traced and not why:
+        why = _unexplained(layer, traced, entries, core)
+    pattern = layer.pattern.removesuffix("_attention")
+    words = pattern, "experts" if routed else "dense" if width and pattern != "mlp" else ""
+    name = ", ".join(filter(None, words)) or "layer"
+    return Kind(name, entries, core, width, gated, routed, **kept), why
+
+
+def _core(traced: Traced | None, module: str) -> tuple[Core | None, str]:
+    """What mixes the tokens, and why that is not known."""
+    if not traced or not traced.mixed:
+        return None, ""
+    if (many := len(traced.mixed)) > 1:
+        return None, f"{module} has {many} attentions in a layer"
+    ((core, unknown),) = traced.mixed
+    return core, f"{module} has {unknown}" if unknown else ""
+
+
+def _unexplained(
+    layer: Alike, traced: Traced, entries: tuple[Entry, ...], core: Core | None
+) -> str:
+    """Why what a layer computes is not what its matrices and its core explain."""
+    if core is None and any(entry.kind == "attention" for entry in entries):
+        return f"{layer.module} mixes tokens in a way that is not known"
+    if layer.module.startswith("Llama4"):  # whose script sends each token through all experts
+        return ""
+    known = 2 * sum(
+        prod(e.shape) * (1 if e.expert is None else layer.chosen)
+        for e in entries
+        if len(e.shape) > 1 and not e.name.endswith("bias")
+    )
+    more = traced.products - known
+    if abs(more) > 1e-3 * known:
+        return f"{layer.module} computes {more:.3g} operations a token that no matrix explains"
+    return ""
+
+
+def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
+    """With other words for what is cut, where it is another number in another kind of layer."""
+    units: dict[str, int] = {}
+    found = []
+    for kind in kinds:
+        entries = []
+        for entry in kind.entries:
+            along, many = entry.along, entry.units
+            if along and many and along != COPIED and units.setdefault(along, many) != many:
+                entry = replace(entry, along=f"{along} ({kind.name})")
+            entries.append(entry)
+        found.append(replace(kind, entries=tuple(entries)))
+    return tuple(found)
 
 
 def _built(config: Any) -> tuple[nn.Module, str]:
@@ -147,7 +209,7 @@ def _unlike(model: nn.Module) -> str:
 
 
 def _assumed(given: dict[str, Any], config: Any, model: nn.Module, experts: bool) -> list[str]:
-    """What the file left open, and what of it was not read."""
+    """What the file left open."""
     text = config.get_text_config()
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
@@ -178,34 +240,6 @@ def _assumed(given: dict[str, Any], config: Any, model: nn.Module, experts: bool
                 words = "layers that predict further tokens are not counted"
                 found.append(f"{key}={many}: {words}")
     return found
-
-
-def _unread(given: dict[str, Any], config: Any, model: nn.Module, read: set[str]) -> list[str]:
-    """Name what the file says and its class does not read.
-
-    read: settings that were asked for while the model was built and followed. What the class
-    declares, or its own code names, is taken as read. Raises ValueError where a size is not read,
-    unless one that is read has the same value: then the model may be another one.
-    """
-    parts = [(given, config)]
-    parts += [(given[k], getattr(config, k)) for k in config.sub_configs if k in given]
-    found, sizes, known = [], [], {"model_type", *FURTHER}
-    for part, own in (pair for pair in parts if isinstance(pair[0], dict)):
-        code = inspect.getsource(type(own))
-        known |= {f.name for f in fields(own)} | {*own.attribute_map, *own.attribute_map.values()}
-        left = [k for k in part if k in vars(own) and k not in known | read]
-        left = [k for k in left if not re.search(rf"""(["']|self\.){re.escape(k)}\b""", code)]
-        seen = [value for k, value in part.items() if k not in left] + [0, 1, -1]
-        sizes += [
-            k for k in left if UNREAD.search(k) and isinstance(part[k], int) and part[k] not in seen
-        ]
-        found += left
-    words = f"not read by {type(model).__name__}: {', '.join(sorted(found))}"
-    if sizes:
-        value = next(part[sizes[0]] for part, _ in parts if sizes[0] in part)
-        version = f"transformers {transformers.__version__}"
-        raise ValueError(f"{sizes[0]}={value}: a size that {version} does not know; {words}")
-    return [words] if found else []
 
 
 def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:

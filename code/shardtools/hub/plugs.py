@@ -1,9 +1,10 @@
 """What stands in for the parts of a model whose cost its eager code does not show.
 
 transformers lets attention, masks and experts be replaced by name; norms and rotations are replaced
-where they stand. Each computes nothing, and keeps for backward what a fused kernel keeps. Without
-them a count on meta is wrong, and silently: attention has no causal half and no window, and keeps
-all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9 operations a token are theirs).
+where they stand. Each computes nothing, and keeps for backward what a fused kernel keeps; no
+backward is ever run. Without them a count on meta is wrong, and silently: attention has no causal
+half and no window, and keeps all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9
+operations a token are theirs).
 
 Loads torch and transformers, and changes the latter within `registered` and `plugged` alone.
 """
@@ -14,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -25,42 +26,24 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from shardlab.layout.structure import Core
+
 NAME = "shardlab"
 PLUGGED = {"attn_implementation": NAME, "experts_implementation": NAME}
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Which keys a query sees: those of a window, or of its chunk, or all before it."""
-
-    window: int | None = None
-    chunk: int | None = None
-    unknown: str = ""  # why that is not known
+# Which keys a query sees: a window's size or a chunk's, or neither; and why that is not known.
+Seen = tuple[int | None, int | None, str]
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """A call of attention: a layer's core."""
-
-    heads: int
-    kv_heads: int
-    query: int
-    value: int
-    seen: Seen
-
-
+@dataclass
 class Calls:
-    """What was called since `clear`."""
+    """What a layer called."""
 
-    def __init__(self) -> None:
-        self.masks: dict[int, tuple[Tensor, Seen]] = {}  # by storage; kept, so that none is reused
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the calls, not the masks, which all layers share."""
-        self.mixed: list[Mixed] = []
-        self.chosen: list[int] = []
-        self.experts: set[str] = set()
+    mixed: list[tuple[Core, str]] = field(default_factory=list)  # and why a core is not known
+    chosen: list[int] = field(default_factory=list)
+    # By storage, and kept so that none is used again. All layers share them.
+    masks: dict[int, tuple[Tensor, Seen]] = field(default_factory=dict)
 
 
 calls = Calls()
@@ -78,10 +61,6 @@ class _Core(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError
-
 
 def _attention(
     module: nn.Module,
@@ -92,14 +71,14 @@ def _attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    seen = Seen(window=sliding_window)
+    window, chunk, unknown = sliding_window, None, ""
     if isinstance(attention_mask, Tensor):
-        unknown = Seen(unknown="a mask of its own making")
-        seen = calls.masks.get(_storage(attention_mask), (None, unknown))[1]
+        strange = None, (None, None, "a mask of its own making")
+        window, chunk, unknown = calls.masks.get(storage(attention_mask), strange)[1]
     elif attention_mask is None and not more.get("is_causal", getattr(module, "is_causal", True)):
-        seen = Seen(unknown="attention in both directions")
-    heads = query.shape[1], key.shape[1]
-    calls.mixed.append(Mixed(*heads, query.shape[-1], value.shape[-1], seen))
+        window, unknown = None, "attention in both directions"
+    sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
+    calls.mixed.append((Core(*sizes, window=window, chunk=chunk), unknown))
     return _Core.apply(query, key, value), None
 
 
@@ -112,7 +91,7 @@ def _mask(
     **more: Any,
 ) -> Tensor:
     mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    calls.masks[_storage(mask)] = mask, _seen(mask_function, local_size)
+    calls.masks[storage(mask)] = mask, _seen(mask_function, local_size)
     return mask
 
 
@@ -125,20 +104,21 @@ def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
             found = torch.as_tensor(function(zero, zero, torch.tensor([row]), keys))  # type: ignore
             found = found.expand(len(keys)).nonzero()[:, 0]
         except Exception as error:
-            return Seen(unknown=f"a mask that cannot be asked ({type(error).__name__})")
+            return None, None, f"a mask that cannot be asked ({type(error).__name__})"
         first, last = int(found[0]), int(found[-1])
     if last != row or len(found) != last - first + 1:
-        return Seen(unknown="a mask that is not causal")
+        return None, None, "a mask that is not causal"
     if first == 0:
-        return Seen()
+        return None, None, ""
     if size and first == row - size + 1:
-        return Seen(window=size)
+        return size, None, ""
     if size and first == row - row % size:
-        return Seen(chunk=size)
-    return Seen(unknown="a mask of another form than window and chunk")
+        return None, size, ""
+    return None, None, "a mask of another form than window and chunk"
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Return the address of what a tensor is a view of."""
     return tensor.untyped_storage()._cdata
 
 
@@ -172,10 +152,6 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError
-
 
 class _Opaque(torch.autograd.Function):
     """A function that keeps nothing: a rotation turns gradients back by the same angles."""
@@ -185,10 +161,6 @@ class _Opaque(torch.autograd.Function):
         with torch.no_grad():
             out = function(*(g.detach() if isinstance(g, Tensor) else g for g in given), **more)
         return tuple(o.clone() for o in out) if isinstance(out, tuple) else out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise NotImplementedError
 
 
 @contextmanager
@@ -237,5 +209,4 @@ def registered() -> Iterator[None]:
         try:
             yield
         finally:
-            calls.clear()
-            calls.masks.clear()
+            calls.__init__()

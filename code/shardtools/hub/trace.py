@@ -6,17 +6,18 @@ Loads torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardlab.layout.structure import Core
+
 from .kinds import main_stack, stacks
-from .plugs import Mixed, calls, plugged
+from .plugs import calls, plugged, storage
 
 TOKENS = 4096  # of the sequence: more than a sparse attention chooses, and no multiple of its sizes
 LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
@@ -26,7 +27,7 @@ LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
 class Traced:
     """Of a layer; elements and operations are those of a token."""
 
-    mixed: tuple[Mixed, ...]
+    mixed: tuple[tuple[Core, str], ...]  # and why a core is not known
     chosen: tuple[int, ...]
     products: float  # operations, in matrix products and convolutions
     stream: float  # elements in 16 bits that it keeps, of each part; a network's follow by formula
@@ -60,7 +61,7 @@ class _Layer:
         self.mixing: set[str] = set()  # children that called attention
 
     def pack(self, tensor: Tensor) -> Tensor:
-        where = _storage(tensor)
+        where = storage(tensor)
         if where in self.own or not tensor.is_floating_point() or tensor.dtype == torch.float32:
             return tensor
         self.held.append(tensor)
@@ -79,42 +80,29 @@ class _Layer:
         one.views[at] = max(one.views.get(at, 0), many)
         return tensor
 
-    @contextmanager
-    def inside(self, layer: nn.Module) -> Iterator[None]:
-        """Follow the modules of the layer."""
-        hooks = []
+    def follow(self, layer: nn.Module) -> None:
+        """Note which modules of the layer are under way; the hooks stay, for it runs once."""
         for name, module in layer.named_modules():
             if name:
-                enter = self._enter(name)
-                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._leave(name), always_call=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+                module.register_forward_hook(leave)
 
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.path.append(name)
-            if "." not in name:
-                given = [*args, *kwargs.values()]
-                self.inputs |= {_storage(g) for g in given if isinstance(g, Tensor)}
-                self.held += [g for g in given if isinstance(g, Tensor)]
-                self.before = len(calls.mixed)
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.path.append(name)
+        if "." not in name:
+            given = [g for g in (*args, *kwargs.values()) if isinstance(g, Tensor)]
+            self.inputs |= {storage(g) for g in given}
+            self.held += given
+            self.before = len(calls.mixed)
 
-        return hook
-
-    def _leave(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            self.path.pop()
-            if LATENT.search(name) and "b_proj" not in name and isinstance(out, Tensor):
-                self.latent.add(_storage(out))
-                self.held.append(out)
-            if "." not in name and len(calls.mixed) > self.before:
-                self.mixing.add(name)
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        self.path.pop()
+        if LATENT.search(name) and "b_proj" not in name and isinstance(out, Tensor):
+            self.latent.add(storage(out))
+            self.held.append(out)
+        if "." not in name and len(calls.mixed) > self.before:
+            self.mixing.add(name)
 
     def kept(self, tokens: int) -> dict[str, float]:
         """Elements by part: those of the stream, of latents, and of what mixes tokens."""
@@ -134,7 +122,7 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
     """
     layers = list(stacks(model)[main_stack(model)])
     tensors = [*model.parameters(), *model.buffers()]
-    own = {_storage(t) for t in tensors}
+    own = {storage(t) for t in tensors}
     counter = FlopCounterMode(display=False)
     found: dict[int, Traced] = {}
 
@@ -142,12 +130,13 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
         forward = layer.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            calls.clear()
+            calls.mixed, calls.chosen = [], []
             before, seen = counter.get_total_flops(), _Layer(own)
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor):
-                    seen.inputs.add(_storage(given))
-            with seen.inside(layer), torch.autograd.graph.saved_tensors_hooks(seen.pack, _same):
+                    seen.inputs.add(storage(given))
+            seen.follow(layer)
+            with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda kept: kept):
                 out = forward(*args, **kwargs)
             products = (counter.get_total_flops() - before) / tokens
             called = tuple(calls.mixed), tuple(calls.chosen)
@@ -170,11 +159,3 @@ def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=False)
     return [found[first] for first in firsts]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

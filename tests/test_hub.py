@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardlab.layout.structure import Structure
 from shardtools import hub
@@ -133,35 +131,25 @@ NOT_COUNTED = {
 }
 
 
-TRUTH = """
-import json, pathlib, sys, torch
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-counts = {}
-for name in sys.argv[3:] or NAMES:
-    try:
-        config = CONFIG_MAPPING[name]()
-        config.save_pretrained(pathlib.Path(sys.argv[1], name))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        counts[name] = sum(p.numel() for p in model.parameters())
-    except Exception as error:
-        counts[name] = None
-print(json.dumps(counts))
-"""
-
-
 def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Path) -> None:
     """Files of classes' defaults beside their counts by transformers alone."""
-    some = [] if request.config.getoption("--whole") else SOME
-    done = subprocess.run(
-        [sys.executable, "-c", TRUTH, str(tmp_path), "", *some],
-        stdout=subprocess.PIPE, check=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-    )  # fmt: skip
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert len(counts) == (len(some) or 189)
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    from shardtools.hub.build import offline
+
+    whole = request.config.getoption("--whole")
+    counts: dict[str, int | None] = {}
+    for name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if whole else SOME:
+        try:
+            with offline(), torch.device("meta"):
+                config = configuration_auto.CONFIG_MAPPING[name]()
+                config.save_pretrained(tmp_path / name)
+                model = AutoModelForCausalLM.from_config(config)
+            counts[name] = sum(p.numel() for p in model.parameters())
+        except Exception:
+            counts[name] = None
+    assert len(counts) == (189 if whole else len(SOME))
     differ = {}
     for name, total in counts.items():
         path = tmp_path / name / "config.json"

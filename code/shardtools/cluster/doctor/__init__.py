@@ -130,7 +130,7 @@ def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[
     job = Findings([meeting.read("facts", rank) for rank in range(meeting.size)])
     if meeting.size > 1 and not checks.interfaces(job):
         gpus = {gpu["kind"] for gpu in job.of("gpu").values()} == {"cuda"}
-        own = gpus and checks.devices(job)[0] != BAD  # nccl refuses two ranks on one GPU
+        own = gpus and not checks.devices(job)[0]  # nccl refuses two ranks on one GPU
         meeting.set_step("group")
         world = group("cpu:gloo,cuda:nccl" if own else "gloo")
         part("clock", pairs.clocks, meeting, world)
@@ -156,7 +156,6 @@ def _launched(at: Place, settings: Settings) -> int:
     status = _show(settings, findings) if findings else 0
     if findings and findings.silent and (words := loopback(at)):
         print(f"doctor{words}", file=sys.stderr)
-    meeting.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # whatever still hangs in a thread of this process

@@ -1,6 +1,7 @@
 """The doctor's table: each check judges what all ranks found; beside it stands what to do.
 
-A check returns a state and its evidence. "note" is worth knowing and no fault.
+A check returns what is bad, what is worth knowing and no fault (a "note"), and what it says if
+there is neither.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardlab.common.machines import Machine
 from shardlab.ranks import blame
 
 GOOD, NOTE, BAD = "good", "note", "bad"
+UNMEASURED = "not measured"
 FRACTION = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
 # The same of a link inside a host, whose data sheet's rate takes messages of gigabytes. With nccl a
 # pair of healthy GPUs reached, by nccl-tests' sendrecv_perf: 80 GB/s with 32 MiB and 180 with 4 GiB
@@ -65,7 +67,7 @@ class Verdict:
     advice: str
 
 
-Judged = tuple[str, str]  # state and evidence
+Judged = tuple[list[str], list[str], str]  # what is bad, notes, and words for "all is good"
 Judge = Callable[[Findings], Judged]
 CHECKS: list[tuple[Judge, str, str]] = []  # in the order of the table
 
@@ -84,8 +86,11 @@ def verdicts(job: Findings) -> list[Verdict]:
     """Return all rows of the table."""
     rows = []
     for judge, part, advice in CHECKS:
-        state, found = judge(job) if job.of(part) else (NOTE, "not measured")
-        rows.append(Verdict(judge.__name__, state, found, "" if state == GOOD else advice))
+        bad, notes, good = judge(job) if job.of(part) else ([], [UNMEASURED], "")
+        state = BAD if bad else NOTE if notes else GOOD
+        needed = bad or notes not in ([], [UNMEASURED])
+        found = "; ".join(bad or notes) or good
+        rows.append(Verdict(judge.__name__, state, found, advice if needed else ""))
     return rows
 
 
@@ -94,9 +99,7 @@ def answers(job: Findings) -> Judged:
     """Every rank came back from every part."""
     bad = [f"{_at(job, rank)} stopped answering in: {step}" for rank, step in job.silent.items()]
     bad += [f"{_at(job, rank)} failed in {error}" for rank, error in job.of("error").items()]
-    if bad:
-        return BAD, "; ".join(bad)
-    return GOOD, f"{len(job.facts)} ranks on {count(job.hosts(), 'host')}"
+    return bad, [], f"{len(job.facts)} ranks on {count(job.hosts(), 'host')}"
 
 
 @check("versions", "start all ranks from one environment that all hosts see; srun --export")
@@ -108,9 +111,8 @@ def versions(job: Findings) -> Judged:
             by = grouped({rank: mine.get(name, "none") for rank, mine in part.items()})
             if len(by) > 1 and not OWN.search(name):
                 differ.append(f"{name} " + ", ".join(f"{v} on {listed(r)}" for v, r in by.items()))
-    if differ:
-        return BAD, "; ".join(differ)
-    return GOOD, ", ".join(f"{name} {value}" for name, value in next(iter(found.values())).items())
+    first = next(iter(found.values()))
+    return differ, [], ", ".join(f"{name} {value}" for name, value in first.items())
 
 
 @check(
@@ -133,13 +135,10 @@ def devices(job: Findings) -> Judged:
         elif ids and gpu["free"] < FREE * gpu["total"]:
             free = f"{size(gpu['free'])} of {size(gpu['total'])}"
             bad.append(f"{free} of the memory of {_at(job, rank)} are free")
-    if bad:
-        return BAD, "; ".join(bad)
     names = Counter(gpu["name"] for gpu in found.values())
     text = ", ".join(f"{n} × {name or 'a processor'}" for name, n in names.items())
-    if len(names) > 1:
-        return NOTE, f"{text}: every step waits for the slowest kind"
-    return GOOD, text + (", each its own" if ids else ", no GPU")
+    notes = [f"{text}: every step waits for the slowest kind"] if len(names) > 1 else []
+    return bad, notes, text + (", each its own" if ids else ", no GPU")
 
 
 @check(
@@ -159,9 +158,7 @@ def cores(job: Findings) -> Judged:
             bad.append(text)
         elif len(usable) < threads:
             notes.append(f"{text}, and compute with {threads} threads")
-    if bad or notes:
-        return BAD if bad else NOTE, "; ".join(bad or notes)
-    return GOOD, f"enough on {count(job.hosts(), 'host')}"
+    return bad, notes, f"enough on {count(job.hosts(), 'host')}"
 
 
 @check(
@@ -181,19 +178,17 @@ def speed(job: Findings) -> Judged:
             slow.append(f"{_at(job, rank)} {size(mine['flops'], 'FLOP/s')}")
     text = span((f["flops"] for f in found.values()), "FLOP/s")
     text += f" (planner {size(planner, 'FLOP/s')})" if planner else ""
-    return (BAD, f"{', '.join(slow)}; in all {text}") if slow else (GOOD, text)
+    return slow and [*slow, f"in all {text}"], [], text
 
 
-@check("clock", "chronyc tracking or timedatectl there; until then times of logs do not compare")
+@check("clock", "chronyc tracking or timedatectl; until then logs do not compare")
 def clocks(job: Findings) -> Judged:
     """The hosts agree on the time."""
     found = job.of("clock")
-    wrong = {r: c["ahead"] for r, c in found.items() if abs(c["ahead"]) - c["within"] > CLOCK}
-    if wrong:
-        each = [f"{_at(job, rank)} {ahead:+.3g} s" for rank, ahead in wrong.items()]
-        return BAD, f"beside rank 0: {', '.join(each)}"
+    wrong = {r: c for r, c in found.items() if abs(c["ahead"]) - c["within"] > CLOCK}
+    bad = [f"{_at(job, r)} {c['ahead']:+.3g} s beside rank 0" for r, c in wrong.items()]
     most = max(abs(c["ahead"]) + c["within"] for c in found.values())
-    return GOOD, f"within {max(1, round(most * 1e3))} ms of rank 0"
+    return bad, [], f"within {max(1, round(most * 1e3))} ms of rank 0"
 
 
 @check(
@@ -212,7 +207,7 @@ def memory(job: Findings) -> Judged:
             if left < wanted:
                 words = f"{size(left)} of {name} free on {host}, {size(wanted)} wanted"
                 few.append(f"{words} for {listed(ranks)}")
-    return (BAD, "; ".join(few)) if few else (GOOD, f"free: {', '.join(dict.fromkeys(free))}")
+    return few, [], f"free: {', '.join(dict.fromkeys(free))}"
 
 
 @check("limits", "ulimit -n, -u, -l in the job script; the hard limit is the administrator's")
@@ -230,7 +225,7 @@ def ulimits(job: Findings) -> Judged:
             if soft is not None and soft < needed[name]
         )
     bad = [f"{text} on {listed(ranks)}" for text, ranks in grouped(low).items() if text]
-    return (BAD, "; ".join(bad)) if bad else (GOOD, f"open files {nofile} and more on all ranks")
+    return bad, [], f"open files {nofile} and more on all ranks"
 
 
 @check(
@@ -243,7 +238,7 @@ def network(job: Findings) -> Judged:
     """The ranks talk by an interface that reaches the others, and no link is much slower than
     others of its kind, nor than the planner assumes."""
     if wrong := interfaces(job):
-        return BAD, "; ".join(wrong)
+        return wrong, [], ""
     texts, slow = [], []
     host, gpus = job.of("host"), {gpu["kind"] for gpu in job.of("gpu").values()}
     links = [link for found in job.of("pairs").values() for link in found]
@@ -265,13 +260,12 @@ def network(job: Findings) -> Judged:
                 slow.append(f"{name} {size(link['bandwidth'])}/s")
             if link["latency"] > max(SLOW * wait, wait + LATENCY[gpus == {"cuda"}]):
                 slow.append(f"{name} {link['latency'] * 1e6:.0f} µs")
-    text = "; ".join(texts) or "no link was measured"
-    if slow:
-        return BAD, f"{', '.join(slow)}; in all {text}"
-    names = ", ".join(dict.fromkeys(n["unresolved"] for n in job.of("network").values()))
-    if names:
-        return NOTE, f"the host's own name has no address, so torchrun would hang: {names}; {text}"
-    return GOOD if texts else NOTE, text
+    text = "; ".join(texts) or UNMEASURED
+    names = dict.fromkeys(net["unresolved"] for net in job.of("network").values())
+    notes = [f"no address for {name}, the host's own name" for name in names if name]
+    if notes or not texts:
+        notes.append(text)
+    return slow and [*slow, f"in all {text}"], notes, text
 
 
 def interfaces(job: Findings) -> list[str]:
@@ -300,10 +294,9 @@ def folder(job: Findings) -> Judged:
     for rank, mine in found.items():
         if rank not in wrong and mine["free"] < job.needs:
             wrong[rank] = f"{size(mine['free'])} free, {size(job.needs)} wanted,"
-    if wrong:
-        return BAD, "; ".join(f"{what} on {listed(r)}" for what, r in grouped(wrong).items())
+    bad = [f"{what} on {listed(ranks)}" for what, ranks in grouped(wrong).items()]
     free = span(mine["free"] for mine in found.values())
-    return GOOD, f"written, renamed and locked for all; {free} free"
+    return bad, [], f"written, renamed and locked for all; {free} free"
 
 
 # Words for ranks and amounts.

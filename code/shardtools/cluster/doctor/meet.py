@@ -104,21 +104,15 @@ class Rendezvous:
         return _find_culprits(steps)
 
     def end(self) -> None:
-        """Let all ranks end: rank 0 has heard enough, and the others wait for that."""
+        """End together, when rank 0 has heard enough; it may keep the store, and leaves last."""
         if self.rank == 0:
             self.store.set("over", "")
         while not self.store.check(["over"]):
             time.sleep(_TICK)
-
-    def leave(self) -> None:
-        """Leave the store, which may be in rank 0's process: it waits for the others."""
-        with suppress(dist.DistError, RuntimeError):
-            self.store.add("left", 1)
-            limit = time.monotonic() + _LEAVE
-            while self.rank == 0 and time.monotonic() < limit:
-                if self.store.add("left", 0) == self.size:
-                    break
-                time.sleep(_TICK)
+        self.store.add("left", 1)
+        limit = time.monotonic() + _LEAVE * (self.rank == 0)
+        while time.monotonic() < limit and self.store.add("left", 0) < self.size:
+            time.sleep(_TICK)
 
 
 def _find_culprits(steps: dict[int, Any]) -> dict[int, str]:

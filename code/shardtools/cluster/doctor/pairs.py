@@ -50,19 +50,17 @@ def rounds(size: int) -> Iterator[list[Pair]]:
 def turns(size: int, hosts: Sequence[str], apart: bool) -> list[list[Pair]]:
     """What is measured at the same time. `apart`: no two pairs that touch the same host."""
     found: list[list[Pair]] = []
-    for pairs in rounds(size):
-        if not apart:
-            found.append(pairs)
-            continue
-        slots: list[tuple[set[str], list[Pair]]] = []
-        for pair in pairs:
-            touched = {hosts[rank] for rank in pair}
-            slot = next((slot for slot in slots if not slot[0] & touched), None)
-            if slot is None:
-                slots.append(slot := (set(), []))
-            slot[0].update(touched)
-            slot[1].append(pair)
-        found += [slot[1] for slot in slots]
+    for left in rounds(size):
+        while left:
+            turn: list[Pair] = []
+            busy: set[str | int] = set()
+            for pair in left:
+                touched = {hosts[rank] for rank in pair} if apart else {*pair}
+                if not touched & busy:
+                    turn.append(pair)
+                    busy |= touched
+            found.append(turn)
+            left = [pair for pair in left if pair not in turn]
     return found
 
 

@@ -262,10 +262,7 @@ def healthy(ranks=4, hosts=1, kind="cpu"):
             "memory": {"memory": 100 * GB, "/dev/shm": 50 * GB},
             "limits": {n: [None, None] for n in ("nofile", "nproc", "memlock")}
             | {"infiniband": False},
-            "network": {
-                "named": "", "interface": "eth0", "address": f"10.0.0.{rank}", "loopback": False,
-                "interfaces": ["eth0", "lo"], "unresolved": "",
-            },
+            "network": {"fault": "", "loopback": "", "unresolved": ""},
             "folder": {"fault": "", "free": 9000 * GB},
             "speed": {
                 "kind": kind, "name": gpu["name"], "flops": 700e12 if cuda else 5e10,
@@ -318,7 +315,7 @@ FAULTS = {
         "ulimits",
         lambda facts: facts[2]["limits"].update(infiniband=True, memlock=[8 * 2**20, None]),
     ),
-    "a name that is the loopback": ("network", change("network/loopback", True)),
+    "a name that is the loopback": ("network", change("network/loopback", "127.0.1.1")),
     "a clock that is wrong": ("clocks", change("clock/ahead", -1.5)),
     "a rename that is not seen": ("folder", change("folder/fault", "a rename is not seen")),
     "a folder without room": ("folder", change("folder/free", 1e6)),

@@ -270,14 +270,12 @@ def network(job: Findings) -> Judged:
 
 def interfaces(job: Findings) -> list[str]:
     """Describe each rank's interface that does not reach the other ranks."""
-    wrong = []
+    wrong, many = [], len(job.hosts()) > 1
     for rank, net in job.of("network").items():
-        there = ", ".join(net["interfaces"])
-        if net["interface"] is None:
-            named = f"GLOO_SOCKET_IFNAME={net['named']}" if net["named"] else "the host's name"
-            wrong.append(f"rank {rank}: {named} leads to no interface; there are {there}")
-        elif net["loopback"] and len(job.hosts()) > 1:
-            wrong.append(f"rank {rank} would offer {net['address']} to other hosts; it has {there}")
+        if net["fault"]:
+            wrong.append(f"rank {rank}: {net['fault']}")
+        elif net["loopback"] and many:
+            wrong.append(f"rank {rank} would offer {net['loopback']} to other hosts")
     return wrong
 
 

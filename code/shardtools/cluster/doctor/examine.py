@@ -80,7 +80,11 @@ def limits() -> Facts:
 
 
 def network() -> Facts:
-    """Return the interface by which this rank talks: the one that gloo would take."""
+    """Return what is wrong with the interface by which this rank talks: that of gloo's own choice.
+
+    `loopback`: its address, if other hosts cannot reach that. `unresolved`: a host's name without
+    an address.
+    """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     there = {
         name: [a.address for a in addresses if a.family == socket.AF_INET]
@@ -91,11 +95,12 @@ def network() -> Facts:
         address, unresolved = socket.gethostbyname(unresolved), ""
     if named:  # else gloo's own rule: the address of the host's name
         address = (there.get(named) or [""])[-1]
-    holders = [name for name, own in there.items() if address in own]
-    loopback = address.startswith("127.")  # Debian gives the host's name 127.0.1.1
-    interface = holders[0] if holders else "lo" if loopback else None
-    found = {"named": named, "interfaces": sorted(there), "interface": interface}
-    return found | {"address": address, "loopback": loopback, "unresolved": unresolved}
+    loopback = address if address.startswith("127.") else ""  # Debian gives the name 127.0.1.1
+    fault = ""
+    if not loopback and not any(address in own for own in there.values()):
+        what = f"GLOO_SOCKET_IFNAME={named}" if named else "the host's name"
+        fault = f"{what} leads to no interface; there are {', '.join(sorted(there))}"
+    return {"fault": fault, "loopback": loopback, "unresolved": unresolved}
 
 
 def speed(device: torch.device, windows: int = 5) -> Facts:

@@ -251,7 +251,7 @@ def test_bad_input_is_named(tmp_path):
 
 def beats(folder):
     watchdog = flight.Watchdog(folder, limit=1.0)
-    for _ in range(12):
+    for _ in range(8):
         time.sleep(0.15)
         watchdog.beat()
     watchdog.close()
@@ -264,14 +264,14 @@ def test_a_job_that_moves_leaves_no_record(tmp_path):
 
 def told(text):
     """Per rank, what the text's flight recorder says: operation, number, state, line."""
-    rows = [line.split() for line in text.splitlines() if LINE.search(line) and " #" in line]
-    return [[word for word in row if word != ""] for row in rows]
+    return [line.split() for line in text.splitlines() if LINE.search(line) and " #" in line]
 
 
 @pytest.mark.alone
-def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
+def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing, request):
     """Each job, run anew, ends where its text says; what differs is the machine's and the day's."""
-    seen = capture.look(*capture.RANKS)
+    whole = request.config.getoption("--whole")
+    seen = capture.look(*capture.RANKS if whole else ["uneven"])
     for name, job in seen.items():
         again, kept = capture.text(name, job), captured.log(name)
         assert told(again) == told(kept), f"{name}.txt is old: make it anew with capture.py"
@@ -281,6 +281,8 @@ def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
                 assert not here or "distributed_c10d" in frame or frame in here
     found = {name: hang.explain(job.calls) for name, job in seen.items()}
     assert found["uneven"][0].ranks == (2,) and found["uneven"][0].call.op == "all_reduce"
+    if not whole:
+        return
     assert found["order"][0].kind == "cycle"
     assert found["tensor"][0].call.number == 26
     ops = {c.op for c in seen["tensor"].calls[0]} - {"barrier"}

@@ -10,18 +10,17 @@ record of the flight recorder, py-spy looks at each, and then all are ended.
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 
 import torch
@@ -32,6 +31,7 @@ from . import FOLDER
 
 RANKS = {"uneven": 3, "order": 2, "tensor": 2}
 LAST = {"uneven": 5, "order": 5, "tensor": 9}  # calls of each rank that the text shows
+FORK = multiprocessing.get_context("fork")
 PATIENCE = 120.0  # seconds until the jobs stand still
 
 
@@ -51,58 +51,48 @@ def look(*names: str) -> dict[str, Seen]:
     """
     import torch._dynamo  # noqa: F401  # else each rank's first optimizer does, for some seconds
 
+    started: dict[str, list[Process]] = {}
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
-        started: dict[str, list[int]] = {}
         try:
             for name in names:
                 (Path(folder) / name).mkdir()
-                started[name] = []
-                for rank in range(RANKS[name]):
-                    started[name].append(_start(name, rank, Path(folder) / name))
-            return {name: _look(Path(folder) / name, pids) for name, pids in started.items()}
+                ranks = [(name, rank, Path(folder) / name) for rank in range(RANKS[name])]
+                started[name] = [FORK.Process(target=_run, args=one) for one in ranks]
+                for process in started[name]:
+                    process.start()
+            return {name: _look(Path(folder) / name, ranks) for name, ranks in started.items()}
         finally:
-            for pid in [pid for pids in started.values() for pid in pids]:
-                with contextlib.suppress(OSError):  # it has ended, and was waited for
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+            for process in [process for ranks in started.values() for process in ranks]:
+                process.kill()
+                process.join()
 
 
-def _start(name: str, rank: int, folder: Path) -> int:
-    """A rank's process: a fork, or a fresh interpreter where the job needs one."""
-    own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS[name]), "GLOO_SOCKET_IFNAME": "lo"}
-    script = str(FOLDER / f"{name}.py")
-    sys.stdout.flush()
-    if pid := os.fork():
-        return pid
-    try:
-        out = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        sys.stdout = sys.stderr = open(1, "w", closefd=False)
-        os.environ.update(own)
-        if name == "order":
-            # Python draws the order of a set anew in each interpreter; these two differ in theirs.
-            os.environ |= {"PYTHONHASHSEED": str(1 + rank), "PYTHONPATH": str(FOLDER.parents[2])}
-            os.execv(sys.executable, [sys.executable, "-W", "ignore", script, str(folder)])
-        torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
-        sys.argv, sys.path[:0] = [script, str(folder)], [str(FOLDER)]
-        runpy.run_path(script, run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(1)
+def _run(name: str, rank: int, folder: Path) -> None:
+    """Be a rank: here, in a fork, or in a fresh interpreter where the job needs one."""
+    out = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = sys.stderr = open(1, "w", closefd=False)
+    script, size = str(FOLDER / f"{name}.py"), str(RANKS[name])
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": size, "GLOO_SOCKET_IFNAME": "lo"}
+    if name == "order":
+        # Python draws the order of a set anew in each interpreter; these two differ in theirs.
+        os.environ |= {"PYTHONHASHSEED": str(1 + rank), "PYTHONPATH": str(FOLDER.parents[2])}
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", script, str(folder)])
+    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+    sys.argv, sys.path[:0] = [script, str(folder)], [str(FOLDER)]
+    runpy.run_path(script, run_name="__main__")
 
 
-def _look(folder: Path, pids: Sequence[int]) -> Seen:
+def _look(folder: Path, ranks: Sequence[Process]) -> Seen:
     deadline = time.monotonic() + PATIENCE
-    outs = [folder / f"{rank}.out" for rank in range(len(pids))]
-    while not _hangs(folder / "flight", len(pids)):
-        if time.monotonic() > deadline or any(os.waitpid(pid, os.WNOHANG)[0] for pid in pids):
+    outs = [folder / f"{rank}.out" for rank in range(len(ranks))]
+    while not _hangs(folder / "flight", len(ranks)):
+        if time.monotonic() > deadline or not all(process.is_alive() for process in ranks):
             printed = "".join(out.read_text() for out in outs if out.exists())
             raise RuntimeError(f"{folder.name} did not hang:\n{printed}")
         time.sleep(0.1)
-    stacks = {rank: _stack(pid) for rank, pid in enumerate(pids)}
+    stacks = {rank: _stack(process.pid) for rank, process in enumerate(ranks)}
     printed = "".join(out.read_text() for out in outs)
     return Seen(printed, flight.read(folder / "flight"), stacks)
 

@@ -52,20 +52,17 @@ class Seen:
     """What one process did: an entry of a list for each optimizer step, validation or file."""
 
     seeds: list[int] = field(default_factory=list)  # as manual_seed got them
-    group: int = 0  # ranks of the group at the first forward; 0: none
+    group: int | None = None  # ranks of the group at the first forward; 0: there was none
     closed: bool = True  # no group is left at the end
     wrapper: str = ""  # "ddp" or "fsdp" at the first optimizer step
     units: int = 0  # of FSDP2
-    start: float = 0.0  # a sum over the weights at the first forward, of a model that is whole
     read: list[list[int]] = field(default_factory=lambda: [[]])  # windows, by their hash
     validated: list[list[int]] = field(default_factory=list)
-    gradients: list[float] = field(default_factory=list)  # a norm, of one that is whole
     saved: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # shapes, by name
     written: float = 0.0  # when the last file was
     loaded: float = 0.0  # when the best weights were asked for
     out: str = ""
-    error: str = ""
-    where: str = ""
+    error: str = ""  # with the script's line
 
     def numbers(self, word: str) -> list[float]:
         """What it printed after a word, step by step."""
@@ -88,9 +85,9 @@ def observed(file: str, folder: str) -> Seen:
         except SystemExit as end:
             seen.error = f"SystemExit: {end.code}" if end.code else ""
         except Exception as error:
-            seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-            seen.where = f"line {lines[-1].lineno}" if lines else ""
+            where = f" (line {lines[-1].lineno})" if lines else ""
+            seen.error = " ".join(f"{type(error).__name__}: {error}".split())[:300] + where
     seen.closed = not dist.is_initialized()
     seen.out = out.getvalue()
     return seen
@@ -113,10 +110,8 @@ def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
         if not module.training:
             seen.validated[-1] += windows
         elif torch.is_grad_enabled():
-            if not seen.start:
+            if seen.group is None:
                 seen.group = dist.get_world_size() if dist.is_initialized() else 0
-                whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
-                seen.start = sum(p.detach().double().abs().sum().item() for p in whole)
             seen.units = sum(isinstance(part, FSDPModule) for part in module.modules())
             seen.read[-1] += windows
             seen.validated.append([])
@@ -125,8 +120,6 @@ def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(isinstance(p, DTensor) for p in parameters):
             seen.wrapper = "fsdp"
-        own = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
-        seen.gradients.append(sum(g.double().norm().item() for g in own))
         seen.read.append([])
 
     # Parameters are called as torch calls them: a script may pass them by name.
@@ -403,6 +396,8 @@ STEPS: list[tuple[str, Judge]] = [
     ("FSDP2", _shards),
     ("whole weights in the files", _whole),
 ]
+
+
 DDP, FSDP2 = 15, 17  # so many steps lead there
 
 
@@ -419,7 +414,7 @@ def progress(file: str | Path, upto: int = FSDP2) -> tuple[int, str]:
         both = _run(str(path.resolve()), 2)
     except ranks.RankError as error:
         return 0, f"On two ranks the script does not end: {error}"
-    ended = next((f" It ended with {s.error} ({s.where})." for s in both if s.error), "")
+    ended = next((f" It ended with {s.error}." for s in both if s.error), "")
     for done, (_, judge) in enumerate(STEPS[:upto]):
         try:
             wrong = judge(one, both, text)
@@ -427,9 +422,7 @@ def progress(file: str | Path, upto: int = FSDP2) -> tuple[int, str]:
             wrong = "The script does not come so far."
         if wrong:
             return done, wrong + ended
-    if ended:
-        return upto - 1, ended.strip()
-    return upto, ""
+    return upto - bool(ended), ended.strip()
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

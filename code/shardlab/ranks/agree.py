@@ -125,22 +125,15 @@ def check_model(module: nn.Module, group: dist.ProcessGroup, **given: Any) -> No
     check_same(group, **given, module=module)
 
 
-def check_state(state: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise ValueError unless `state` holds a tensor for each name in `shapes`, of that shape.
 
     For those who load a plain model's state dict into parts of it; `shapes` are the plain model's.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
-        kind = type(state).__name__
-        raise ValueError(f"state={kind}: allowed are tensors by the names of the plain model")
-    problems = {
-        "missing": [name for name in shapes if name not in state],
-        "not the model's": [str(name) for name in state if name not in shapes],
-    }
-    told = [f"{', '.join(n[:3])} {what}; {len(n)} in all" for what, n in problems.items() if n]
-    if told:
-        raise ValueError(f"state: {'; '.join(told)}; allowed are the names of the plain model")
-    for name, shape in shapes.items():
-        if state[name].shape != tuple(shape):
-            given, wanted = list(state[name].shape), list(shape)
-            raise ValueError(f"state: {name} has shape {given}; allowed is {wanted}")
+    given = {name: list(tensor.shape) for name, tensor in state.items()}
+    wanted = {name: list(shape) for name, shape in shapes.items()}
+    wrong = [name for name in wanted | given if given.get(name) != wanted.get(name)]
+    if wrong:
+        has, allowed = (those.get(wrong[0], "none") for those in (given, wanted))
+        more = f"; {len(wrong)} names differ from the plain model's" if wrong[1:] else ""
+        raise ValueError(f"state: {wrong[0]} has shape {has}; allowed is {allowed}{more}")

@@ -11,7 +11,6 @@ drive says so, `@on(1, 2, daily=(1, 2))`; all numbers have their turn with --who
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +25,6 @@ from shardlab import ranks
 from shardlab.gpt.model import GPT, Config
 
 GPT2 = Config(vocab=32, seq=8, layers=2, heads=4, hidden=32)
-LLAMA = Config(
-    vocab=64, seq=8, layers=2, heads=8, hidden=64, kv_heads=4, ffn=48, mlp="swiglu", norm="rms",
-    bias=False, tied=False,
-)  # fmt: skip
-
 Drive = Callable[[], Any]
 
 
@@ -78,12 +72,6 @@ def near(given: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
     """1e-4: float32 that is added up in another order, through two layers."""
     gap = (given.detach().float() - wanted.detach().float()).abs().max().item()
     assert gap <= tolerance, f"differs by {gap}"
-
-
-def twice(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> tuple[GPT, GPT]:
-    """A model and its copy."""
-    plain = model(config, dtype)
-    return plain, copy.deepcopy(plain)
 
 
 @contextmanager

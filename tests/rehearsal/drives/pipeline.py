@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardlab import pipeline
 
-from .common import GPT2, batch, model, on, twice, world
+from .common import GPT2, batch, model, on, world
 
 CONFIG = replace(GPT2, layers=4)
 
@@ -15,7 +15,7 @@ CONFIG = replace(GPT2, layers=4)
 def one_group_more_for_all_pipelines():
     group, _, size = world()
     plan = pipeline.schedule("1f1b", size, 4)
-    stages = [pipeline.distribute(twice(CONFIG)[1], plan, group) for _ in range(2)]
+    stages = [pipeline.distribute(model(CONFIG), plan, group) for _ in range(2)]
     for stage in stages:
         stage.step(*batch(CONFIG))
     assert stages[0].mail.back is stages[1].mail.back is not group

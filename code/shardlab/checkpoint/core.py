@@ -135,7 +135,7 @@ def restore(training: Training, state: dict[str, Any], rest: dict[str, Any]) -> 
     own = hasattr(module, "checkpoint_tensors")
     groups = optimizer.param_groups
     if own:
-        module.restore(optimizer, state, training.step)
+        module.restore(optimizer, state)
     else:
         set_model_state_dict(module, state["model"])
         groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # by its own names

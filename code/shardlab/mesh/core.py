@@ -315,6 +315,6 @@ class Parallel(nn.Module):
         """The name in a checkpoint: a tied head's is the embedding's, as in one process."""
         return "embedding.weight" if self.config.tied and name == "head.weight" else name
 
-    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
-        """Take over such tensors, saved under any mesh after `step` steps."""
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take over such tensors, saved under any mesh."""
         states.restore(self, optimizer, state)

@@ -170,8 +170,8 @@ class Sharded(nn.Module):
                 optimizer.state.pop(piece, None)
 
     @torch.no_grad()
-    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> None:
-        """Take over such tensors, saved by any number of ranks after `step` steps."""
+    def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take over such tensors, saved by any number of ranks."""
         pieces = dict(self.named_parameters())
         self._warm_up(optimizer)
         for name, piece in pieces.items():

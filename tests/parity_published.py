@@ -234,8 +234,8 @@ def average_gradients(model: nn.Module) -> None:
 def cut(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
     """The block's two matrices over all ranks."""
     enter, leave = (edges.enter, edges.leave) if edges else (tp.copy_to, tp.reduce_from)
-    net.up = tp.ColumnLinear.from_plain(net.up, dist.group.WORLD, enter)
-    net.down = row.from_plain(net.down, dist.group.WORLD, leave)
+    net.up = tp.ColumnLinear(net.up, dist.group.WORLD, enter)
+    net.down = row(net.down, dist.group.WORLD, leave)
     return net
 
 

@@ -562,7 +562,7 @@ def biased_rows():
     x_TI, group = normal(0, 16, 256), dist.group.WORLD
     want_TO = linear(x_TI)
     x_Ti = x_TI[:, tp.shard_slice("inputs", 256, group)]
-    right = tp.RowLinear.from_plain(linear, group)
+    right = tp.RowLinear(linear, group)
     y_TO = x_Ti @ right.weight.T + linear.bias  # [T, i] @ [i, O], and the mistake
     dist.all_reduce(y_TO)
     surplus = (y_TO - want_TO) / linear.bias  # in biases
@@ -903,7 +903,7 @@ def embedding_apart(group):
     )
     plainly = plain_embedding(tokens_BS, cut(table_VH, 0))
     embedding = nn.Embedding.from_pretrained(table_VH)
-    cut_embedding = tp.VocabEmbedding.from_plain(embedding, group)
+    cut_embedding = tp.VocabEmbedding(embedding, group)
     wants = embedding(tokens_BS)
     return max(apart(plainly, wants), apart(cut_embedding(tokens_BS), wants))
 
@@ -1632,25 +1632,14 @@ show.source(own_seed)
 # Table: a network of shards that were drawn in three ways
 def feed_forward(how, group, wide=64, inner=256):
     """Column- and row-parallel weights of nn.Linear, drawn in one of three ways."""
-    shard = inner // dist.get_world_size(group)
-    if how == "whole, then cut":
-        torch.manual_seed(0)
-        up, down = (
-            nn.Linear(wide, inner, bias=False),
-            nn.Linear(inner, wide, bias=False),
-        )
-        return tp.ColumnLinear.from_plain(up, group), tp.RowLinear.from_plain(
-            down, group
-        )
-    torch.manual_seed(dist.get_rank(group) if how == "each its own seed" else 0)
-    up, down = nn.Linear(wide, shard, bias=False), nn.Linear(shard, wide, bias=False)
-    first, second = tp.ColumnLinear(group), tp.RowLinear(group)
-    first.weight, second.weight, first.bias, second.bias = (
-        up.weight,
-        down.weight,
-        None,
-        None,
-    )
+    torch.manual_seed(0)
+    up, down = nn.Linear(wide, inner, bias=False), nn.Linear(inner, wide, bias=False)
+    first, second = tp.ColumnLinear(up, group), tp.RowLinear(down, group)
+    if how != "whole, then cut":  # this rank draws its own shapes alone
+        shard = inner // dist.get_world_size(group)
+        torch.manual_seed(dist.get_rank(group) if how == "each its own seed" else 0)
+        first.weight = nn.Linear(wide, shard, bias=False).weight
+        second.weight = nn.Linear(shard, wide, bias=False).weight
     return first, second
 
 

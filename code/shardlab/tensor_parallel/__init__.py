@@ -18,6 +18,7 @@ Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Mul
 Language Models Using Model Parallelism", 2019 (arXiv 1909.08053).
 """
 
+# ruff: noqa: F401 - the names of the package
 from .core import (
     REPLICATED,
     ColumnLinear,
@@ -35,7 +36,7 @@ from .core import (
 )
 from .cross_entropy import loss
 from .gather import gather_last, split_last
-from .overlap import Edges, Entrance, columns
+from .overlap import Edges, Entrance
 from .predict import degrees, on_wire, predicted_calls, predicted_sent, predicted_states
 from .states import (
     clip_grad_norm_,
@@ -46,37 +47,3 @@ from .states import (
     parts,
     words,
 )
-
-__all__ = [
-    "REPLICATED",
-    "ColumnLinear",
-    "Cut",
-    "Edges",
-    "Entrance",
-    "RowLinear",
-    "VocabEmbedding",
-    "clip_grad_norm_",
-    "columns",
-    "copy_to",
-    "cut_attention",
-    "cut_ffn",
-    "cut_latent",
-    "cuts",
-    "degrees",
-    "full_state_dict",
-    "gather_last",
-    "initialize",
-    "load_full_state_dict",
-    "loss",
-    "on_wire",
-    "parallelize",
-    "parts",
-    "predicted_calls",
-    "predicted_sent",
-    "predicted_states",
-    "reduce_from",
-    "reduce_from_",
-    "shard_slice",
-    "split_last",
-    "words",
-]

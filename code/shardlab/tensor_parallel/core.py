@@ -127,18 +127,18 @@ class Cut(nn.Module):
     """A layer with this rank's share of a plain one's parameters.
 
     cut: parameter -> the dimension along which it is cut; all others are whole on every rank.
-    along: what nn.Linear or nn.Embedding call the size that is cut. parts: into how many, where
-    ranks have copies of them (see `overlap`); None: one for each rank.
+    along: what nn.Linear or nn.Embedding call the size that is cut; ValueError where the ranks do
+    not divide it. parts: into how many, where ranks have copies of them (see `overlap`); None: one
+    for each rank.
     """
 
     cut: ClassVar[dict[str, int]]
     along: ClassVar[str]
-    group: Group
-    parts: int | None = None
 
-    def keep(self, plain: nn.Module) -> None:
-        """Take over the parameters of `plain`, this rank's share of those that are cut."""
-        part = shard_slice(self.along, getattr(plain, self.along), self.group, self.parts)
+    def __init__(self, plain: nn.Module, group: Group, parts: int | None = None):
+        super().__init__()
+        self.group, self.parts = group, parts
+        part = shard_slice(self.along, getattr(plain, self.along), group, parts)
         for name, parameter in plain._parameters.items():
             if parameter is None:  # a bias that is not there
                 self.register_parameter(name, None)
@@ -159,30 +159,18 @@ class ColumnLinear(Cut):
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     along: ClassVar[str] = "out_features"
 
-    def __init__(self, group: Group, enter: Edge = copy_to, parts: int | None = None):
-        super().__init__()
-        self.group, self.enter, self.parts = group, enter, parts
+    def __init__(
+        self, plain: nn.Linear, group: Group, enter: Edge = copy_to, parts: int | None = None
+    ):
+        super().__init__(plain, group, parts)
+        self.enter = enter
         self.entrance: Entrance | None = None
-
-    @classmethod
-    def from_plain(
-        cls, linear: nn.Linear, group: Group, enter: Edge = copy_to, parts: int | None = None
-    ) -> ColumnLinear:
-        """Cut `linear` by its outputs; ValueError where the ranks do not divide them."""
-        layer = cls(group, enter, parts)
-        layer.keep(linear)
-        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., o]."""
         if self.entrance is not None:
             return self.entrance.output(self, x)
         return F.linear(self.enter(x, self.group), *used(self))  # [..., I] @ [I, o]
-
-    def extra_repr(self) -> str:
-        """Its shape, as nn.Linear prints it."""
-        outputs, inputs = self.weight.shape
-        return f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}"
 
 
 class RowLinear(Cut):
@@ -194,24 +182,15 @@ class RowLinear(Cut):
     cut: ClassVar[dict[str, int]] = {"weight": 1}
     along: ClassVar[str] = "in_features"
 
-    def __init__(self, group: Group, leave: Edge = reduce_from_):
-        super().__init__()
-        self.group, self.leave = group, leave
-
-    @classmethod
-    def from_plain(cls, linear: nn.Linear, group: Group, leave: Edge = reduce_from_) -> RowLinear:
-        """Cut `linear` by its inputs; ValueError where the ranks do not divide them."""
-        layer = cls(group, leave)
-        layer.keep(linear)
-        return layer
+    def __init__(self, plain: nn.Linear, group: Group, leave: Edge = reduce_from_):
+        super().__init__(plain, group)
+        self.leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] to [..., O]."""
         y = F.linear(x, self.weight)  # [..., i] @ [i, O], one of t summands
         y = self.leave(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    extra_repr = ColumnLinear.extra_repr
 
 
 # The two parts of a block, each cut in place: columns first, rows last, nothing sent in between.
@@ -226,8 +205,8 @@ def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
     shard_slice("ffn_width", ffn.up.out_features, group)
     first = ("up", "gate") if ffn.gate is not None else ("up",)
     for name in first:
-        setattr(ffn, name, ColumnLinear.from_plain(getattr(ffn, name), group, edges.enter))
-    ffn.down = RowLinear.from_plain(ffn.down, group, edges.leave)
+        setattr(ffn, name, ColumnLinear(getattr(ffn, name), group, edges.enter))
+    ffn.down = RowLinear(ffn.down, group, edges.leave)
     Entrance([getattr(ffn, name) for name in first], group, edges)
 
 
@@ -257,7 +236,7 @@ def cut_attention(attention: Attention, group: Group, edges: Edges = REPLICATED)
     parts = parts_of(COPIED, config.key_value_heads, check_group(group)[1])
     for name in first:  # heads stand side by side in the outputs
         plain, some = getattr(attention, name), None if name == "query" else parts
-        setattr(attention, name, ColumnLinear.from_plain(plain, group, edges.enter, some))
+        setattr(attention, name, ColumnLinear(plain, group, edges.enter, some))
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
         setattr(attention, name, HeadNorm(getattr(attention, name), group))
     _end(attention, group, edges)
@@ -268,7 +247,7 @@ def cut_latent(attention: LatentAttention, group: Group, edges: Edges = REPLICAT
     """The same of latent attention: what all heads share stays whole, and enters instead of x."""
     shard_slice("heads", attention.config.heads, group)
     for name in ("query", "key_value"):
-        layer = ColumnLinear.from_plain(getattr(attention, name), group, edges.enter)
+        layer = ColumnLinear(getattr(attention, name), group, edges.enter)
         setattr(attention, name, layer)
         Entrance([layer], group, edges)
     attention.compress = partial(_entering, attention, group, edges.enter)
@@ -281,7 +260,7 @@ def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) 
 
 
 def _end(attention: nn.Module, group: Group, edges: Edges) -> None:
-    attention.out = RowLinear.from_plain(attention.out, group, edges.leave)
+    attention.out = RowLinear(attention.out, group, edges.leave)
     if attention.config.dropout:
         draw_apart(attention, group)
 
@@ -296,19 +275,10 @@ class VocabEmbedding(Cut):
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     along: ClassVar[str] = "num_embeddings"
 
-    def __init__(self, group: Group, leave: Edge, vocabulary: int):
-        super().__init__()
-        self.group, self.leave, self.vocabulary = group, leave, vocabulary
-        self.own = shard_slice("num_embeddings", vocabulary, group)
-
-    @classmethod
-    def from_plain(
-        cls, embedding: nn.Embedding, group: Group, leave: Edge = reduce_from_
-    ) -> VocabEmbedding:
-        """Cut `embedding` by its rows; ValueError where the ranks do not divide them."""
-        layer = cls(group, leave, embedding.num_embeddings)
-        layer.keep(embedding)
-        return layer
+    def __init__(self, plain: nn.Embedding, group: Group, leave: Edge = reduce_from_):
+        super().__init__(plain, group)
+        self.leave, self.vocabulary = leave, plain.num_embeddings
+        self.own = shard_slice("num_embeddings", plain.num_embeddings, group)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """[B, S] token numbers to [B, S, H]: one rank has each row, and the sum gives it to all.
@@ -321,10 +291,6 @@ class VocabEmbedding(Cut):
         x_BSH = F.embedding(rows_BS, self.weight)
         x_BSH = x_BSH.masked_fill_(elsewhere_BS[..., None], 0)
         return self.leave(x_BSH, self.group)
-
-    def extra_repr(self) -> str:
-        """Its shape, as nn.Embedding prints it."""
-        return ", ".join(map(str, self.weight.shape))
 
 
 # The whole model.
@@ -359,8 +325,8 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
         if model.config.dropout and edges.uncut == "R":  # a rank has its own tokens there
             draw_apart(block.dropout, group)
     tied = model.head.weight is model.embedding.weight
-    model.embedding = VocabEmbedding.from_plain(model.embedding, group, edges.leave)
-    model.head = ColumnLinear.from_plain(model.head, group, edges.enter)
+    model.embedding = VocabEmbedding(model.embedding, group, edges.leave)
+    model.head = ColumnLinear(model.head, group, edges.enter)
     Entrance([model.head], group, edges)
     if tied:
         model.head.weight = model.embedding.weight

@@ -20,6 +20,8 @@ from shardlab.ranks.gather import joined
 
 from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take
 
+Piece = tuple[str, nn.Parameter, int | None, int]  # name, itself, dimension of its cut, parts
+
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
     """Parameter -> the dimension along which it is cut; None: it is whole on every rank.
@@ -57,8 +59,8 @@ def words(model: nn.Module) -> dict[str, str]:
     return {name: uncut[name] if d is None else "V" for name, d in cuts(model).items()}
 
 
-def pieces(model: GPT) -> list[tuple[str, nn.Parameter, int | None, int]]:
-    """Each parameter once: its name, itself, the dimension of its cut or None, and the parts."""
+def pieces(model: GPT) -> list[Piece]:
+    """Each parameter once."""
     parameters, several = dict(model.named_parameters()), parts(model)
     return [(name, parameters[name], d, several[name]) for name, d in cuts(model).items()]
 
@@ -98,7 +100,7 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
 def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     """Fill this rank's shards from a plain GPT's `state`; sends nothing.
 
-    Parameters on meta become real ones, with the dtype and on the device of `state`.
+    Parameters on meta become real ones, with the dtype and on the device of `state`'s embedding.
 
     Raises ValueError for a model that is not parallelized, names that are missing or too many, and
     other shapes than the plain GPT's.
@@ -106,14 +108,12 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
     group = _group(model)
     shapes = full_shapes(model) | {n: buffer.shape for n, buffer in model.named_buffers()}
     check_state(state, {name: shapes[first] for name, first in _aliases(model).items()})
+    like = state["embedding.weight"]
+    _make_real(model, like.device, like.dtype)
     for name, buffer in model.named_buffers():
-        _fill_buffer(model, name, buffer, state[name])
-    for name, parameter, dimension, several in pieces(model):
-        full = state[name]
-        if dimension is not None:
-            size = full.shape[dimension]
-            full = take(full, dimension, shard_slice(name, size, group, several))
-        _fill(model, parameter, full)
+        buffer.copy_(state[name])
+    for piece in pieces(model):
+        _fill(piece, state[piece[0]], group)
 
 
 @torch.no_grad()
@@ -148,20 +148,18 @@ def initialize(
             if isinstance(module, ColumnLinear | RowLinear):
                 full[module.cut["weight"]] *= module.parts or size
             nn.Linear(full[1], full[0], module.bias is not None)
-    for name, buffer in model.named_buffers():
-        zeros = torch.zeros(buffer.shape, device=device)
-        _fill_buffer(model, name, buffer, zeros)
-    for name, parameter, dimension, several in pieces(model):
+    _make_real(model, device, dtype or torch.float32)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for piece in pieces(model):
+        name, parameter, *_ = piece
         if parameter.dim() == 2:
             full = nn.init.normal_(torch.empty(shapes[name]), std=0.02)
         elif name.endswith("bias"):
             full = torch.zeros(shapes[name])
         else:
             full = torch.ones(shapes[name])  # of norms
-        if dimension is not None:
-            length = full.shape[dimension]
-            full = take(full, dimension, shard_slice(name, length, group, several))
-        _fill(model, parameter, full, device, dtype or full.dtype)
+        _fill(piece, full, group)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
 
@@ -188,32 +186,21 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
     return clip_by_joint_norm(model, limit, [group], own, replicated=whole, copies=copies)
 
 
-def _fill(
-    model: nn.Module,
-    parameter: nn.Parameter,
-    values: Tensor,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Copy `values` into `parameter`; a parameter on meta is replaced wherever it stands."""
-    if not parameter.is_meta:
-        parameter.copy_(values)
-        return
-    real = values.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-    new = nn.Parameter(real, parameter.requires_grad)
-    for module in model.modules():
-        for name, old in list(module.named_parameters(recurse=False)):
-            if old is parameter:
-                setattr(module, name, new)
+def _make_real(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model on meta memory, not yet filled; a tied head stays tied."""
+    if model.embedding.weight.is_meta:
+        tied = model.head.weight is model.embedding.weight
+        model.to(dtype).to_empty(device=device)
+        if tied:
+            model.head.weight = model.embedding.weight
 
 
-def _fill_buffer(model: nn.Module, name: str, buffer: Tensor, values: Tensor) -> None:
-    """The same for a buffer, whose dtype is its own."""
-    if not buffer.is_meta:
-        buffer.copy_(values)
-        return
-    prefix, _, last = name.rpartition(".")
-    setattr(model.get_submodule(prefix), last, values.to(buffer.dtype, copy=True))
+def _fill(piece: Piece, full: Tensor, group: Group) -> None:
+    """Copy this rank's share of a whole parameter into it."""
+    name, parameter, dimension, several = piece
+    if dimension is not None:
+        full = take(full, dimension, shard_slice(name, full.shape[dimension], group, several))
+    parameter.copy_(full)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -181,9 +181,9 @@ def table(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from test_parity import wrong
+    from test_parity import reports
 
-    rows = table(measured(wrong(), list(PROGRAMS)))
+    rows = table(measured(reports(), list(PROGRAMS)))
     with parity.MISTAKES.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, parity.Mistake._fields, lineterminator="\n")
         writer.writeheader()

@@ -35,20 +35,15 @@ LESSONS = show.ROOT / "lessons"
 
 
 @cache
-def right() -> dict[str, Any]:
-    """Reports on right programs."""
-    return compared({name: beside(row, parallel(row)) for name, row in RIGHT.items()})
-
-
-@cache
-def wrong() -> dict[str, Any]:
-    """Reports on wrong programs, and by their reference and technique on their controls."""
+def reports() -> dict[str, Any]:
+    """On right and wrong programs, and by their reference and technique on wrong ones' controls."""
+    right = {name: beside(row, parallel(row)) for name, row in RIGHT.items()}
     controls = {
         control(one.row): beside(one.row, parallel(one.row, one.control))
         for one in PROGRAMS.values()
     }
     wrong = {name: beside(one.row, one.program()) for name, one in PROGRAMS.items()}
-    return compared(wrong | controls)
+    return compared(right | wrong | controls)
 
 
 def control(row: Row) -> str:
@@ -59,20 +54,20 @@ def control(row: Row) -> str:
 @pytest.mark.timeout(1800)  # whoever comes first waits for all
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_silent(name):
-    report = right()[name]
+    report = reports()[name]
     assert report.equal, report
     assert report.compared > 50 and max(report.worst.values()) < 1
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(name):
-    one, report = PROGRAMS[name], wrong()[name]
+    one, report = PROGRAMS[name], reports()[name]
     assert not report.equal
     key, words = report.first.key, str(report).replace("\n", " ")
     assert re.search(one.place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(one.words, words), report
-    without = wrong()[control(one.row)]
+    without = reports()[control(one.row)]
     assert without.equal, without
 
 
@@ -94,7 +89,7 @@ def test_every_mistake_of_a_lesson_has_a_program_or_says_why_not(lesson):
 
 
 def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
-    found = {name: {"parity": wrong()[name].first.key.step + 1} for name in PROGRAMS}
+    found = {name: {"parity": reports()[name].first.key.step + 1} for name in PROGRAMS}
     columns = "lesson", "where", "program", "why", "parity"
     wanted = [tuple(row[name] for name in columns) for row in table(found)]
     again = "run tests/parity_measured.py again"
@@ -105,7 +100,7 @@ def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
 @pytest.mark.timeout(900)
 def test_what_finds_a_mistake_is_measured():
     columns = "program", "digits", "loss", "types", "parity"
-    wanted = [tuple(row[n] for n in columns) for row in table(measured(wrong(), list(PROGRAMS)))]
+    wanted = [tuple(row[n] for n in columns) for row in table(measured(reports(), list(PROGRAMS)))]
     assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted
 
 

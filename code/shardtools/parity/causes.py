@@ -187,10 +187,7 @@ def _not_summed(case: Case) -> str:
     """Each rank's own, which nobody added up, or averaged."""
     if len(case.values) < 2 or len({v.found.shape for v in case.values}) > 1:
         return ""
-    by_place: list[list[Value]] = []
-    for value in case.values:
-        mine = next((g for g in by_place if g[0].place.same(value.place)), None)
-        by_place.append([value]) if mine is None else mine.append(value)
+    by_place = _grouped(case.values, lambda one, other: one.place.same(other.place))
     if any(len(group) < 2 for group in by_place):
         return ""
     who = " | ".join(listed([v.rank for v in group]) for group in by_place)
@@ -198,7 +195,8 @@ def _not_summed(case: Case) -> str:
     if all(case.alike(s, w) for s, w, _ in sums):
         return f"each rank has an addend of its own, and nobody added them up over ranks {who}"
     if all(case.alike(s / k, w) for s, w, k in sums):
-        alone = [[v.rank for v in g] for group in by_place for g in _equal(case, group)]
+        equal = lambda one, other: case.alike(one.found, other.found)  # noqa: E731
+        alone = [[v.rank for v in g] for group in by_place for g in _grouped(group, equal)]
         if all(len(ranks) > 1 for ranks in alone) and len(alone) > len(by_place):
             among = " | ".join(map(listed, alone))
             return f"averaged over ranks {among} alone, and not over {who}"
@@ -210,11 +208,11 @@ def _not_summed(case: Case) -> str:
     return ""
 
 
-def _equal(case: Case, values: list[Value]) -> list[list[Value]]:
-    """Those that have the same, together."""
+def _grouped(values: list[Value], alike: Callable[[Value, Value], bool]) -> list[list[Value]]:
+    """Those that are alike, together."""
     found: list[list[Value]] = []
     for value in values:
-        mine = next((g for g in found if case.alike(g[0].found, value.found)), None)
+        mine = next((g for g in found if alike(g[0], value)), None)
         found.append([value]) if mine is None else mine.append(value)
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlab.ranks import check_group
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.gather import joined
 from shardlab.tensor_types.operator import Operator
 
 from .core import Group, shard_slice
@@ -42,7 +42,7 @@ class _GatherLast(Operator):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _side_by_side(x, group)
+        return joined(x, -1, group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
@@ -59,12 +59,4 @@ class _SplitLast(Operator):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return _side_by_side(dx, ctx.group), None
-
-
-def _side_by_side(x: Tensor, group: Group) -> Tensor:
-    """All ranks' `x` [..., n] in one tensor [..., t n]."""
-    parts = x.new_empty((group.size(), *x.shape))
-    # [..., n] to [t, ..., n]
-    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
-    return parts.movedim(0, -2).flatten(-2)  # to [..., t, n] to [..., t n]
+        return joined(dx, -1, ctx.group), None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks
+from shardlab.ranks.gather import joined
 
 from .declared import DUAL, parse
 
@@ -41,9 +42,9 @@ def disproof(
     (src, *more), dst = parse(words)
     if more:
         raise ValueError(f"words={words!r}: allowed here are operators of one tensor")
-    x = _drawn(src, shape, group, 1).requires_grad_()
+    x = drawn(src, shape, group, 1).requires_grad_()
     y = operator(x, group)
-    dy = _drawn(DUAL[dst], y.shape, group, 2)
+    dy = drawn(DUAL[dst], y.shape, group, 2)
     (dx,) = torch.autograd.grad(y, x, dy)
     x, y = x.detach(), y.detach()
     found = []
@@ -59,7 +60,7 @@ def disproof(
     return found
 
 
-def _drawn(word: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: int) -> Tensor:
+def drawn(word: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: int) -> Tensor:
     """Numbers of this word: the same on all ranks for I and R, others for V and P."""
     other = 0 if word in "IR" else 1000 * (1 + group.rank())
     generator = torch.Generator().manual_seed(seed + other)
@@ -91,8 +92,4 @@ def _value(word: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Te
         total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
-    parts = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dimension)
+    return joined(x, dimension, group)

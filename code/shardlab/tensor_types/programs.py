@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardlab import ranks
 
+from .adjoint import drawn
 from .core import checking, combined, moved
 from .declared import declare
 from .messages import Mismatch
@@ -69,13 +70,10 @@ def _after(word: str, step: str) -> str | None:
 
 def parameters(seed: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
     """By name, four numbers each: on a rank. The same on all for I and R."""
-    made = {}
-    for i, (name, word) in enumerate(PARAMETERS.items()):
-        other = 0 if word in "IR" else 1000 * (1 + group.rank())
-        generator = torch.Generator().manual_seed(17 * seed + i + other)
-        numbers = torch.randn(_SIZE, generator=generator, dtype=torch.float64)
-        made[name] = numbers.to(ranks.device()).requires_grad_()
-    return made
+    return {
+        name: drawn(word, (_SIZE,), group, 17 * seed + i).requires_grad_()
+        for i, (name, word) in enumerate(PARAMETERS.items())
+    }
 
 
 def run(
@@ -141,9 +139,7 @@ def wrong_gradients(
     found = []
     for i, (name, word) in enumerate(PARAMETERS.items()):
         parameter = given[name]
-        other = 0 if word in "IR" else 7 * group.rank()
-        generator = torch.Generator().manual_seed(seed + i + other)
-        way = torch.randn(_SIZE, generator=generator, dtype=torch.float64).to(ranks.device())
+        way = drawn(word, (_SIZE,), group, seed + i)
         gradient = torch.zeros_like(way) if parameter.grad is None else parameter.grad
         claim = (gradient * way).sum()
         if word != "I":

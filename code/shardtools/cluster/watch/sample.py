@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +29,7 @@ from typing import Any
 import psutil
 
 from shardlab.common import show
-from shardlab.common.arguments import check_number, check_whole
+from shardlab.common.arguments import check_whole
 from shardlab.common.launcher import local_rank_of, rank_of
 from shardtools import options
 
@@ -188,8 +187,6 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("folder", help="of the job's metrics; samples go there", metavar="FOLDER")
     options.add(parser, "pid", "of torchrun, or whatever started the ranks", "PID", int)
     options.add(parser, "job", "of Slurm: all its ranks on this machine", "NUMBER", int)
-    options.add(parser, "every", "seconds from one sample to the next (1)", "SECONDS", float)
-    options.add(parser, "seconds", "after which to end; else with the ranks", "SECONDS", float)
     parser.add_argument("--draw", action="store_true", help="draw FOLDER/report.svg, and no more")
     parser.set_defaults(command=_main)
 
@@ -204,15 +201,15 @@ def _main(chosen: argparse.Namespace) -> int:
         return 0
     if (chosen.pid is None) == (chosen.job is None):
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
-    given = {name: value for name, value in vars(chosen).items() if value is not None}
-    check_whole(**{name: given[name] for name in ("pid", "job") if name in given})
-    times = {name: given[name] for name in ("every", "seconds") if name in given}
-    check_number(most=threading.TIMEOUT_MAX, **times)
+    if chosen.job is None:
+        check_whole(pid=chosen.pid)
+    else:
+        check_whole(job=chosen.job)
     pids = find(chosen.pid, chosen.job)
     if not pids:
         raise ValueError(f"job={chosen.job}: no ranks")
     print(f"ranks {', '.join(map(str, pids))} on {platform.node()}", flush=True)
     if find_spec("pynvml") is None:
         print(NO_PACKAGE, flush=True)
-    print(watch(chosen.folder, pids, **times))
+    print(watch(chosen.folder, pids))
     return 0

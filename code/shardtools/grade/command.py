@@ -11,6 +11,7 @@ book/project.md says how the command is used in a course.
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 from shardlab.common.arguments import check_whole
@@ -24,12 +25,11 @@ def write_start_files(folder: Path) -> None:
     """Write the five files that are not there yet."""
     for part in PARTS:
         path = folder / f"{part}.py"
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write((HERE / "start" / path.name).read_text("utf-8"))
-            print(f"wrote {path}")
-        except FileExistsError:
+        if path.exists():
             print(f"kept {path}, which is there already")
+        else:
+            shutil.copy(HERE / "start" / path.name, path)
+            print(f"wrote {path}")
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -268,10 +268,9 @@ def told(text):
 
 
 @pytest.mark.alone
-def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing, request):
+def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
     """Each job, run anew, ends where its text says; what differs is the machine's and the day's."""
-    whole = request.config.getoption("--whole")
-    seen = capture.look(*capture.RANKS if whole else ["uneven"])
+    seen = capture.look(*capture.RANKS)
     for name, job in seen.items():
         again, kept = capture.text(name, job), captured.log(name)
         assert told(again) == told(kept), f"{name}.txt is old: make it anew with capture.py"
@@ -281,8 +280,6 @@ def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing, request):
                 assert not here or "distributed_c10d" in frame or frame in here
     found = {name: hang.explain(job.calls) for name, job in seen.items()}
     assert found["uneven"][0].ranks == (2,) and found["uneven"][0].call.op == "all_reduce"
-    if not whole:
-        return
     assert found["order"][0].kind == "cycle"
     assert found["tensor"][0].call.number == 26
     ops = {c.op for c in seen["tensor"].calls[0]} - {"barrier"}

@@ -1,4 +1,4 @@
-"""The house keeps its own rules: pictures, pins, weekly tests. `make lint` holds the imports."""
+"""The house keeps its own rules: pictures, pins, recordings. `make lint` holds the imports."""
 
 import json
 import re
@@ -71,14 +71,3 @@ def test_what_is_kept_as_made_on_a_gpu_was_made_on_one() -> None:
         said = json.loads(path.read_text("utf-8"))
         device = said.get("metadata", {}).get("shardlab", said)["device"]
         assert device["kind"] == "cpu" or device["driver"], path
-
-
-def test_what_waits_for_the_whole_run_is_run_once_a_week() -> None:
-    """Else it would be run by nobody."""
-    weekly = (ROOT / ".github/workflows/weekly.yml").read_text("utf-8")
-    named = [word for line in re.findall(r"--whole (.*)'", weekly) for word in line.split()]
-    asks = re.compile(r'getoption\("--whole"\)')
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        if asks.search(path.read_text("utf-8")):
-            place = path.relative_to(ROOT).as_posix()
-            assert any(place == name or place.startswith(f"{name}/") for name in named), place

@@ -1,6 +1,12 @@
-"""The groups of a layout in words, for the command and the pictures: the standard library alone."""
+"""The groups of a layout in words, in rows and as a picture's lines, whoever draws them.
+
+For the command, the lesson's pictures and the calculator in a browser: the standard library alone.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardlab.layout import Layout
 
@@ -14,3 +20,61 @@ def said(layout: Layout, axis: str, node: int) -> str:
     where = {0: "none leaves its node", len(groups): "all leave their node"}
     told = where.get(beyond, f"{beyond} of them leave their node")
     return f"{WORDS[axis]}: {len(groups)} × {getattr(layout, axis)} ranks, {told}"
+
+
+def packed(groups: list[list[int]]) -> list[list[list[int]]]:
+    """Groups in as few rows as let none pass over another."""
+    rows: list[list[list[int]]] = []
+    for group in sorted(groups):
+        free = [row for row in rows if row[-1][-1] < group[0]]
+        if free:
+            free[0].append(group)
+        else:
+            rows.append([group])
+    return rows
+
+
+class Panels(NamedTuple):
+    """A picture in pixels, y downwards: a panel for each axis, a column for each rank."""
+
+    wide: float
+    high: float
+    size: float  # of a rank's cell
+    words: list[tuple[float, float, str, str]]  # x, y of the middle, text, "start" or "middle"
+    frames: list[tuple[float, float, float, float]]  # x, y, wide, high: nodes
+    links: list[tuple[float, float, float, bool]]  # x from, x to, y, whether it leaves its node
+    cells: list[tuple[float, float, int]]  # x, y, rank
+
+
+def panels(
+    ranks: int,
+    node: int,
+    groups: Mapping[str, Sequence[list[int]]],
+    titles: Mapping[str, str],
+    size: float = 24.0,
+    gap: float = 5.0,
+) -> Panels:
+    """`groups` along each axis under its title, joined by lines, on nodes of `node` ranks."""
+
+    def left(rank: int) -> float:
+        return 9 + rank * (size + gap) + rank // node * 15
+
+    nodes = [(left(n), left(n + node - 1) + size) for n in range(0, ranks, node)]
+    head = "node " if size >= 20 else ""
+    words = [((a + b) / 2, 12.0, f"{head}{n}", "middle") for n, (a, b) in enumerate(nodes)]
+    frames, links, cells, y = [], [], [], 24.0
+    for axis, each in groups.items():
+        words.append((4.0, y + 12, titles[axis], "start"))
+        y += 30
+        rows = packed(list(each))
+        tall = len(rows) * (size + gap) - gap
+        frames += [(a - 5, y - 5, b - a + 10, tall + 10) for a, b in nodes]
+        for row in rows:
+            for group in row:
+                for a, b in zip(group, group[1:], strict=False):
+                    links.append((left(a) + size, left(b), y + size / 2, a // node != b // node))
+                cells += [(left(rank), y, rank) for rank in group]
+            y += size + gap
+        y += 11 - gap
+    wide = max(left(ranks - 1) + size + 9, 320)
+    return Panels(wide, y, size, words, frames, links, cells)

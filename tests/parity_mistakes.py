@@ -405,7 +405,7 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "validation loss depends": "experts: tokens dropped by a capacity",
     },
     "mesh": {
-        "What no mesh can train is refused": RAISES,
+        "A layout that no mesh can train is refused": RAISES,
         "all squares of all ranks": "mesh: a norm that counts numbers twice",
         "the twins do not meet": "pipeline: a tied matrix's gradient of one end",
         "norms are not summed": "sequence: gradients of norms not summed",
@@ -423,11 +423,11 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
         "How one sees": "signs of those above",
     },
     "model_parallelism": {
-        "nothing goes on": HANGS,
+        "the job hangs without an error": HANGS,
         "the first loss is right": "tensor: sum of the input's gradient forgotten",
-        "the norm of the gradients is": "data: summed, not averaged",
+        "the gradient norm is too large": "data: summed, not averaged",
         "ZeRO-3 runs out of memory": BYTES,
-        "more GPUs, and no shorter step": SECONDS,
+        "more GPUs do not shorten the step": SECONDS,
     },
     "strategy": {
         "the best layout on paper": SECONDS,

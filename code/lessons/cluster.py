@@ -1216,7 +1216,7 @@ check(rounds, "cluster_rounds")
 # - A batch script sets up the environment and starts one launcher on each node with `srun`. A job that asks for more time than its partition allows never starts.
 # - The scheduler gives nodes and sends a signal before the time limit; at the signal all ranks save after the same step, and the job is requeued.
 # - A restart costs the steps since the last save and the seconds of imports; it does not help against a bad sample or a full disk.
-# - A busy GPU may do nothing useful: look at MFU, at the rank that comes last, and at the traces of all ranks.
+# - A busy GPU may do nothing useful: look at MFU, at the last rank, and at all ranks' traces.
 # - In a hang, the rank that complains is seldom the one at fault: compare the calls of all ranks.
 # - Check all nodes before the job, with the job's own options.
 #

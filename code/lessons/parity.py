@@ -246,8 +246,8 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # %% [markdown]
 # Four of five answers are false alarms.
 #
-# 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference. How much? `1e-5` was a guess.
-# 2. **A cut that the check does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding. The list has no end.
+# 1. **Rounding.** The sum of the two ranks' gradients rounds differently from the gradient of the whole batch. A check has to allow some difference; `1e-5` was a guess.
+# 2. **A cut that the check does not know.** Halves of a matrix may belong side by side and not one below the other; sequences may be dealt alternately; other programs cut in zig-zag, in flat pieces, with padding.
 # 3. **Addends.** `ffn.down` gives each rank a part of a *sum*. No way to join the parts makes the whole, and yet nothing is wrong: the next line adds them up. If that line were missing, the parts would look the same.
 #
 # ![Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0 has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3. Addends: each rank has four rows of its own, and only their sum is the whole.](../figures/parity_parts.svg)
@@ -268,7 +268,7 @@ show.source(rounding.neighbours)
 # The check allows twelve times the largest of the three differences; this and [other numbers](#which-numbers-are-chosen-and-where-they-end) are chosen once, for all programs.
 # It compares all numbers of a tensor together, and also the worst row, because one wrong row among thousands hardly changes the total.
 #
-# How large is the noise? The picture has twelve layers, six steps and two number formats: lines are the noise, dots show how far two correct ranks are from one process.
+# The picture has twelve layers, six steps and two number formats: lines are the noise, dots show how far two correct ranks are from one process.
 
 # %% tags=["hide-input"]
 # Picture: rounding through layers and steps, in two number formats
@@ -386,7 +386,7 @@ for program in (averaged, dealt, halved):
 
 
 # %% [markdown]
-# Each program is a function with the argument `watch`, and calls it once, with its model and its optimizer, before the first step. A program has to do nothing else. `rename=` translates parameters' names where a pipeline's stage numbers its layers from 0.
+# Each program is a function with the argument `watch`, and calls it once, with its model and its optimizer, before the first step. `rename=` translates parameters' names where a pipeline's stage numbers its layers from 0.
 #
 # Now leave out the sum that `halved` needs in backward: each half computes its own part of the input's gradient, and these parts have to be added up. The output is right, and so is the loss.
 
@@ -411,7 +411,7 @@ assert not report.equal
 #
 # `report.equal`, `report.first` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).equal`.
 #
-# Every technique of this course is checked with it, as are DDP, FSDP2, DTensor and DeepSpeed, each beside the mistakes that are made with it: [the tests](../tests/test_parity.py).
+# [The tests](../tests/test_parity.py) check every technique of this course, DDP, FSDP2, DTensor and DeepSpeed with it, each beside its mistakes.
 #
 # ## Ten published mistakes
 #

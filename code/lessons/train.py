@@ -103,7 +103,7 @@ show.source(one_gpu.main, fold=80)
 show.source(one_gpu.evaluate)
 
 # %% [markdown]
-# 300 steps show that it learns. Before, it writes noise; after, something that looks like Python from a distance.
+# After 300 steps the model, which wrote noise before, writes something that looks like Python from a distance.
 
 # %%
 (learned,) = on_ranks(one_gpu, 1, FOLDER / "learned", **LONG)
@@ -122,7 +122,7 @@ show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 ste
 # %% [markdown]
 # The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start there are 256.
 #
-# From here on, twelve steps on a few kilobytes are enough, since each change is asked one thing: does it still compute the same?
+# From here on, twelve steps on a few kilobytes are enough: the only question is whether a change still computes the same.
 # `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
@@ -988,11 +988,11 @@ check(answer, "states_of_a_job")
 #
 # ## Summary
 #
-# - Forty lines take a script from one process to many; check each step by comparing losses and weights with one process.
+# - Forty lines take a script from one process to many; compare losses and weights with one process after each step.
 # - All ranks share one seed for the weights and one for the order of the data; each has its own seed for dropout.
 # - Ranks send sums and counts, and divide once: in training losses, in validation, in accumulation.
-# - A whole checkpoint is written by one rank, a sharded one by all ranks; write under a temporary name, then rename.
-# - Everything that decides the next step goes into the checkpoint: weights, optimizer, scaler, position in the data, random states.
+# - One rank writes a whole checkpoint, all ranks write shards; write under a temporary name, then rename.
+# - The checkpoint holds everything that decides the next step: weights, optimizer, scaler, position in the data, random states.
 # - A decision that depends on one rank's data (stop, skip a step) takes one all-reduce.
 # - FSDP2 changes the wrapper, the place where the precision is set, and `no_sync`; nothing else.
 #

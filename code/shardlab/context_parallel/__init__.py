@@ -1,13 +1,13 @@
-"""Context parallelism: a sequence cut over ranks in the whole model, in attention too.
+"""Context parallelism: the sequence is sharded over ranks in the whole model, attention included.
 
-`distribute(model, group, …)` lets a plain GPT work on this rank's tokens, `shard` deals them out,
-`average_gradients` comes after backward. In attention a rank needs the other ranks' tokens: by
-`ring_attention`, whose keys and values go round, or by `all_to_all_attention`, which trades tokens
-for heads and back.
+`distribute(model, group, …)` makes a plain GPT work on this rank's tokens, `shard` selects these
+tokens, and `average_gradients` is called after backward. Attention reaches the other ranks' tokens
+in one of two ways: `ring_attention` passes keys and values around a ring, and
+`all_to_all_attention` exchanges sharded tokens for sharded heads and back.
 
-`split`, `join`, `gather`, `positions` (layout) say which tokens a rank has; `block_attention`
-(kernel) is attention to some of the keys; `ring_sent`, `ulysses_sent`, `score_turns`,
-`attention_memory` (predict) say what it costs, `tokens_that_fit` (fit) how long a context may be.
+`split`, `join`, `gather`, `positions` (layout) map tokens to ranks; `block_attention` (kernel)
+computes attention over a block of keys; `ring_sent`, `ulysses_sent`, `score_turns`,
+`attention_memory` (predict) predict costs; `tokens_that_fit` (fit) the longest possible context.
 """
 
 # ruff: noqa: F401 - the names of the package

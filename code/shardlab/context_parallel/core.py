@@ -1,18 +1,18 @@
-"""Context parallelism: a sequence cut over ranks in the whole model, in attention too.
+"""Context parallelism: the sequence is sharded over ranks in the whole model, attention included.
 
-Every rank has all weights and its own s = S/N tokens, from the embedding to the loss. Norms,
-matrices and the loss work on each token alone and notice nothing. Attention alone needs the other
-ranks' keys and values. There are two ways to them.
+Every rank has all weights and its own s = S/N tokens, from the embedding to the loss. Norms, linear
+layers and the loss treat each token independently and need no change. Only attention needs the
+other ranks' keys and values. Two implementations provide them.
 
-`ring_attention`: queries stay, keys and values go round. In turn 0 a rank attends with its own
-keys; while it computes, they are on their way to the next rank, and those of the rank before come
-in. After N turns every query has met every key, and no rank ever held more than two ranks' keys and
-values (Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889, section 3).
-What one block of keys gives is no result yet: softmax divides by a sum over all keys. So each block
-comes with the logarithm of its sum, and `merge` weighs two of them (online softmax: Milakov and
-Gimelshein 2018, arXiv 1805.02867; over blocks: Dao et al. 2022, arXiv 2205.14135, section 3.1).
+`ring_attention`: queries stay, and keys and values travel around a ring. In turn 0 a rank attends
+to its own keys, sends its keys and values to the next rank, and receives the previous rank's. After
+N turns every query has met every key, and no rank ever held more than two ranks' keys and values
+beside its own (Liu et al. 2023, "Ring Attention", arXiv 2310.01889, section 3). Attention over one
+block of keys is only a partial result, because softmax divides by a sum over all keys. So each
+block also returns the logarithm of its sum, and `merge` combines two blocks (online softmax:
+Milakov and Gimelshein 2018, arXiv 1805.02867; over blocks: Dao et al. 2022, arXiv 2205.14135, 3.1).
 
-The other one is `all_to_all_attention`: see `ulysses`.
+`all_to_all_attention` is the other implementation: see `ulysses`.
 
     model = distribute(GPT(config), group, attention="ring", layout="zigzag")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -21,8 +21,8 @@ The other one is `all_to_all_attention`: see `ulysses`.
     average_gradients(model, group)
     optimizer.step()
 
-A rank's mean is over s tokens, as many as another's. Where some targets are ignored, the loss is
-`data_parallel.joined_mean` of a sum, in the place of a mean.
+The loss is a mean over s tokens on every rank. If some targets are ignored, ranks count different
+numbers of tokens: pass the sum of the losses to `data_parallel.joined_mean` instead.
 
 Shapes: B batch, S tokens in all, s = S/N of one rank, H hidden, A query heads, K key and value
 heads, D size of a head.
@@ -55,10 +55,10 @@ from .ulysses import all_to_all_attention
 def merge(
     out_BAsD: Tensor, lse_BAs: Tensor, block_BAsD: Tensor, block_lse_BAs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from attention over each: (output, logarithm of the sum).
+    """Combine attention over two sets of keys; return (output, logarithm of the sum) over both.
 
-    With sums e^l and e^m the weight of the second is e^m / (e^l + e^m) = sigmoid(m - l), which
-    cannot overflow.
+    With sums e^l and e^m, the second output's weight is e^m / (e^l + e^m) = sigmoid(m - l), a
+    form that cannot overflow.
     """
     weight_BAs1 = torch.sigmoid(block_lse_BAs - lse_BAs)[..., None].to(out_BAsD.dtype)
     merged_BAsD = torch.lerp(out_BAsD, block_BAsD.to(out_BAsD.dtype), weight_BAs1)
@@ -74,14 +74,14 @@ def ring_attention(
     layout: str = "zigzag",
     trace: list[Work] | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of all ranks: [B, A, s, D].
+    """Return attention of this rank's queries over all ranks' keys, [B, A, s, D].
 
-    All ranks call it with tensors of the same shapes; the tokens are laid out as by
-    `split(…, layout)`. Differentiable in queries, keys and values. trace: gets a `Work` for every
-    block that is computed, in forward and in backward. 16-bit inputs are merged, and gradients
-    travel, in float32.
+    Collective: all ranks pass tensors of the same shapes, sharded by `split(…, layout)`. The
+    result is differentiable in queries, keys and values. trace: a list that receives a `Work`
+    for every block computed, in forward and in backward. For 16-bit inputs, partial outputs are
+    merged, and the gradients of keys and values are sent, in float32.
 
-    Raises ValueError, before anything is sent, for shapes that do not fit and unknown layouts.
+    Raises ValueError, before any communication, for mismatched shapes and unknown layouts.
     """
     check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
     rank, size = check_group(group)
@@ -97,7 +97,7 @@ class _RingAttention(Operator):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         ctx.ring = ring
         wide = torch.promote_types(q.dtype, torch.float32)
-        # In memory a token's heads stand side by side: the model's next step wants them so.
+        # Memory order is [B, s, A, D]: the output projection needs a token's heads adjacent.
         out_BAsD = torch.empty_like(
             q.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format
         ).transpose(1, 2)
@@ -108,10 +108,10 @@ class _RingAttention(Operator):
             for rows, keys, masked in ring.work(turn, q.device):
                 k_block, v_block = (x[:, :, keys] for x in kv)
                 y, lse = block_attention(q[:, :, rows], k_block, v_block, masked)
-                if turn:  # in turn 0 every query has met its first keys
+                if turn:  # turn 0 computes a first output for every query
                     y, lse = merge(out_BAsD[:, :, rows], lse_BAs[:, :, rows], y, lse)
                 out_BAsD[:, :, rows], lse_BAs[:, :, rows] = y, lse
-                del y, lse, k_block, v_block  # so that the next block's are not held beside them
+                del y, lse, k_block, v_block  # free them before the next block allocates its own
             if passing is not None:
                 kv = passing.wait()
         out_BAsD = out_BAsD.to(q.dtype)
@@ -121,7 +121,7 @@ class _RingAttention(Operator):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BAsD: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go round once more; behind them, what was found for their gradients."""
+        """Pass keys and values around the ring again, each followed by its gradient so far."""
         ring, (q, k, v, out_BAsD, lse_BAs) = ctx.ring, ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         dq_BAsD = torch.zeros_like(q, dtype=wide)
@@ -141,9 +141,9 @@ class _RingAttention(Operator):
                 del found, k_block, v_block
             if passing is not None:
                 kv = passing.wait()
-            if coming is not None:  # what the ranks before have found for these keys
+            if coming is not None:  # these keys' gradient from the previous ranks' queries
                 dkv += coming.wait()
-            if ring.size > 1:  # on with it, behind its keys; the last hop is the way home
+            if ring.size > 1:  # follow the keys; the last hop returns to the rank that owns them
                 coming = _Pass(dkv, ring)
         if coming is not None:
             dkv = coming.wait()
@@ -151,31 +151,31 @@ class _RingAttention(Operator):
 
 
 class _Pass:
-    """A tensor on its way to the next rank, while that of the rank before comes in."""
+    """A send to the next rank in flight, together with the receive from the previous rank."""
 
     def __init__(self, outgoing: Tensor, ring: _Ring):
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         self.incoming = torch.empty_like(outgoing)
-        # One batch: nccl would wait for ever in a ring where all send first.
+        # One batched send and receive: NCCL would deadlock in a ring in which all send first.
         self.message = exchange(outgoing, after, self.incoming, before, ring.group)
 
     def wait(self) -> Tensor:
-        """What came in, once it is here and the other has left."""
+        """Wait for the send and the receive; return the received tensor."""
         self.message.wait()
         del self.message
         return self.incoming
 
 
 class Block(NamedTuple):
-    """Some of a rank's queries against some of the keys that are there: local slices."""
+    """A slice of a rank's queries and a slice of the keys it holds, in local indices."""
 
     queries: slice
     keys: slice
-    causal: bool  # query i of them sees keys 0 to i; otherwise all
+    causal: bool  # query i of the slice sees keys 0 to i of the slice; if False, all keys
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key that the mask leaves, in one head of one sequence."""
+        """Number of unmasked query-key pairs, in one head of one sequence."""
         queries, keys = (part.stop - part.start for part in self[:2])
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
@@ -183,15 +183,15 @@ class Block(NamedTuple):
 def blocks(
     layout: str, ranks: int, rank: int, source: int, causal: bool, local_seq: int
 ) -> list[Block]:
-    """What `rank` has to compute with the keys of `source`: nothing, or one block.
+    """Return the blocks that `rank` computes with the keys of `source`: none, or one.
 
-    local_seq: tokens on each rank. Without a mask that is always everything. With it, its own keys
-    are half masked in either layout, because its tokens stand in order. Of another rank's keys,
+    local_seq: tokens on each rank. Without a mask, the block is all queries by all keys. With it,
+    the rank's own block is causal, because its tokens are in order. With another rank's keys:
 
-    - contiguous: all or none, as they come before or after;
-    - zig-zag: half the work, always. From an earlier rank come one early piece, which all queries
-      see, and one that is later than both of theirs. From a later rank come two pieces that both
-      stand between this rank's early queries, which see neither, and its late ones, which see both.
+    - contiguous: all of it if `source` is an earlier rank, none if it is a later one;
+    - zig-zag: always half. An earlier rank's early piece comes before all local queries, and its
+      late piece after all of them. Both pieces of a later rank lie between the local early
+      queries, which see neither piece, and the local late queries, which see both.
     """
     full, half = slice(0, local_seq), local_seq // 2
     if not causal or source == rank:
@@ -204,10 +204,10 @@ def blocks(
 
 
 class Work(NamedTuple):
-    """A block that a rank computed, for pictures and for counting."""
+    """A trace record of one block that a rank computed."""
 
-    turn: int  # of the ring, from 0
-    source: int  # the rank whose keys these are
+    turn: int  # turn of the ring, from 0
+    source: int  # the rank that owns the block's keys
     block: Block
     seconds: float
     backward: bool
@@ -215,7 +215,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ring:
-    """What one call of `ring_attention` knows of its ring."""
+    """The arguments of one `ring_attention` call, and this rank's place in the ring."""
 
     group: dist.ProcessGroup
     rank: int
@@ -226,15 +226,15 @@ class _Ring:
     trace: list[Work] | None
 
     def pack(self, k_BKsD: Tensor, v_BKsD: Tensor) -> Any:
-        """Keys and values as one message, [2, B, K, s, D]."""
+        """Stack keys and values into one message, [2, B, K, s, D]."""
         return (k_BKsD, v_BKsD) if self.size == 1 else torch.stack((k_BKsD, v_BKsD))
 
     def pass_on(self, kv: Tensor, turn: int) -> _Pass | None:
-        """Start to hand them to the next rank, unless this was the last turn."""
+        """Start sending keys and values to the next rank, unless this is the last turn."""
         return _Pass(kv, self) if turn < self.size - 1 else None
 
     def work(self, turn: int, device: torch.device, backward: bool = False) -> Iterator[Block]:
-        """The blocks of a turn; whoever takes the next one has computed the last."""
+        """Yield the blocks of a turn; time each one until the caller asks for the next."""
         source = (self.rank - turn) % self.size
         for block in blocks(self.layout, self.size, self.rank, source, self.causal, self.local_seq):
             if self.trace is None:
@@ -251,14 +251,14 @@ ATTENTIONS = {"ring": ring_attention, "ulysses": all_to_all_attention}
 def distribute(
     model: GPT, group: dist.ProcessGroup, attention: str = "ring", layout: str = "zigzag"
 ) -> GPT:
-    """Let `model` work on this rank's tokens of a context that `group` shares; the same, in place.
+    """Make `model` attend over a sequence sharded over `group`, in place; return `model`.
 
-    Forward then takes `shard(tokens_BS, …)` [B, s] and gives logits [B, s, V]. Parameters stay as
-    they are, and whole: states are loaded and saved as ever. attention: "ring" or "ulysses".
+    Forward then takes `shard(tokens_BS, …)` [B, s] and returns logits [B, s, V]. Parameters stay
+    unsharded, so state dicts are loaded and saved as before. attention: "ring" or "ulysses".
 
-    Raises ValueError, before anything is sent, for other names, dropout, windows, latent attention,
-    a model that is distributed already, and heads that all-to-all attention cannot share out; after
-    one exchange, and on every rank, when models or arguments differ.
+    Raises ValueError, before any communication, for unknown names, dropout, windows, latent
+    attention, a model that is distributed already, and heads that all-to-all attention cannot
+    divide; on every rank, after one exchange, if models or arguments differ between ranks.
     """
     check_one_of(ATTENTIONS, attention=attention)
     check_layout(layout)
@@ -274,10 +274,10 @@ def distribute(
         if "forward" in vars(part):
             raise ValueError("model: is distributed already; allowed is a plain one")
         if part.config.dropout:
-            # One process draws a number for each pair of tokens; here, no rank sees all pairs.
+            # One process draws a random number per query-key pair; no rank here has all pairs.
             raise ValueError(f"dropout={part.config.dropout}: allowed is 0 with a context cut")
         if attention == "ulysses":
-            # From the widths, so that it is right for heads that tensor parallelism has cut.
+            # Count heads by the weights' widths: tensor parallelism may have sharded them.
             widths = part.query.weight.shape[0], part.key.weight.shape[0]
             key_repeats(*(width // part.config.head_size for width in widths), ranks)
     check_same(group, model=model, config=parts[0].config, attention=attention, layout=layout)
@@ -289,7 +289,7 @@ def distribute(
 def _attention(
     module: Attention, group: dist.ProcessGroup, attention: str, layout: str, x_BsH: Tensor
 ) -> Tensor:
-    """`Attention.forward` for this rank's tokens, [B, s, H] to [B, s, H]."""
+    """Replace `Attention.forward` for this rank's tokens, [B, s, H] to [B, s, H]."""
     rank, ranks = check_group(group)
     at_s = positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
     q_BAsD, k_BKsD, v_BKsD = module.heads(x_BsH, at_s)
@@ -298,9 +298,9 @@ def _attention(
 
 
 def shard(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -> Tensor:
-    """This rank's tokens [B, s] of a batch that every rank has.
+    """Return this rank's tokens [B, s] of a batch that every rank has.
 
-    Raises ValueError for a sequence that cannot be shared out.
+    Raises ValueError for a sequence that cannot be divided equally.
     """
     rank, ranks = check_group(group)
     return split(tokens_BS, ranks, rank, layout)
@@ -308,17 +308,17 @@ def shard(tokens_BS: Tensor, group: dist.ProcessGroup, layout: str = "zigzag") -
 
 @torch.no_grad()
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """After backward: every gradient becomes the mean over the ranks, in one message a dtype.
+    """Average every gradient over the ranks after backward, with one all-reduce per dtype.
 
-    A rank's gradients are means over its own tokens; ranks have equally many, so the mean over the
-    ranks is the gradient of the whole context, as in data parallelism.
+    A rank's gradient is that of the mean loss over its own tokens. All ranks have equally many
+    tokens, so the mean over the ranks is the gradient of the whole context's mean loss.
     """
     check_trained(model, group)
     buckets.average_gradients(model.parameters(), group, joined=True)
 
 
 def average(value: Tensor, group: dist.ProcessGroup) -> float:
-    """The mean of a number over the ranks, without gradient; a GPU's work has to be waited for."""
+    """Return the mean of a scalar over the ranks, without gradient; waits for the GPU."""
     _, ranks = check_group(group)
     total = value.detach().clone()
     dist.all_reduce(total, group=group)

@@ -1,13 +1,13 @@
-"""Attention between some queries and some keys: its output, and the logarithm of its sums.
+"""Attention over one block of keys, returning its output and the log-sum-exp of its scores.
 
-Softmax over all keys can be put together from softmaxes over blocks of keys when each block says,
-beside its output, how large the sum of its exponentials was. torch's fused kernels compute that
-number, because their own backward needs it, but `scaled_dot_product_attention` does not hand it
-out; so they are called here by their inner names.
+Softmax over all keys can be combined from softmaxes over blocks of keys if each block returns the
+log-sum-exp of its scores with its output. torch's fused kernels compute the log-sum-exp, because
+their own backward needs it, but `scaled_dot_product_attention` does not return it. So this module
+calls the kernels by their internal names.
 
-Backward of one block is the fused kernel's own, given the output and the logarithms of the *whole*
-row: the probabilities are exp(score - logarithm), so each block finds its share of the gradients
-without the others (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, appendix B.2).
+Backward of one block is the fused kernel's own, given the output and the log-sum-exp of the *whole*
+row: the probabilities are exp(score - lse), so each block's share of the gradients can be computed
+without the other blocks (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, appendix B.2).
 
 Shapes: B batch, A query heads, K key and value heads, Q queries, T keys, D size of a head.
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Gradients(NamedTuple):
-    """Of one block: for queries [B, A, Q, D], keys and values [B, K, T, D]."""
+    """One block's gradients: of queries [B, A, Q, D], of keys and values [B, K, T, D]."""
 
     queries: Tensor
     keys: Tensor
@@ -33,15 +33,15 @@ class Gradients(NamedTuple):
 def block_attention(
     q_BAQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, A, Q, D] and logarithms [B, A, Q] of attention over these keys alone.
+    """Return the output [B, A, Q, D] and log-sum-exp [B, A, Q] of attention over these keys.
 
-    causal: query i sees keys 0 to i. The logarithms are of the sums of exp(q . k / sqrt(D)), in
-    float32, or float64 for such queries.
+    causal: query i sees keys 0 to i. The log-sum-exp is that of the scores q . k / sqrt(D), in
+    float32, or in float64 for float64 queries.
     """
     kind = _kernel(q_BAQD)
     q_BAQD, k_BKTD, v_BKTD = _side_by_side(q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
-        # This kernel lets several heads share keys and values.
+        # This kernel supports grouped-query attention itself.
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BAQD, k_BKTD, v_BKTD, 0.0, causal)
     k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
     if kind == "flash":
@@ -51,7 +51,7 @@ def block_attention(
         y, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q_BAQD, k_BATD, v_BATD, None, True, 0.0, causal
         )
-        return y, lse[..., : q_BAQD.shape[-2]]  # it rounds the rows up to a multiple of 32
+        return y, lse[..., : q_BAQD.shape[-2]]  # the kernel pads rows to a multiple of 32
     scores_BAQT = _scores(q_BAQD, k_BATD, causal)
     lse_BAQ = scores_BAQT.logsumexp(-1)
     y_BAQD = (scores_BAQT - lse_BAQ[..., None]).exp() @ v_BATD.to(scores_BAQT.dtype)
@@ -67,7 +67,7 @@ def block_gradients(
     lse_BAQ: Tensor,
     causal: bool = False,
 ) -> Gradients:
-    """This block's share of the gradients; `y` and `lse` are those over all keys."""
+    """Return this block's share of the gradients; `y` and `lse` are those over all keys."""
     kind = _kernel(q_BAQD)
     dy_BAQD, q_BAQD, k_BKTD, v_BKTD = _side_by_side(dy_BAQD, q_BAQD, k_BKTD, v_BKTD)
     if kind == "cpu":
@@ -78,7 +78,7 @@ def block_gradients(
     k_BATD, v_BATD = _widened(k_BKTD, q_BAQD), _widened(v_BKTD, q_BAQD)
     if kind == "flash":
         queries, keys = q_BAQD.shape[-2], k_BKTD.shape[-2]
-        # The state of a generator that dropout would have used.
+        # The random generator's state, which the kernel reads only with dropout.
         state, unused = (q_BAQD.new_empty(n, dtype=torch.uint64) for n in ((2,), ()))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             dy_BAQD, q_BAQD, k_BATD, v_BATD, y_BAQD, lse_BAQ.contiguous(), None, None,
@@ -101,16 +101,16 @@ def block_gradients(
 
 
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
-    """The numbers of a head next to each other: kernels read them so, and ask nobody.
+    """Make the last dimension of each tensor contiguous: kernels assume it without a check.
 
-    The gradient of a plain sum is one number, seen many times; and for heads of two numbers
-    `torch.cat` may put the heads innermost (torch 2.13).
+    It is not contiguous in the gradient of a plain sum, an expanded scalar, and after `torch.cat`
+    of heads of size 2, which may make the head dimension innermost (torch 2.13).
     """
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _kernel(q: Tensor) -> str:
-    """Which kernel: a CPU has one for all dtypes; a GPU's flash attention wants 16 bits."""
+    """Choose the kernel: a CPU has one for all dtypes; flash attention on a GPU needs 16 bits."""
     if q.device.type != "cuda":
         return "cpu" if q.device.type == "cpu" else "plain"
     size = q.shape[-1]
@@ -119,7 +119,7 @@ def _kernel(q: Tensor) -> str:
         return "flash"
     if (narrow and size % 8 == 0) or (q.dtype == torch.float32 and size % 4 == 0):
         return "efficient"
-    return "plain"  # none is for float64
+    return "plain"  # no fused kernel supports float64
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -127,13 +127,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _widened(x_BKTD: Tensor, q_BAQD: Tensor) -> Tensor:
-    """Keys or values once for every query head."""
+    """Repeat keys or values so that every query head has its own."""
     repeats = q_BAQD.shape[1] // x_BKTD.shape[1]
     return x_BKTD if repeats == 1 else x_BKTD.repeat_interleave(repeats, dim=1)
 
 
 def _scores(q_BAQD: Tensor, k_BATD: Tensor, causal: bool) -> Tensor:
-    """Scaled and masked [B, A, Q, T], in float32 at least."""
+    """Return the scaled and masked scores [B, A, Q, T], at least in float32."""
     wide = torch.promote_types(q_BAQD.dtype, torch.float32)
     scores = q_BAQD.to(wide) @ k_BATD.to(wide).mT * q_BAQD.shape[-1] ** -0.5
     if causal:

@@ -1,13 +1,13 @@
-"""Which tokens a rank has, and what is refused because it cannot be shared out.
+"""Assignment of tokens to ranks, and checks that shapes can be divided.
 
 - "contiguous": N pieces, rank r has piece r;
 - "zigzag": 2N pieces, rank r has pieces r and 2N - 1 - r, one early and one late. Under a causal
-  mask a late token looks at more keys than an early one; so shared out, all ranks have equal work.
+  mask a late token attends to more keys than an early one; this layout gives all ranks equal work.
 
 The zig-zag is the balanced layout in use for ring attention today; Brandon et al. 2023, "Striped
-Attention" (arXiv 2311.09431), balance by dealing out single tokens instead.
+Attention" (arXiv 2311.09431), balance the work by assigning single tokens in turn instead.
 
-Shapes: S the whole sequence, s one rank's share of it, S / N. B batch, A query heads, K key and
+Shapes: S the whole sequence, s = S / N one rank's shard. B batch, A query heads, K key and
 value heads, D size of a head.
 """
 
@@ -27,12 +27,12 @@ LAYOUTS = "contiguous", "zigzag"
 def positions(
     layout: str, seq: int, ranks: int, rank: int, device: torch.device | None = None
 ) -> Tensor:
-    """Where a rank's tokens stand in the whole sequence: int64 [s]."""
+    """Return the positions of a rank's tokens in the whole sequence, int64 [s]."""
     return split(torch.arange(seq, device=device), ranks, rank, layout, dim=0)
 
 
 def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """A rank's shard of `full` along `dim`: a view when contiguous, a copy when zig-zag."""
+    """Return a rank's shard of `full` along `dim`: a view if contiguous, a copy if zig-zag."""
     check_seq(full.shape[dim], ranks, layout)
     if layout == "contiguous":
         return full.chunk(ranks, dim)[rank]
@@ -41,16 +41,16 @@ def split(full: Tensor, ranks: int, rank: int, layout: str = "zigzag", dim: int 
 
 
 def join(parts: list[Tensor], layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """The full tensor from all ranks' shards, given in rank order: the inverse of `split`."""
+    """Join all ranks' shards, given in rank order, to the full tensor: inverse of `split`."""
     check_layout(layout)
-    if layout == "zigzag":  # the early halves in rank order, the late ones back from the last
+    if layout == "zigzag":  # early halves in rank order, then late halves in reverse rank order
         halves = [part.chunk(2, dim) for part in parts]
         parts = [early for early, _ in halves] + [late for _, late in reversed(halves)]
     return torch.cat(parts, dim)
 
 
 def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim: int = 1) -> Tensor:
-    """The full tensor on every rank, by an all-gather; without gradients, to compare with.
+    """All-gather the shards and return the full tensor on every rank, without gradient.
 
     Each rank sends its shard to N - 1 others.
     """
@@ -61,16 +61,16 @@ def gather(shard: Tensor, group: dist.ProcessGroup, layout: str = "zigzag", dim:
     return join(list(parts), layout, dim)
 
 
-# What is refused, before anything is sent
+# Argument checks, which run before any communication
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError for a layout that there is not."""
+    """Raise ValueError for an unknown layout."""
     check_one_of(LAYOUTS, layout=layout)
 
 
 def check_seq(seq: int, ranks: int, layout: str) -> None:
-    """Raise ValueError for a sequence that cannot be shared out equally."""
+    """Raise ValueError for a sequence that cannot be divided equally."""
     check_layout(layout)
     unit = ranks if layout == "contiguous" else 2 * ranks
     if seq < 1 or seq % unit:
@@ -78,7 +78,7 @@ def check_seq(seq: int, ranks: int, layout: str) -> None:
 
 
 def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) -> None:
-    """Raise ValueError unless these are queries, keys and values of tokens in such a layout."""
+    """Raise ValueError unless queries, keys and values match in shape and suit `layout`."""
     check_layout(layout)
     (batch, heads, local_seq, size), kv_heads = q_BAsD.shape, k_BKsD.shape[1]
     wanted = batch, kv_heads, local_seq, size
@@ -92,7 +92,7 @@ def check_shapes(q_BAsD: Tensor, k_BKsD: Tensor, v_BKsD: Tensor, layout: str) ->
 
 
 def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key and value head is sent; ValueError when heads cannot be shared out."""
+    """Return how often each key-value head is sent; raise ValueError for indivisible heads."""
     if heads % ranks:
         text = f"{ranks} ranks need a multiple of {ranks}; ring attention takes any number"
         raise ValueError(f"heads={heads}: {text}")

@@ -1,6 +1,6 @@
-"""What a rank sends, computes and keeps, by formula: equal to what is counted.
+"""Formulas for the bytes a rank sends and keeps, and for its work; they equal the counted values.
 
-Bytes are those of one rank. Of what it hands to an all-to-all, (N - 1)/N goes out.
+Bytes are those of one rank. It sends (N - 1)/N of the tensor that it passes to an all-to-all.
 
 In formulas: B batch, S tokens in all, s = S/N of one rank, A heads, K heads of keys and values, D
 size of a head, e bytes an element.
@@ -19,10 +19,10 @@ WAYS = "one", "ring", "ulysses"
 
 
 def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[list[int]]:
-    """For each rank and each turn of the ring: pairs of query and key that it computes.
+    """Return the query-key pairs that each rank computes in each turn of the ring, [rank][turn].
 
-    In one head of one sequence. Under a causal mask S (S + 1) / 2 in all, and each turn takes as
-    long as its slowest rank: contiguous, that is a whole block in all turns; zig-zag, half of one.
+    Pairs are counted in one head of one sequence, S (S + 1) / 2 in all under a causal mask. A turn
+    takes as long as its slowest rank: a whole block if contiguous, half a block if zig-zag.
     """
     check_seq(seq, ranks, layout)
     found = [[0] * ranks for _ in range(ranks)]
@@ -34,17 +34,17 @@ def score_turns(layout: str, seq: int, ranks: int, causal: bool = True) -> list[
 
 
 def score_pairs(layout: str, seq: int, ranks: int, rank: int, causal: bool = True) -> int:
-    """The same in all turns, for one rank."""
+    """Return the query-key pairs that one rank computes in all turns: see `score_turns`."""
     return sum(score_turns(layout, seq, ranks, causal)[rank])
 
 
 def ring_sent(
     batch: int, seq: int, kv_heads: int, head_size: int, ranks: int, itemsize: int = 4
 ) -> dict[str, int]:
-    """Bytes that a rank sends for one `ring_attention`, "forward" and "backward", in "messages".
+    """Return a rank's bytes sent in one `ring_attention` ("forward", "backward"), and "messages".
 
-    A share's keys and values are 2 B s K D e bytes. They go N - 1 hops forward and N - 1 backward;
-    their gradients, of 4 bytes at least, go N hops, the last one home.
+    One rank's keys and values take 2 B s K D e bytes. They travel N - 1 hops in forward and N - 1
+    in backward; their gradients, of at least 4 bytes each, N hops, the last to the owner.
     """
     check_seq(seq, ranks, "contiguous")
     elements = 2 * batch * (seq // ranks) * kv_heads * head_size
@@ -65,11 +65,11 @@ def ulysses_sent(
     ranks: int,
     itemsize: int = 4,
 ) -> dict[str, int]:
-    """Bytes that a rank sends for one `all_to_all_attention`, "forward" and "backward".
+    """Return a rank's bytes sent in one `all_to_all_attention` ("forward", "backward").
 
-    "handed": bytes given to the "calls" all-to-alls of both together, of which it sends (N - 1)/N.
-    Queries and results are B s A D e bytes, keys and values B s K D e each, of heads of which there
-    are as many as ranks at least.
+    "calls" is the number of all-to-alls in forward and backward, and "handed" the bytes of their
+    inputs, of which the rank sends (N - 1)/N. Queries and outputs take B s A D e bytes each, keys
+    and values B s K D e each, where heads are repeated until K is at least N.
     """
     check_seq(seq, ranks, "contiguous")
     sent_heads = kv_heads * key_repeats(heads, kv_heads, ranks)
@@ -90,18 +90,18 @@ def attention_memory(
     ranks: int = 1,
     itemsize: int = 4,
 ) -> dict[str, int]:
-    """Bytes on one rank for the core of one attention: "kept" for backward, "forward", "backward".
+    """Return one attention's bytes on a rank: "kept" for backward, peak "forward" and "backward".
 
     way: "one" process with torch's fused kernel on a CPU, "ring" or "ulysses". "kept" is exact:
-    queries, keys, values, results, and a number for each query and head, of 4 bytes at least, all
-    of it divided by N. All-to-all attention keeps its results twice, by heads and by tokens, and
-    keys and values as often as they were sent. Scores are in none of them: no kernel keeps any.
+    queries, keys, values, outputs, and the logarithm for each query and head (at least 4 bytes),
+    all divided by N. All-to-all attention keeps its outputs twice, sharded by heads and by tokens,
+    and keys and values as often as they were sent. No kernel keeps scores.
 
-    "forward" and "backward" are the most that there is at one moment, queries, keys and values
-    included, on the rank that needs most; the results' own gradient is not. A ring has the keys and
-    values of two ranks at once beside its own; backward, the gradients of three. All-to-all
-    attention has everything twice while it is on the way; for a moment, gloo's threads may hold
-    a message that is over. What the kernel needs for itself is not counted.
+    "forward" and "backward" are peaks on the rank that needs most. They include queries, keys and
+    values, but not the gradient of the output. Ring attention holds two ranks' keys and values
+    beside its own, and in backward also three ranks' gradients of these. All-to-all attention
+    holds everything twice while it is sent; gloo's threads may briefly keep a finished message.
+    The kernel's workspace is not counted.
     """
     check_one_of(WAYS, way=way)
     ranks = 1 if way == "one" else ranks
@@ -117,8 +117,8 @@ def attention_memory(
         return {"kept": kept, "forward": kept, "backward": kept + gradients}
     if way == "ring":
         moving = kv * itemsize  # one rank's keys and values
-        first = q * itemsize + rows  # a block's results, as they come
-        # Beside results that are there already: weighed, and for 16 bits widened before.
+        first = q * itemsize + rows  # the first block's output
+        # Temporaries of `merge`: the weighted outputs, and for 16 bits a float32 copy.
         merging = q * (itemsize + wide) + 3 * rows
         if itemsize < wide:
             merging += q * wide - rows
@@ -130,7 +130,7 @@ def attention_memory(
         }
     repeats = key_repeats(heads, kv_heads, ranks)
     sent = (q + kv * repeats) * itemsize
-    before = inputs + (kv * repeats * itemsize if repeats > 1 else 0)  # and the heads repeated
+    before = inputs + (kv * repeats * itemsize if repeats > 1 else 0)  # plus repeated heads
     q *= itemsize
     kept += sent - inputs + q
     return {

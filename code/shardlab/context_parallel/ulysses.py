@@ -1,8 +1,8 @@
-"""Attention over a sequence cut over ranks, by trading tokens for heads and back.
+"""All-to-all attention: exchange tokens for heads, attend, and exchange back (Ulysses).
 
-An all-to-all gives a rank all tokens of A/N heads in place of its own tokens of all heads. No head
-shares attention with another, so it is the plain one. A second all-to-all goes back (Jacobs et al.
-2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3).
+An all-to-all turns a rank's own tokens of all heads into all tokens of A/N heads. Heads attend
+independently of each other, so plain attention follows. A second all-to-all restores the sharding
+by tokens (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3).
 
 Shapes: B batch, S tokens in all, s = S/N of one rank, A query heads, K key and value heads, a = A/N
 heads of one rank, D size of a head.
@@ -32,14 +32,14 @@ def all_to_all_attention(
     causal: bool = True,
     layout: str = "contiguous",
 ) -> Tensor:
-    """Attention of this rank's queries over the keys of all ranks: [B, A, s, D].
+    """Return attention of this rank's queries over all ranks' keys, [B, A, s, D].
 
-    All ranks call it with tensors of the same shapes; the tokens are laid out as by
-    `split(…, layout)`. Differentiable in queries, keys and values. Where there are fewer key and
-    value heads than ranks, each is sent to N/K of them: more bytes, the same result.
+    Collective: all ranks pass tensors of the same shapes, sharded by `split(…, layout)`. The
+    result is differentiable in queries, keys and values. With fewer key-value heads than ranks,
+    each is sent to N/K ranks: this costs more bytes and does not change the result.
 
-    Raises ValueError, before anything is sent, for shapes that do not fit, unknown layouts, and
-    heads that cannot be shared out.
+    Raises ValueError, before any communication, for mismatched shapes, unknown layouts, and
+    heads that the ranks do not divide.
     """
     check_shapes(q_BAsD, k_BKsD, v_BKsD, layout)
     _, ranks = check_group(group)
@@ -57,20 +57,20 @@ def all_to_all_attention(
 def heads_for_tokens(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, layout: str = "contiguous"
 ) -> tuple[Tensor, ...]:
-    """Each from all heads of this rank's tokens to this rank's heads of all, in one message."""
+    """Exchange [B, A, s, D] tensors, all heads of s tokens, for [B, a, S, D], in one all-to-all."""
     _, ranks = check_group(group)
-    # [N, B, a, s, D]: heads by the rank they go to.
+    # [N, B, a, s, D]: heads by destination rank.
     each = [x_BAsD.unflatten(1, (ranks, -1)).movedim(1, 0) for x_BAsD in tensors]
-    mine = _AllToAll.apply(torch.cat(each, dim=2), group)  # tokens by the rank they come from
+    mine = _AllToAll.apply(torch.cat(each, dim=2), group)  # tokens by source rank
     return join(list(mine), layout, dim=2).split([x.shape[2] for x in each], dim=1)
 
 
 def tokens_for_heads(
     x_BaSD: Tensor, group: dist.ProcessGroup, layout: str = "contiguous"
 ) -> Tensor:
-    """The way back: from this rank's heads of all tokens to all heads of its tokens, [B, A, s, D].
+    """Exchange [B, a, S, D], a rank's heads of all tokens, back for [B, A, s, D].
 
-    In memory a token's heads stand side by side, as the model's next step wants them.
+    Memory order is [B, s, A, D], because the output projection needs a token's heads adjacent.
     """
     _, ranks = check_group(group)
     shards = [split(x_BaSD, ranks, rank, layout, dim=2) for rank in range(ranks)]
@@ -79,7 +79,7 @@ def tokens_for_heads(
 
 
 class _AllToAll(Operator):
-    """Part j of each rank to rank j: [N, …] to [N, …]. It is its own way back, in backward too."""
+    """All-to-all on [N, …]: part j goes to rank j. Backward is the same all-to-all."""
 
     words = "V -> V"
 

@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds the whole model and trains it on its own share of the batch.
 
-- `core`: gradients averaged after backward, in buckets, and while backward computes;
-- `overlap`: when a rank computed and when its wire was busy, traced and drawn.
+- `core`: average gradients after backward, in buckets, and while backward computes;
+- `overlap`: trace and draw when a rank computes and when its link is busy.
 """
 
 # ruff: noqa: F401 - the names of the package

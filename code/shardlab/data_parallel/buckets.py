@@ -1,8 +1,8 @@
-"""What data parallelism, ZeRO and others do alike with parameters and gradients over a group.
+"""Operations on parameters and gradients that data parallelism, ZeRO and others share.
 
-`deal` puts parameters into buckets, `copy_from_rank_0` lets all ranks start equal, `Backward` tells
-when autograd's backward pass begins and ends, `average_gradients` is data parallelism in one call,
-for those who need no more, and `clip_by_joint_norm` clips what lies on many ranks.
+`deal` divides parameters into buckets, `copy_from_rank_0` makes all ranks start equal, `Backward`
+tracks the begin and end of autograd's backward pass, `average_gradients` is data parallelism in one
+call, without buckets or overlap, and `clip_by_joint_norm` clips gradients sharded over ranks.
 
 Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -30,10 +30,10 @@ def deal(
     bucket_bytes: float = math.inf,
     first_bytes: float = math.inf,
 ) -> list[list[Like]]:
-    """Deal parameters, or their gradients, into buckets, in their order (Li, section 3.2.2).
+    """Divide parameters, or gradients, into buckets, in the given order (Li, section 3.2.2).
 
-    A bucket is full once it holds `bucket_bytes`; the first, with which sending begins, already at
-    `first_bytes`. It holds one dtype on one device, and is trained or frozen as a whole.
+    A bucket is full once it holds `bucket_bytes`; the first bucket, which is sent first, already at
+    `first_bytes`. A bucket's tensors have one dtype, one device and one value of `requires_grad`.
     """
     full: list[list[Like]] = []
     filling: dict[Any, list[Like]] = {}
@@ -48,7 +48,7 @@ def deal(
 
 @torch.no_grad()
 def copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite `tensors` with those of the group's rank 0, which is another one in the world."""
+    """Overwrite `tensors` with those of rank 0 of `group` (not of the world)."""
     check_group(group)
     root = dist.get_global_rank(group, 0)
     works = [dist.broadcast(t.detach(), root, group=group, async_op=True) for t in tensors]
@@ -60,10 +60,10 @@ def copy_from_rank_0(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) 
 def average_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, joined: bool = False
 ) -> None:
-    """After backward: make each gradient its average over `group`, in place.
+    """Average each gradient over `group`, in place, after backward.
 
-    joined: see `add_up`. A rank without a gradient takes part with zeros: the others wait. Each is
-    scaled by 1/N first and added up then.
+    joined: see `add_up`. A rank without a gradient contributes zeros, because the other ranks wait
+    for it. Gradients are scaled by 1/N before the sum.
     """
     _, size = check_group(group)
     trained = [p for p in parameters if p.requires_grad]
@@ -80,10 +80,10 @@ def add_up(
     joined: bool = False,
     scale: float = 1.0,
 ) -> None:
-    """Make each of `gradients`, times `scale`, its sum over `group`, in place.
+    """Scale each gradient by `scale` and all-reduce the sum over `group`, in place.
 
-    One message for each, all under way at once. joined: one for each dtype instead, in which the
-    gradients stand side by side, as a copy, and are scaled by one kernel.
+    All gradients are sent at once, one message each. joined: send one message per dtype instead,
+    with a flat copy of the gradients, which one kernel scales.
     """
     check_group(group)
     sums = []
@@ -101,42 +101,42 @@ def add_up(
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work: a forward is then a recomputation. torch's own code asks so."""
+    """Return True if autograd runs backward: a forward is then a recomputation (as torch tests)."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Backward:
-    """One backward pass at a time: when it begins, when it is over, and whether it broke off.
+    """A tracker of one backward pass: its begin, its end, and an interruption by an error.
 
-    Every hook on a gradient calls `begins`. What `begins` is given is called when this backward is
-    over, just before backward() returns: the first moment at which a gradient that has not come is
-    known not to come. It calls `over`. After an error in backward nobody is called; until `over`
-    is, the backward is `unfinished`, and no other one can begin.
+    Every gradient hook calls `begins` with a callback. The callback runs at the end of this
+    backward, just before backward() returns: only then is it certain that a missing gradient will
+    not come. The callback must call `over`. After an error in backward the callback does not run;
+    until `over` is called, the backward counts as `unfinished` and no other backward can begin.
     """
 
     def __init__(self) -> None:
-        self._number: int | None = None  # autograd's, of the backward that is under way
+        self._number: int | None = None  # autograd's number of the current backward
 
     @property
     def unfinished(self) -> bool:
-        """Whether a backward has begun and is not over; at a forward: that an error ended it."""
+        """True if a backward began and did not end; during a forward: an error interrupted it."""
         return self._number is not None
 
     def begins(self, finish: Callable[[], None] | None) -> None:
-        """Note that a backward is under way, and have `finish` called at its end; None: only look.
+        """Record that a backward runs, and call `finish` at its end; None: only check.
 
-        RuntimeError for a backward after one that an error ended, without a forward in between.
+        Raises RuntimeError if an error ended the last backward and no forward came in between.
         """
-        number = torch._C._current_graph_task_id()  # not public; torch's own code asks so
+        number = torch._C._current_graph_task_id()  # not public; torch's own code uses it
         if self._number not in (None, number):
             raise RuntimeError("an error ended the last backward: a forward has to come first")
         if self._number is None and finish is not None:
             self._number = number
-            # Not public either, but torch's DDP and FSDP2 stand on it too.
+            # Not public either, but torch's DDP and FSDP2 depend on it too.
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def over(self) -> None:
-        """The next backward may begin."""
+        """Allow the next backward to begin."""
         self._number = None
 
 
@@ -150,15 +150,15 @@ def clip_by_joint_norm(
     copies: Iterable[nn.Parameter] = (),
     alike: Sequence[dist.ProcessGroup] = (),
 ) -> torch.Tensor:
-    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+    """Clip gradients to a joint norm over all ranks of at most `limit`; return the norm before.
 
-    Every number counts once. parts: parameters of which each rank of `groups` has its own part, or
-    which it alone counts; their squares are added up over these groups. replicated: those all ranks
-    of them have. copies: those that another rank counts; they are only scaled. alike: groups whose
-    ranks all find the same norm. A gradient of None is zeros.
+    Every gradient element counts once. parts: parameters that are sharded over `groups`, or that
+    only this rank counts; their squares are summed over these groups. replicated: parameters that
+    all ranks of the groups have. copies: parameters that another rank counts; they are only scaled.
+    alike: groups whose ranks all compute the same norm. A gradient of None counts as zeros.
 
-    Norms are in float32 at least: 16 bits would keep two or three digits of them. Raises ValueError
-    for a limit below 0, and on every rank when the limits of the first call for `owner` differ.
+    Norms are at least float32: 16 bits would keep two or three digits. Raises ValueError for a
+    limit below 0, and on every rank if the limits of the first call for `owner` differ.
     """
     check_number(0, math.inf, limit=limit)
     check_same_once(owner, "clip", *groups, *alike, limit=float(limit))

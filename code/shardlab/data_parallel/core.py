@@ -2,13 +2,13 @@
 
 The gradient of a mean over the joined batch is the mean of the gradients over equal shares of it.
 So ranks that start from the same weights and average their gradients stay equal to one another, and
-to one process that saw the whole batch. This module averages in three ways, each faster:
+to one process that trains on the whole batch. This module averages in three ways, each faster:
 
 1. `average_gradients`: one all-reduce per parameter, after the backward pass;
 2. `average_in_buckets`: one all-reduce per bucket of many parameters, after the backward pass;
-3. `DataParallel`: the same buckets, each sent while the backward pass still computes the next ones.
+3. `DataParallel`: the same buckets, each all-reduced while the backward pass computes the next.
 
-All three scale by 1/N first and add up then, as torch's DistributedDataParallel does.
+All three scale by 1/N before the sum, as torch's DistributedDataParallel does.
 Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
@@ -39,9 +39,9 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
 def assign_buckets(
     parameters: Iterable[nn.Parameter], bucket_bytes: int = 25 * MIB, first_bytes: int = MIB
 ) -> list[list[nn.Parameter]]:
-    """Step 2: deal trainable parameters into buckets, the last first, as its gradient is first.
+    """Step 2: divide trainable parameters into buckets, in the order of their gradients.
 
-    The sizes are torch's (Li, section 3.2.2).
+    Backward computes the last parameter's gradient first. Default sizes: Li, section 3.2.2.
     """
     check_whole(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
     trained = [p for p in parameters if p.requires_grad]
@@ -49,11 +49,11 @@ def assign_buckets(
 
 
 class Bucket:
-    """The gradients of some parameters, side by side in one flat tensor: one message.
+    """The gradients of some parameters in one flat tensor, averaged by one all-reduce.
 
-    Each `parameter.grad` becomes a view into `flat`, so that a gradient is held once, and averaged
-    where it lies. `flat` ends with one more element per parameter, which says after the all-reduce
-    whether any rank had a gradient for it.
+    Each `parameter.grad` becomes a view into `flat`, so every gradient is stored once and averaged
+    in place. `flat` ends with one more element per parameter, which is positive after the
+    all-reduce if any rank had a gradient for that parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup):
@@ -68,47 +68,47 @@ class Bucket:
         self.expect_all()
 
     def expect_all(self) -> None:
-        """Begin a step: no gradient is in its place yet."""
+        """Mark all gradients as pending, before a new step."""
         self.pending = set(range(len(self.parameters)))
 
     def place(self, index: int, scale: float) -> None:
-        """Put `scale` times a gradient into its place in `flat`."""
+        """Copy `scale` times the gradient of parameter `index` into its view of `flat`."""
         view = self.views[index]
         gradient = self.parameters[index].grad
         if gradient is not view:  # after zero_grad(), autograd makes a new tensor
-            torch.mul(gradient, scale, out=view)  # moved and scaled in one pass
-            self.parameters[index].grad = view  # and the new tensor is given back
+            torch.mul(gradient, scale, out=view)  # copy and scale in one pass
+            self.parameters[index].grad = view  # frees the new tensor
         elif scale != 1:
             view.mul_(scale)
 
     def launch(self) -> None:
-        """Start adding `flat` up over the ranks, and return at once."""
+        """Start the all-reduce of `flat`, without waiting for its end."""
         self.had_gradient.fill_(self.scale)
         self.absent = [i for i in self.pending if self.parameters[i].grad is None]
         for index in self.pending:
             if index in self.absent:
-                self.views[index].zero_()  # the last step's gradient still stood there
+                self.views[index].zero_()  # it still held the previous step's gradient
                 self.had_gradient[index] = 0
             else:
                 self.place(index, self.scale)
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)  # [numel + params]
 
     def launch_broken(self) -> None:
-        """The same after an error in backward: nan, so that no rank trains with it."""
+        """Start an all-reduce of nan after an error in backward: no rank must train with it."""
         self.absent = []
         self.work = dist.all_reduce(self.flat.fill_(math.nan), group=self.group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum. With nccl it is the GPU's stream that waits, not this process."""
+        """Wait for the all-reduce. With NCCL the GPU's stream waits, not this process."""
         self.work.wait()
-        for index in self.absent:  # seldom any; to read a value, a GPU's work has to be waited for
-            if self.had_gradient[index] > 0:  # on another rank
+        for index in self.absent:  # usually empty; the comparison below synchronizes with the GPU
+            if self.had_gradient[index] > 0:  # another rank had a gradient
                 self.parameters[index].grad = self.views[index]
         self.expect_all()
 
 
 def average_in_buckets(buckets: Sequence[Bucket]) -> None:
-    """Step 2: average all gradients after backward, one message per bucket, all at once."""
+    """Step 2: average all gradients after backward, with one asynchronous all-reduce a bucket."""
     for bucket in buckets:
         bucket.launch()
     for bucket in buckets:
@@ -116,29 +116,29 @@ def average_in_buckets(buckets: Sequence[Bucket]) -> None:
 
 
 class DataParallel(nn.Module):
-    """Step 3: wraps `module` so that gradients are averages over `group` when backward returns.
+    """Step 3: wrapper of `module` that averages gradients over `group` during backward.
 
         model = DataParallel(GPT(config), dist.group.WORLD)
         loss(model(tokens), targets).backward()
         optimizer.step()
 
-    A hook on each parameter puts its gradient into its bucket as soon as autograd has finished it,
-    and sends a complete bucket (Li, section 3.2.3). Buckets leave in one fixed order on all ranks,
-    whatever order gradients come in: a full bucket waits for those before it.
+    A hook on each parameter copies its gradient into a bucket as soon as autograd has finished the
+    gradient, and starts the all-reduce of a full bucket (Li, section 3.2.3). All ranks send buckets
+    in one fixed order, whatever the order of the gradients: a full bucket waits for earlier ones.
 
-    Parameters and buffers start as rank 0's; with `broadcast_buffers` its buffers are copied again
-    before each forward in training. A parameter without a gradient on this rank takes part with
-    zeros; without one on any rank its `grad` stays None, as in one process. Each rank's backward
-    has to reach some trainable parameter, or its buckets never leave and the others wait.
+    Parameters and buffers are initialized from rank 0; with `broadcast_buffers`, rank 0's buffers
+    are copied again before each forward in training. A parameter without a gradient on this rank
+    contributes zeros; without one on any rank its `grad` stays None, as in one process. Each rank's
+    backward must reach a trainable parameter, or its buckets are never sent and the others hang.
 
-    After an error in backward the next forward drops its gradients; on a rank that had no error
-    they are nan, if not all had left.
+    After an error in backward, the next forward discards this rank's gradients. On ranks without
+    the error, gradients in buckets that the failed rank had not sent become nan.
 
-    Left out, but in torch's: buckets dealt anew in the order in which the first gradients came, and
-    re-entrant checkpointing (use_reentrant=False works). Left out in both: create_graph=True.
+    Not supported, although torch supports them: rebuilding buckets in the order of the first
+    gradients, and use_reentrant=True checkpointing. Neither supports create_graph=True.
 
     Raises ValueError for sizes below 1, a group without this rank, a module with sparse gradients
-    or nothing to train, and on every rank when the ranks' modules or arguments differ.
+    or without trainable parameters, and on every rank if modules or arguments differ.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class DataParallel(nn.Module):
         self._start_over()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        if self._backward.unfinished:  # an error ended the last one halfway
+        """Call the wrapped module."""
+        if self._backward.unfinished:  # an error interrupted the last backward
             self._give_up()
         if self.broadcast_buffers and self.training and self._synchronise:
             copy_from_rank_0(self.module.buffers(), self.group)
@@ -174,9 +174,9 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to this rank's own gradients and sends nothing.
+        """Let backward accumulate local gradients inside this context, without communication.
 
-        Put all micro-batches of a step inside but the last (Li, section 3.2.4).
+        Run all micro-batches of a step but the last one inside (Li, section 3.2.4).
         """
         before, self._synchronise = self._synchronise, False
         try:
@@ -186,12 +186,12 @@ class DataParallel(nn.Module):
 
     def _start_over(self) -> None:
         self._backward.over()
-        self._sent = 0  # buckets under way
+        self._sent = 0  # number of buckets whose all-reduce has started
         for bucket in self.buckets:
             bucket.expect_all()
 
     def _give_up(self) -> None:
-        """Forget a backward; all ranks send all buckets, so that they stay in step."""
+        """Discard a failed backward: send the missing buckets as nan, so that no rank hangs."""
         for bucket in self.buckets[self._sent :]:
             bucket.launch_broken()
         for bucket in self.buckets:
@@ -201,7 +201,7 @@ class DataParallel(nn.Module):
         self._start_over()
 
     def _arrived(self, bucket: Bucket, index: int, _parameter: torch.Tensor) -> None:
-        """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
+        """Copy a complete gradient into its bucket; send buckets that are full (autograd hook)."""
         self._backward.begins(self._finish if self._synchronise else None)
         if not self._synchronise:
             return bucket.place(index, 1)
@@ -212,7 +212,7 @@ class DataParallel(nn.Module):
             self._sent += 1
 
     def _finish(self) -> None:
-        """Send what missing gradients have held up, and wait for everything."""
+        """Send the buckets that missing gradients have delayed, and wait for all buckets."""
         for bucket in self.buckets[self._sent :]:
             bucket.launch()
         for bucket in self.buckets:
@@ -221,23 +221,23 @@ class DataParallel(nn.Module):
 
 
 def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's loss such that averaged gradients are those of the joined batch's mean.
+    """Return a loss whose gradients, averaged over ranks, are those of the joined batch's mean.
 
     loss_sum: the sum of the losses of this rank's `count` samples (or tokens), a scalar. The result
-    is loss_sum * N / (count of all ranks): its average over ranks is the joined mean, which the
-    average of the ranks' own means is not, unless all counts are equal.
+    is loss_sum * N / (sum of all ranks' counts). Its average over ranks is the mean over the joined
+    batch. The average of the ranks' own means is not, unless all counts are equal.
     """
     ranks.check_group(group)
-    total = torch.full((), count, device=loss_sum.device)  # made there: a GPU is not waited for
+    total = torch.full((), count, device=loss_sum.device)  # created there: no synchronization
     dist.all_reduce(total, group=group)  # a scalar
-    if count == 0 and total == 0:  # to read it, a GPU's work has to be waited for
+    if count == 0 and total == 0:  # `total` is read, which synchronizes, only if count is 0
         raise ValueError("count=0 on every rank: the joined batch needs one sample at least")
     return loss_sum * dist.get_world_size(group) / total
 
 
 @torch.no_grad()
 def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
-    """How far any parameter on any rank is from rank 0's: 0.0 while the replicas agree."""
+    """Return the largest parameter difference between a rank and rank 0: 0.0 if all are equal."""
     ranks.check_trained(module, group)
     gaps = []
     for parameter in module.parameters():
@@ -256,10 +256,10 @@ def step_seconds(
     wire: Callable[[int], float],
     overlap: bool = True,
 ) -> float:
-    """Predicted seconds of forward, backward and the buckets' all-reduces.
+    """Return the predicted seconds of forward, backward and the buckets' all-reduces.
 
-    sizes: bytes of each bucket. wire: bytes to seconds of one all-reduce; one follows the other.
-    Bucket k is ready when backward has gone through the bytes of buckets 0 to k, as even work.
+    sizes: bytes of each bucket. wire: maps bytes to seconds of an all-reduce; these run one by one.
+    Bucket k is ready after backward's share for buckets 0 to k, in proportion to their bytes.
     """
     ready = free = forward
     for size in sizes:

@@ -1,7 +1,7 @@
-"""Overlap, seen: when a rank computed and when its wire was busy, traced and drawn.
+"""Timelines of computation and communication with and without overlap, measured and drawn.
 
-`trace` runs on ranks and measures; `timeline` draws what it returns. The lesson on data parallelism
-and its picture show the same two.
+`trace` runs on ranks and measures; `timeline` draws the runs that `trace` returns. The lesson on
+data parallelism and its picture use both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Run = dict[str, Any]
 
 
 def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str, list[Run]]:
-    """On a rank: steps with and without overlap, in turn, on an emulated link: when what happened.
+    """Time steps with and without overlap, in turn, on an emulated link (runs on each rank).
 
     Each step is {"forward": end, "backward": end, "wait": end, "step": end, "buckets": [[ready,
-    wire begins, wire ends], …]}, in seconds since the step began on this rank.
+    send begins, send ends], …]}, in seconds since the step began on this rank.
     """
     wire = link.slow(latency, bandwidth)
     plain = GPT(PRESETS["mini"])
@@ -55,7 +55,7 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
         if model is plain:
             average_in_buckets(buckets)
         else:
-            marks[-1] = wire.log[-1][2]  # when the last bucket was ready; then backward only waited
+            marks[-1] = wire.log[-1][2]  # the last bucket was ready then; backward only waited on
         marks.append(time.monotonic())
         optimizers[model].step()
         marks.append(time.monotonic())
@@ -71,12 +71,12 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
 
 
 def middle(runs: list[Run]) -> Run:
-    """The run whose step took the median time."""
+    """Return the run whose step took the median time."""
     return sorted(runs, key=lambda run: run["step"])[len(runs) // 2]
 
 
 def timeline(without: Run, with_overlap: Run) -> Figure:
-    """Compute and wire of one rank, without overlap and with it, on one axis of time."""
+    """Draw one rank's computation and communication, without and with overlap, over time."""
     show.style()
     figure, panels = plt.subplots(2, 1, figsize=(4.7, 3.9), sharex=True)
     figure.subplots_adjust(hspace=0.42)
@@ -106,7 +106,7 @@ def timeline(without: Run, with_overlap: Run) -> Figure:
 
 
 def _lanes(axes: Axes, run: Run) -> None:
-    """Upper lane: what the rank computes. Lower lane: what its wire carries."""
+    """Draw one run: the rank's computation in the upper lane, its link in the lower lane."""
     axes.set_ylim(-0.4, 2.2)
     axes.set_yticks([1.4, 0.1], ["compute", "wire"])
     axes.tick_params(axis="y", length=0)
@@ -123,11 +123,11 @@ def _lanes(axes: Axes, run: Run) -> None:
     bar(0, forward, 1.4, "none", ec=INK, lw=0.8)
     label(0, forward, "forward")
     label(forward, backward, "backward")
-    if wait - backward > 0.25 * step:  # room for the word
+    if wait - backward > 0.25 * step:  # wide enough for the label
         label(backward, wait, "waiting")
     bar(wait, step, 1.4, "none", ec=INK, lw=0.8)
     label(wait, step, "step")
-    together = run["buckets"][0][0] >= backward  # nothing left before backward ended
+    together = run["buckets"][0][0] >= backward  # no bucket was sent before backward ended
     if together:
         bar(forward, backward, 1.4, COLORS[0])
     begin = forward

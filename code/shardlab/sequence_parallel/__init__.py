@@ -1,8 +1,8 @@
-"""Megatron's sequence parallelism: what tensor parallelism leaves whole is cut by tokens.
+"""Megatron's sequence parallelism: shard by tokens the parts that tensor parallelism replicates.
 
-`tensor_parallel.parallelize(model, group, edges=ALONG_SEQUENCE)` uses it; `sum_gradients` comes
-after backward. `edges_sent` predicts the bytes that a rank sends. A context that is cut everywhere,
-in attention too, is `context_parallel`.
+`tensor_parallel.parallelize(model, group, edges=ALONG_SEQUENCE)` applies it; call `sum_gradients`
+after backward. `edges_sent` predicts the bytes that a rank sends. To shard the sequence in the
+whole model, attention included, see `context_parallel`.
 """
 
 # ruff: noqa: F401 - the names of the package

@@ -1,19 +1,19 @@
-"""Megatron's sequence parallelism: what stands between the cut matrices is cut by tokens.
+"""Megatron's sequence parallelism: activations between the sharded matrices are sharded by tokens.
 
-Tensor parallelism divides attention and the feed-forward network over t ranks, and leaves norms,
-dropouts and the residual stream whole on every rank. They work on each token alone, so their tokens
-can be shared out. At the two edges of a cut part stand then
+Tensor parallelism divides attention and the feed-forward network over t ranks, and replicates
+norms, dropouts and the residual stream on every rank. They treat each token independently, so their
+tokens can be sharded. The two edges of a tensor-parallel part then are
 
     enter   all-gather along the sequence forward, reduce-scatter backward
     leave   reduce-scatter along the sequence forward, all-gather backward
 
 in place of identity and all-reduce. An all-reduce is a reduce-scatter and an all-gather, so the
-bytes on the wire are the same (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+number of bytes sent is the same (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
 
-What `enter` has gathered is an input of the cut matrices, whose backward needs it. Kept whole, it
-would be the one large tensor that is not divided by t. So the share alone is kept, and gathered
-once more in backward (`tensor_parallel` does it): one all-gather more for each place of entry, half
-as many bytes again in backward. `AlongSequence(keep=True)` does without.
+The tensor that `enter` gathers is an input of the sharded matrices, and their backward needs it.
+Kept whole, it would be the only large activation not divided by t. So each rank keeps its shard and
+`tensor_parallel` gathers it again in backward: one more all-gather for each `enter`, and 50 % more
+bytes in backward. `AlongSequence(keep=True)` keeps the gathered tensor instead.
 
 Shapes: B batch, S tokens in all, s = S/t of one rank, H hidden.
 """
@@ -37,7 +37,7 @@ Finish = Callable[[], Tensor]
 
 
 class _Enter(Operator):
-    words = "V -> R"  # what x is on all ranks, and what it becomes: see tensor_types
+    words = "V -> R"  # types of the input and the output over the ranks: see tensor_types
 
     @staticmethod
     def forward(ctx: Any, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -65,7 +65,7 @@ class _Leave(Operator):
 
 
 def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Start to gather along the sequence; the result waits for it and returns [B, S, H]."""
+    """Start an all-gather along the sequence; return a function that waits for [B, S, H]."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return lambda: x_BsH.clone()
@@ -75,15 +75,15 @@ def _gather(x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
 
     def finish() -> Tensor:
         work.wait()
-        # Ranks come first in memory, sequences have to; one sequence is in order already.
-        # (Megatron's tensors are [S, B, H], where there is never anything to copy.)
+        # [t, B, s, H] must become [B, t, s, H], which copies unless B is 1.
+        # (Megatron's tensors are [S, B, H], an order that never needs this copy.)
         return parts.view(ranks, batch, local_seq, hidden).transpose(0, 1).flatten(1, 2)
 
     return finish
 
 
 def _scatter(y_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
-    """Start to add up over the ranks; the result returns the sum's [B, s, H] of this rank."""
+    """Start a reduce-scatter of the sum; return a function that waits for this rank's [B, s, H]."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return lambda: y_BSH.clone()
@@ -92,35 +92,36 @@ def _scatter(y_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
 
 
 class AlongSequence:
-    """The edges that `tensor_parallel.parallelize(…, edges=…)` puts around what is cut.
+    """Communication at the edges of tensor-parallel parts, sharded along the sequence.
 
-    keep: hold on to what was gathered until backward is over, instead of gathering it again.
+    Passed to `tensor_parallel.parallelize(…, edges=…)`. keep: keep the gathered input until
+    backward instead of gathering it again.
     """
 
-    uncut = "R"  # norms and late biases see this rank's tokens alone: `sum_gradients` adds up
+    uncut = "R"  # replicated parameters see only this rank's tokens: use `sum_gradients`
 
     def __init__(self, keep: bool = False):
         self.keep = keep
 
     def enter(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All ranks' tokens, [B, S, H], from this rank's."""
+        """Gather all ranks' tokens, [B, S, H], from each rank's [B, s, H]."""
         return _Enter.apply(x_BsH, group)
 
     def leave(self, y_BSH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The sum of all ranks' y_BSH, but this rank's tokens alone, [B, s, H].
+        """Return this rank's tokens, [B, s, H], of the sum of all ranks' y_BSH.
 
-        Raises ValueError, before anything is sent, for a sequence that cannot be shared out.
+        Raises ValueError, before any communication, for a sequence that cannot be divided equally.
         """
         _, ranks = check_group(group)
         check_seq(y_BSH.shape[1], ranks)
         return _Leave.apply(y_BSH, group)
 
     def begin(self, x_BsH: Tensor, group: dist.ProcessGroup) -> Finish:
-        """Start what `enter` does forward; see `tensor_parallel.Edges`."""
+        """Start the all-gather of the forward of `enter`; see `tensor_parallel.Edges`."""
         return _gather(x_BsH, group)
 
     def back(self, dx_BSH: Tensor, group: dist.ProcessGroup) -> Finish:
-        """Start what `enter` does backward."""
+        """Start the reduce-scatter of the backward of `enter`."""
         return _scatter(dx_BSH, group)
 
     def __repr__(self) -> str:
@@ -131,20 +132,20 @@ ALONG_SEQUENCE = AlongSequence()
 
 
 def check_seq(seq: int, ranks: int) -> None:
-    """Raise ValueError for a sequence that the ranks cannot share."""
+    """Raise ValueError for a sequence that cannot be divided equally over the ranks."""
     if seq < 1 or seq % ranks:
         raise ValueError(f"seq={seq}: allowed are multiples of the {ranks} ranks")
 
 
-PLAIN = nn.LayerNorm, nn.RMSNorm, nn.Linear  # what tensor parallelism leaves as it is
+PLAIN = nn.LayerNorm, nn.RMSNorm, nn.Linear  # tensor parallelism replicates these modules
 
 
 def seen_partly(model: nn.Module) -> list[nn.Parameter]:
-    """What is whole on every rank, but worked on this rank's tokens alone.
+    """Return the replicated parameters whose gradients cover only this rank's tokens.
 
-    Norms, what makes latents, and the biases that are added after `leave`. Modules that tensor
-    parallelism has cut say in `cut` which of their parameters are; raises ValueError for a model
-    that has none of them.
+    These are norms, the projections to latents, and biases added after `leave`. The attribute `cut`
+    of a tensor-parallel module names its sharded parameters. Raises ValueError for a model without
+    such modules.
     """
     modules = list(model.modules())
     if not any(hasattr(module, "cut") for module in modules):
@@ -162,11 +163,10 @@ def seen_partly(model: nn.Module) -> list[nn.Parameter]:
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """After backward: add up, over the ranks, the gradients of what saw its own rank's tokens.
+    """Sum the gradients of the parameters in `seen_partly` over the ranks, after backward.
 
-    model: one with `ALONG_SEQUENCE` around its cut parts; `seen_partly` are meant. One all-reduce
-    for each dtype among them. All ranks went the same way through the model, so they have the same
-    gradients to add.
+    model: parallelized with `edges=ALONG_SEQUENCE`. Sends one all-reduce per dtype. The ranks must
+    have run the same modules, so that they have gradients of the same parameters.
     """
     _, ranks = check_group(group)
     gradients = [p.grad for p in seen_partly(model) if p.grad is not None]

@@ -1,7 +1,7 @@
-"""What a rank sends at the edges of a tensor-parallel model, by formula: equal to what is counted.
+"""Formulas for the bytes that a rank of a tensor-parallel model sends; they equal counted values.
 
-Of what a rank hands to an all-gather as its share, t - 1 copies go out; of a reduce-scatter,
-(t - 1)/t does; of an all-reduce, 2(t - 1)/t.
+A rank sends t - 1 copies of its shard in an all-gather, (t - 1)/t of its input in a reduce-scatter,
+and 2(t - 1)/t of its input in an all-reduce.
 
 In formulas: B batch, S tokens in all, H hidden, L layers, t ranks, e bytes an element.
 """
@@ -22,25 +22,25 @@ def edges_sent(
     along_sequence: bool = True,
     keep: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a rank sends at the edges of a tensor-parallel GPT in a step, by purpose.
+    """Return a rank's bytes sent at the edges of a tensor-parallel GPT in a step, by purpose.
 
-    A model of L layers has 2L + 1 edges to leave by (two for each layer, and the embedding's) and
-    2L + 1 to enter by (the head's). Forward, backward:
+    A model of L layers has 2L + 1 `leave` edges (two for each layer, one for the embedding) and
+    2L + 1 `enter` edges (two for each layer, one for the head). Forward and backward send:
 
         along_sequence=False    2L + 1 all-reduces of B S H e                 the same
         along_sequence=True     2L + 1 all-gathers, 2L + 1 reduce-scatters    the same
           keep=False                                                    and 2L + 1 all-gathers
           "gradients"                                   one all-reduce of norms' and late biases'
 
-    "calls": of all collectives; "all_gather", "reduce_scatter", "all_reduce": bytes handed to them
-    (of an all-gather: the shard). Without what the loss sends, which is the same either way.
+    "calls": number of collectives; "all_gather", "reduce_scatter", "all_reduce": bytes of their
+    inputs (of an all-gather: the shard). The loss's collectives, equal either way, are excluded.
 
-    For attention without latents and norms of heads, whose key-value heads the ranks divide.
+    Valid for attention without latents and QK norm, whose key-value heads t divides.
     """
     if along_sequence:
         check_seq(seq, ranks)
     edges, full = 2 * config.layers + 1, batch * seq * config.hidden * itemsize
-    half = full * (ranks - 1) // ranks  # of a collective that is half an all-reduce
+    half = full * (ranks - 1) // ranks  # bytes sent in an all-gather or a reduce-scatter
     again = edges if along_sequence and not keep else 0
     norm = config.hidden * (2 if config.norm == "layer" and config.bias else 1)
     biases = 2 * config.layers * config.hidden if config.bias else 0

@@ -1,15 +1,15 @@
-"""The collectives, from scratch on messages from one rank to another, and what they cost.
+"""The collectives, built from point-to-point messages, and their costs.
 
-The convention is torch.distributed's: nothing is returned; the result stands in the tensor that
-the caller handed over (`broadcast`, `reduce`, `all_reduce`), or in the output, which comes before
-the input (`all_gather`, `reduce_scatter`, `all_to_all`). Two differences: the group is always an
+The convention is torch.distributed's: functions return nothing. The result is written into the
+argument itself (`broadcast`, `reduce`, `all_reduce`), or into the output, which is the first
+argument (`all_gather`, `reduce_scatter`, `all_to_all`). Two differences: `group` is a required
 argument, and a root is a rank of that group. Lists hold one tensor per rank of the group, of any
-sizes, zero included. Sums are made in the tensor's own type and rounded after each addition, as
-gloo and nccl do; the algorithms differ in the order of their additions.
+sizes, zero included. Sums are computed in the tensor's dtype and rounded after each addition, as
+Gloo and NCCL do; the algorithms differ in the order of their additions.
 
-N are the ranks, S the bytes of the whole tensor; a tree has log2 N rounds, rounded up. Sources:
-Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005), section 4: algorithms and costs; Patarasuk, Yuan,
-JPDC 69 (2009): the ring, none sends less; Hockney, Parallel Computing 20 (1994): the cost model.
+N is the number of ranks, S the bytes of the whole tensor; a tree has log2 N rounds, rounded up.
+Sources: Thakur, Rabenseifner, Gropp, IJHPCA 19 (2005), section 4: algorithms, costs; Patarasuk,
+Yuan, JPDC 69 (2009): the bandwidth-optimal ring; Hockney, Parallel Computing 20 (1994): cost model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .common.arguments import check_one_of, check_whole
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, root: int, group: Group) -> None:
-    """Give every rank the root's `tensor`, in place, along a binomial tree.
+    """Copy the root's `tensor` to every rank, in place, along a binomial tree.
 
-    In round k the 2^k ranks that have it send it on: log2 N rounds (Thakur et al., section 4.3).
+    In round k, the 2^k ranks that have the tensor send it on: log2 N rounds (Thakur et al., 4.3).
     """
     rank, size = _enter(group, root)
-    place = (rank - root) % size  # as seen from the root, which is place 0
+    place = (rank - root) % size  # rank relative to the root, which is place 0
     for reach in _powers(size):
         if place < reach and place + reach < size:
             ranks.isend(tensor, (rank + reach) % size, group).wait()
@@ -44,9 +44,9 @@ def broadcast(tensor: Tensor, root: int, group: Group) -> None:
 
 @torch.no_grad()
 def reduce(tensor: Tensor, root: int, group: Group) -> None:
-    """Leave the sum of all ranks' `tensor` on the root: the broadcast's tree, walked backwards.
+    """Sum all ranks' `tensor` on the root, in place, along the broadcast's tree in reverse.
 
-    The other ranks' `tensor` ends with partial sums, which torch.distributed leaves undefined too.
+    The other ranks' `tensor` ends with partial sums; torch.distributed leaves it undefined, too.
     """
     rank, size = _enter(group, root)
     place = (rank - root) % size
@@ -66,15 +66,15 @@ def split(tensor: Tensor, parts: int) -> list[Tensor]:
 
 @torch.no_grad()
 def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> None:
-    """Leave the sum of all ranks' `inputs[r]` in rank r's `output` (it may be `inputs[r]` itself).
+    """Write the sum of all ranks' `inputs[r]` to rank r's `output` (which may be `inputs[r]`).
 
-    The sum of piece j sets out from rank j + 1 and goes around the ring; each rank adds its share
-    and sends it on, until it comes home to rank j: N - 1 steps (Patarasuk and Yuan, section 4).
+    The sum of piece j starts at rank j + 1 and travels around the ring; each rank adds its piece
+    and sends the sum on, until it reaches rank j: N - 1 steps (Patarasuk and Yuan, section 4).
     """
     rank, size = _enter(group)
     _fit_together(inputs, output, rank, size)
     mine = [piece.view(-1) for piece in inputs]
-    buffers = output.new_empty(2, max(map(Tensor.numel, mine)))  # one fills, the other leaves
+    buffers = output.new_empty(2, max(map(Tensor.numel, mine)))  # one receives, the other sends
     travelling = mine[rank - 1]
     for step in range(size - 1):
         piece = mine[(rank - 2 - step) % size]
@@ -86,9 +86,9 @@ def reduce_scatter(output: Tensor, inputs: Sequence[Tensor], group: Group) -> No
 
 @torch.no_grad()
 def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
-    """Give every rank all `input`s: rank r's stands in `outputs[r]`, and may be that memory itself.
+    """Copy rank r's `input` to `outputs[r]` of every rank (`input` may be `outputs[rank]` itself).
 
-    Each rank passes on what it got last: N - 1 steps around the ring (Thakur et al., section 4.1).
+    Each rank sends on the piece it received last: N - 1 steps around the ring (Thakur et al., 4.1).
     """
     rank, size = _enter(group)
     _fit_together(outputs, input, rank, size)
@@ -100,10 +100,10 @@ def all_gather(outputs: Sequence[Tensor], input: Tensor, group: Group) -> None:
 
 @torch.no_grad()
 def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group) -> None:
-    """Send `inputs[j]` to rank j; what rank i sent stands in `outputs[i]`.
+    """Send `inputs[j]` to rank j, and receive rank i's piece into `outputs[i]`.
 
-    In step k each rank sends k places ahead and receives from k behind, so that no rank is sent two
-    messages at a time: N - 1 steps (Thakur et al., section 4, pairwise exchange).
+    In step k, each rank sends to rank + k and receives from rank - k, so no rank receives two
+    messages at once: N - 1 steps (Thakur et al., section 4, pairwise exchange).
     """
     rank, size = _enter(group)
     _fit_together(inputs, outputs[rank], rank, size)
@@ -116,7 +116,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 
 @torch.no_grad()
 def all_reduce_naive(tensor: Tensor, group: Group) -> None:
-    """Sum on rank 0, one rank after the other, and hand the sum back one by one."""
+    """Sum all ranks' `tensor` on rank 0, rank by rank, and send the sum to each rank."""
     rank, size = _enter(group)
     incoming = torch.empty_like(tensor)
     if rank > 0:
@@ -130,15 +130,15 @@ def all_reduce_naive(tensor: Tensor, group: Group) -> None:
 
 
 def all_reduce_tree(tensor: Tensor, group: Group) -> None:
-    """Sum up a tree, and send the sum down the same tree: 2 log2 N rounds of the whole tensor."""
+    """Reduce along a tree, then broadcast along the same tree: 2 log2 N rounds of all bytes."""
     reduce(tensor, 0, group)
     broadcast(tensor, 0, group)
 
 
 def all_reduce_ring(tensor: Tensor, group: Group) -> None:
-    """Reduce-scatter, then all-gather: 2(N - 1) steps of an N-th of the tensor each.
+    """Run a reduce-scatter, then an all-gather: 2(N - 1) steps of S/N bytes each.
 
-    Each piece is summed once and then copied, so all ranks end with the same bits.
+    Each piece is summed once and then copied, so all ranks get bitwise equal results.
     """
     rank, size = _enter(group)
     pieces = split(tensor, size)
@@ -150,7 +150,7 @@ ALL_REDUCE = {"naive": all_reduce_naive, "tree": all_reduce_tree, "ring": all_re
 
 
 def all_reduce(tensor: Tensor, group: Group, algorithm: str = "ring") -> None:
-    """Give every rank the sum of all ranks' `tensor`, in place: "naive", "tree" or "ring"."""
+    """Sum all ranks' `tensor` on every rank, in place. algorithm: "naive", "tree" or "ring"."""
     check_one_of(ALL_REDUCE, algorithm=algorithm)
     ALL_REDUCE[algorithm](tensor, group)
 
@@ -158,21 +158,21 @@ def all_reduce(tensor: Tensor, group: Group, algorithm: str = "ring") -> None:
 def barrier(group: Group) -> None:
     """Return once every rank of `group` has called it.
 
-    In round k each rank tells the one 2^k ahead that it, and all it has heard of, are here: log2 N
-    rounds later it has heard of everyone (Hensgen, Finkel, Manber, IJPP 17 (1988)).
+    In round k, each rank tells rank + 2^k that it and all ranks it has heard of have arrived. After
+    log2 N rounds it has heard of all ranks (Hensgen, Finkel, Manber, IJPP 17 (1988)).
     """
     rank, size = _enter(group)
     device = ranks.device() if gpu.carries(dist.get_backend(group)) else "cpu"
     here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for reach in _powers(size):
         ranks.exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group).wait()
-        heard.item()  # on a GPU `wait` orders only the stream: a value that is read has arrived
+        heard.item()  # on a GPU `wait` only blocks the stream; reading the value blocks the host
 
 
 def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root: int = 0) -> int:
-    """Bytes that `rank` of `size` sends in the collective `name`, exactly.
+    """Return the exact number of bytes that `rank` of `size` sends in the collective `name`.
 
-    nbytes: S, all pieces together where there are pieces, cut as `split` cuts items of `itemsize`.
+    nbytes: S, the sum over all pieces, which are divided as `split` divides items of `itemsize`.
     root: of a broadcast or a reduce.
     """
     count, longer = divmod(nbytes // itemsize, size)
@@ -182,8 +182,8 @@ def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root
     sent = {
         "broadcast": children * nbytes,
         "reduce": (place > 0) * nbytes,
-        "reduce_scatter": nbytes - piece[rank],  # all but the one that comes home
-        "all_gather": nbytes - piece[(rank + 1) % size],  # all but the one that arrives last
+        "reduce_scatter": nbytes - piece[rank],  # all but this rank's own piece
+        "all_gather": nbytes - piece[(rank + 1) % size],  # all but the piece received last
         "all_to_all": nbytes - piece[rank],
         "barrier": len(_powers(size)),
         "all_reduce naive": nbytes if rank else (size - 1) * nbytes,
@@ -194,10 +194,10 @@ def bytes_sent(name: str, nbytes: int, itemsize: int, size: int, rank: int, root
 
 
 def critical_path(name: str, size: int) -> tuple[int, float]:
-    """What `name` costs in time: latencies in a row, and bytes after one another in units of S.
+    """Return the critical path of `name`: (number of latencies, bytes in series in units of S).
 
-    Thakur et al., section 4. Pieces are taken as equal. The naive all-reduce's messages queue at
-    rank 0's wire without waiting for one another's latency.
+    Thakur et al., section 4, with equal pieces. The naive all-reduce's messages share rank 0's
+    link, but their latencies overlap.
     """
     rounds, steps, fraction = len(_powers(size)), size - 1, (size - 1) / size
     paths = dict.fromkeys(["broadcast", "reduce"], (rounds, float(rounds)))
@@ -211,9 +211,9 @@ def critical_path(name: str, size: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class CostModel:
-    """A message of n bytes takes `latency` + n / `bandwidth` seconds (Hockney's two parameters).
+    """Hockney's cost model: a message of n bytes takes `latency` + n / `bandwidth` seconds.
 
-    Not in it: the time of the additions; links and cores that several ranks share.
+    It ignores the time of additions, and links and cores that several ranks share.
     """
 
     latency: float  # alpha, seconds
@@ -221,28 +221,28 @@ class CostModel:
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostModel:
-        """Least squares of the relative errors of `seconds`, measured for messages of `sizes` B."""
+        """Fit `seconds` measured for messages of `sizes` bytes: least squares of relative errors."""
         t, n = (torch.tensor(values, dtype=torch.float64) for values in (seconds, sizes))
         a = torch.stack([1 / t, n / t], dim=1)  # (measurements, 2): a @ (alpha, beta) should be 1
         alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution.view(-1).tolist()
-        if alpha < 0:  # no latency is below 0: the best line through 0 instead
+        if alpha < 0:  # a latency is never negative: fit a line through 0 instead
             alpha, beta = 0.0, float(a[:, 1].sum() / a[:, 1].square().sum())
         return cls(alpha, 1 / beta)
 
     def seconds(self, name: str, nbytes: float, size: int = 2) -> float:
-        """Predicted seconds of the collective `name` on `nbytes` and `size` ranks."""
+        """Return the predicted seconds of the collective `name` on `nbytes` and `size` ranks."""
         messages, volume = critical_path(name, size)
         return messages * self.latency + volume * nbytes / self.bandwidth
 
     def crossover(self, size: int) -> float:
-        """Bytes from which the ring's all-reduce beats the tree's, on `size` > 1 ranks."""
+        """Return the bytes from which a ring all-reduce is faster than a tree's (`size` > 1)."""
         ring, less = critical_path("all_reduce ring", size)
         tree, more = critical_path("all_reduce tree", size)
         return max(0.0, (ring - tree) / (more - less)) * self.latency * self.bandwidth
 
 
 def _powers(size: int) -> list[int]:
-    """1, 2, 4, … below `size`: how far a tree's rounds reach."""
+    """Return 1, 2, 4, … below `size`: the distances between sender and receiver in a tree."""
     return [2**k for k in range((size - 1).bit_length())]
 
 

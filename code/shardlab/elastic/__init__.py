@@ -1,7 +1,7 @@
-"""A launcher from scratch: an agent on each node starts its ranks, watches them, starts them again.
+"""An elastic launcher from scratch: an agent on each node starts, monitors and restarts its ranks.
 
-`core` is the agent, `host` decides for all of them, `job` is what they are told, `born` what a
-rank's process does first, `keep` kills ranks with all that they started, and `run` is the command
-for it, `python -m shardlab cluster run`.
-`restarts.json` is what faults cost under it and under torchrun.
+`core` is the agent, `host` makes the decisions for all agents, `job` holds the agents' arguments,
+`born` is the launch shim of a rank, and `keep` kills ranks with their child processes. The command
+is `python -m shardlab cluster run`. `restarts.json` holds measured costs of faults, under this
+launcher and under torchrun.
 """

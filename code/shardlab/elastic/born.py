@@ -1,11 +1,11 @@
-"""What the process of a rank does first: from here on it does not outlive its agent.
+"""Launch shim for a rank: ask the kernel to kill it with its agent, then exec the program.
 
-    python born.py 4711 python train.py     # 4711 is the agent; then it becomes `python train.py`
+    python born.py 4711 python train.py     # 4711 is the agent's process id
 
-A program of its own, for subprocess's `preexec_fn` runs in a copy of the agent, of whose threads
-one alone is left: a lock that another one held stays held, and the rank hangs before it begins.
+It is a separate program because subprocess's `preexec_fn` would run in a fork of the agent with
+only one of its threads: a lock held by another thread would stay locked, and the rank would hang.
 
-The standard library alone, and little of that: each rank waits for it.
+It imports only a little of the standard library, because the start of each rank waits for it.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ import sys
 
 
 def main() -> None:
-    """Ask Linux's kernel to kill this process when its agent is gone, and become the rank."""
+    """Ask the Linux kernel to kill this process when its agent dies, then exec the rank."""
     agent, *program = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
-        if os.getppid() != int(agent):  # it has died already
+        if os.getppid() != int(agent):  # the agent has died already
             os._exit(1)
     try:
         os.execvp(program[0], program)

@@ -1,17 +1,17 @@
-"""An agent on each node: it starts the node's ranks, watches them, and starts them again.
+"""The agent of an elastic launcher: it starts its node's ranks, monitors and restarts them.
 
     python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
     python -m shardlab cluster run --nodes 1:2 --ranks 4 --at node1:29400 --logs logs train.py
 
-The same line runs on every node, and the same script runs under torchrun. Each agent says in a
-`Report` how its ranks are; the agent on the node that `at` names, always node 0, is the host as
-well, and says in an `Order` what all shall do: both, and how it decides, stand in `host`. Here are
+The same command runs on every node, and the same script runs under torchrun. Each agent publishes
+its ranks' state in a `Report`. The agent on the node that `at` names, always node 0, is also the
+host: it publishes an `Order` for all agents. `host` defines both, and makes the decisions. Here are
 
 1. `Ranks`, the processes of one node: how they start, fail and end;
-2. `Meeting`, a TCPStore in which orders and reports lie;
+2. `Meeting`, a TCPStore that holds the order and the reports;
 3. `Agent`, which follows the orders, and on node 0 asks the host for them.
 
-When the host is lost, so is the job.
+If the host's node is lost, the job ends.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from . import born, keep
 from .host import Failure, Host, Order, Report, State
 from .job import Job, free_port, listen
 
-TICK = 0.05  # seconds between two looks at ranks and store
-TERMINATED = 128 + signal.SIGTERM  # the exit status that shells give to what SIGTERM has ended
-# Programs of their own that start in little time: without settings of the user's, and packages.
+TICK = 0.05  # seconds between two polls of ranks and store
+TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report after SIGTERM
+# Helper programs; "-IS" makes them start fast, without user settings and site packages.
 _BORN, _KEEP = ((sys.executable, "-IS", module.__file__) for module in (born, keep))
-# Signals of a process's own errors; abort() sends SIGABRT, as nccl's watchdog does.
+# Signals that a process's own errors raise; NCCL's watchdog calls abort(), which sends SIGABRT.
 CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
 
 # The ranks of one node.
 
 
 class Ranks:
-    """This node's processes of one round, and what went wrong in it."""
+    """This node's rank processes in one round, and their failures."""
 
     def __init__(self, job: Job):
         self.job = job
         self.processes: dict[int, subprocess.Popen] = {}  # by rank
-        self.ended: dict[int, float] = {}  # when, by the clock of the node
-        self.keeper: subprocess.Popen | None = None  # kills what is left, of a dead agent's too
+        self.ended: dict[int, float] = {}  # end time by rank, by this node's clock
+        self.keeper: subprocess.Popen | None = None  # kills leftover ranks, also if the agent died
         self.failures: dict[int, Failure] = {}
-        self.files: dict[int, Path] = {}  # where a rank's @record leaves its error
+        self.files: dict[int, Path] = {}  # the file to which a rank's @record writes its error
 
     def start(self, order: Order, agent: int) -> None:
-        """Start all ranks that `order` has for this node."""
+        """Start all ranks that `order` assigns to this node."""
         self.failures, self.files, self.ended = {}, {}, {}
         self.keeper = subprocess.Popen(_KEEP, stdin=subprocess.PIPE, start_new_session=True)
         for local in range(self.job.ranks):
@@ -76,7 +76,7 @@ class Ranks:
                 env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
                 stdout=output,
                 stderr=output and subprocess.STDOUT,
-                start_new_session=True,  # of its own, with all that it will start
+                start_new_session=True,  # its own session, which includes its children
             )
             self.keeper.stdin.write(b"%d\n" % self.processes[rank].pid)
             self.keeper.stdin.flush()
@@ -86,7 +86,7 @@ class Ranks:
                 output.close()
 
     def state(self) -> State:
-        """Notes those that have failed since the last look, too."""
+        """Return the state of this node's ranks; record the failures since the last call."""
         codes = {rank: process.poll() for rank, process in self.processes.items()}
         for rank in [r for r, code in codes.items() if code and r not in self.failures]:
             self.failures[rank] = self._failure(rank, codes[rank])
@@ -102,17 +102,17 @@ class Ranks:
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self.files[rank]
             what = str(json.loads(path.read_text())["message"]["message"])
-            when = path.stat().st_mtime  # finer than the whole seconds in the file
+            when = path.stat().st_mtime  # more precise than the whole seconds in the file
             return Failure(rank, killed, when, what)
         return Failure(rank, killed, self.ended.get(rank, time.time()), what)
 
     def send(self, number: int) -> None:
-        """Pass a signal on to all ranks that still run."""
+        """Forward a signal to all ranks that still run."""
         for process in self.processes.values():
-            process.send_signal(number)  # does nothing to one that has ended
+            process.send_signal(number)  # does nothing if the process has ended
 
     def end(self, meanwhile: Callable[[], None]) -> None:
-        """SIGTERM, the seconds of grace, and SIGKILL for what is left, children of ranks too."""
+        """Send SIGTERM, wait `job.grace` seconds, then kill the remaining ranks and children."""
         self.send(signal.SIGTERM)
         limit = time.monotonic() + self.job.grace
         while any(p.poll() is None for p in self.processes.values()) and time.monotonic() < limit:
@@ -121,9 +121,9 @@ class Ranks:
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks at once, with all that they started, and forget them."""
+        """Kill all ranks and their child processes at once, and forget them."""
         if self.keeper:
-            self.keeper.communicate()  # closes its input
+            self.keeper.communicate()  # closes the keeper's input, so that it kills the sessions
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -131,19 +131,19 @@ class Ranks:
 
 
 def _note_end(ended: dict[int, float], rank: int, process: subprocess.Popen) -> None:
-    """Note when a rank ends, in a thread: a cause precedes its consequences by less than a TICK."""
+    """Record a rank's end time, in a thread: polls by TICK are too coarse to order failures."""
     process.wait()
     ended[rank] = time.time()
 
 
-# Where they meet.
+# The store shared by the agents.
 
 
 class Meeting:
-    """A TCPStore at `job.at`: the agent there serves it, all others connect to it.
+    """A TCPStore at `job.at`: the agent on that node serves it, and all others connect.
 
-    It listens at that address alone. Raises ValueError where another job has met already, or
-    this one has its only node, or nobody answers within the seconds of `job.join`.
+    The store listens at that address only. Raises ValueError if another job uses the address, if
+    this job's only node is there already, or if no agent answers within `job.join` seconds.
     """
 
     def __init__(self, job: Job):
@@ -159,7 +159,7 @@ class Meeting:
             self.store = dist.TCPStore(*job.address, **how)
             if listening:
                 self.give(Order())
-                self.store.set("job", json.dumps(mine))  # last: who finds it finds the rest, too
+                self.store.set("job", json.dumps(mine))  # last: agents wait for it, then read all
                 return
             found = json.loads(self.store.get("job"))
         except (dist.DistError, RuntimeError):
@@ -169,48 +169,48 @@ class Meeting:
         words = f"meets job {name!r} of {nodes} nodes, {command}; another job needs another port"
         if name != job.name:
             raise ValueError(f"name={job.name!r}: at {job.at} {words}")
-        if found != mine or job.nodes[1] == 1:  # a spare of one node could never start
+        if found != mine or job.nodes[1] == 1:  # a second agent of a one-node job could never start
             raise ValueError(f"at={job.at!r}: here {words}")
         self.agent = self.store.add("agents", 1)
 
     def order(self) -> Order:
-        """The host's last word."""
+        """Read the host's current order."""
         return Order.read(self.store.get("order"))
 
     def give(self, order: Order) -> None:
-        """Give an order, as the host."""
+        """Publish an order, as the host."""
         self.store.set("order", json.dumps(asdict(order)))
 
     def report(self, report: Report) -> None:
-        """Say how this agent's ranks are: a sign of life as well, of the agent and of the store."""
+        """Publish the state of this agent's ranks; it also serves as the agent's heartbeat."""
         self.beat += 1
         report = replace(report, beat=self.beat, ranks=self.job.ranks)
         self.store.set(f"agent {self.agent}", json.dumps(asdict(report)))
         self.silent = 0  # the store has answered
 
     def reports(self) -> dict[int, Report]:
-        """The last report of every agent that has ever come."""
+        """Return the last report of every agent that ever connected."""
         names = {agent: f"agent {agent}" for agent in range(1 + self.store.add("agents", 0))}
         there = {agent: name for agent, name in names.items() if self.store.check([name])}
         return {agent: Report.read(self.store.get(name)) for agent, name in there.items()}
 
 
-# Who obeys.
+# The agent, which follows the host's orders.
 
 
 class Agent:
-    """This node's part of a job: its ranks, its place in the meeting and, on node 0, the host."""
+    """This node's part of a job: its ranks, its access to the store and, on node 0, the host."""
 
     def __init__(self, job: Job, say: Callable[[str], None]):
         self.job, self.say = job, say
         self.meeting, self.ranks = Meeting(job), Ranks(job)
         self.name = f"agent {self.meeting.agent}"
         self.host = Host(job) if self.meeting.agent == 0 else None
-        self.order = Order(-1)  # the one that it follows
+        self.order = Order(-1)  # the order that this agent follows
         self.told_to_leave = self.ended = False
 
     def run(self) -> int:
-        """Follow orders until the job ends: see `run`."""
+        """Follow orders until the job ends; return the exit status: see `run`."""
 
         def leave(*_: Any) -> None:
             self.told_to_leave = True
@@ -227,7 +227,7 @@ class Agent:
                 self._pulse(self.ranks.state())
                 time.sleep(TICK)
             return self._leave()
-        except RuntimeError:  # of the store's
+        except RuntimeError:  # raised by the store
             self.say(f"{self.name}: the store at {self.job.at} is gone")
             return 1
         finally:
@@ -235,7 +235,7 @@ class Agent:
             self.ranks.kill()
 
     def _obey(self, order: Order) -> None:
-        """End the ranks of the last round, and start those of a new one."""
+        """End the ranks of the last round, and start the ranks of a new round."""
         self.ranks.end(self._pulse)
         self.order = order
         if order.kind == "run" and self.meeting.agent in order.agents:
@@ -247,7 +247,7 @@ class Agent:
             self.say(f"{self.name}, round {order.round}: spare, the round has its nodes")
 
     def _pulse(self, state: State = "running") -> None:
-        """Say how the ranks are; the host then decides."""
+        """Publish the ranks' state; on the host, decide and publish the next order."""
         failures = tuple(self.ranks.failures.values())
         self.meeting.report(Report(0, self.order.number, state, failures=failures))
         new = self.host and self.host.decide(self.meeting.reports(), time.monotonic())
@@ -256,9 +256,9 @@ class Agent:
             self.meeting.give(replace(new, port=port))
 
     def _leave(self) -> int:
-        """The job has ended, or this node was told to go: the exit status."""
+        """Leave a job that has ended, or after SIGTERM; return the exit status."""
         status = self.order.status
-        if self.order.kind != "end":  # a planned stop, with all ranks at 0, is no failure
+        if self.order.kind != "end":  # after SIGTERM, ranks that all exit with 0 are no failure
             processes = list(self.ranks.processes.values())
             self.ranks.end(self._pulse)
             status = TERMINATED if any(process.returncode for process in processes) else 0
@@ -270,7 +270,7 @@ class Agent:
         return status
 
     def _leave_last(self, host: Host) -> None:
-        """The host goes last: the others still want to read that the job has ended."""
+        """Wait as the host until all other agents have left: they must read the last order."""
         if self.order.kind != "end":
             self.meeting.give(host.next("end", "the host was told to leave", status=1))
         limit = time.monotonic() + self.job.grace + self.job.patience
@@ -282,10 +282,10 @@ class Agent:
             time.sleep(TICK)
 
     def _leave_when_silent(self) -> None:
-        """In a thread: the store's calls wait for ever for a host that is cut off."""
+        """Exit if the store is silent, in a thread: calls to an unreachable store block forever."""
         while not self.ended:
             time.sleep(TICK)
-            self.meeting.silent += 1  # counted, not timed: an agent that was stopped may go on
+            self.meeting.silent += 1  # counts ticks, not time: a suspended agent may continue
             if self.meeting.silent * TICK > self.job.patience and not self.ended:
                 self.say(f"{self.name}: the store at {self.job.at} is silent")
                 self.ranks.kill()
@@ -293,10 +293,10 @@ class Agent:
 
 
 def run(job: Job, say: Callable[[str], None] = print) -> int:
-    """Be the agent of this node until the job ends; return the exit status of this process.
+    """Run this node's agent until the job ends; return the exit status of this process.
 
-    0: all ranks are done, or the agent got SIGTERM and its ranks ended with 0. 1: restarts are used
-    up, or too few nodes came, or the store is gone. 143: SIGTERM, and a rank did not end with 0.
-    SIGTERM and SIGINT take this node out of the job, the host's end it; SIGUSR1 goes to the ranks.
+    0: all ranks are done, or the agent got SIGTERM and its ranks exited with 0. 1: no restarts are
+    left, too few nodes joined, or the store is gone. 143: SIGTERM, and a rank did not exit with 0.
+    SIGTERM and SIGINT remove this node from the job, or end it on the host; ranks get SIGUSR1.
     """
     return Agent(job, say).run()

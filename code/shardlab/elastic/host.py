@@ -1,7 +1,7 @@
-"""What the host of a job decides, from what its agents report. No process, no store, no waiting.
+"""The host's decisions: pure functions of the agents' reports, without processes or store.
 
-An `Order` is what the host wants of everyone, a `Report` how an agent's ranks are. `Host` turns
-reports into orders.
+An `Order` tells all agents what to do, and a `Report` holds the state of an agent's ranks. `Host`
+turns reports into orders.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .job import Job
 
 @dataclass(frozen=True)
 class Order:
-    """What the host wants of everyone. It holds until there is one with a higher number."""
+    """The host's instruction to all agents. It is valid until one with a higher number."""
 
     number: int = 0
-    kind: Literal["stop", "run", "end"] = "stop"  # end your ranks; start them; or end the job
-    round: int = -1  # of "run": counts the starts, so a restarted rank never meets a dead one
-    agents: tuple[int, ...] = ()  # who is in this round: the first one is node 0
-    ranks: tuple[int, ...] = ()  # of each of them
-    port: int = 0  # MASTER_PORT, a fresh one for each round
+    kind: Literal["stop", "run", "end"] = "stop"  # end the ranks; start the ranks; or end the job
+    round: int = -1  # of "run": number of the start, which keeps the rounds' ranks apart
+    agents: tuple[int, ...] = ()  # the agents in this round: the first one is node 0
+    ranks: tuple[int, ...] = ()  # number of ranks of each agent
+    port: int = 0  # MASTER_PORT, a new one for each round
     why: str = ""
-    status: int = 0  # of "end"
+    status: int = 0  # exit status, of "end"
 
     @classmethod
     def read(cls, text: bytes) -> Order:
-        """The order that stands in the store."""
+        """Parse an order from its JSON text in the store."""
         values = json.loads(text)
         values |= {name: tuple(values[name]) for name in ("agents", "ranks")}
         return cls(**values)
 
     def environment(self, job: Job, agent: int, local: int) -> dict[str, str]:
-        """What a rank finds in its environment: the names that torchrun has made common."""
+        """Return a rank's environment variables, with the names that torchrun uses."""
         node = self.agents.index(agent)
         given = {
             "RANK": sum(self.ranks[:node]) + local,
@@ -56,31 +56,31 @@ class Order:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended that did not end well."""
+    """The failure of a rank: when and how it ended."""
 
     rank: int
-    killed: bool  # by a signal from outside
+    killed: bool  # True if a signal from outside killed it
     time: float  # seconds since 1970, by the clock of its node
-    what: str  # its error, or the signal or exit status with which it ended
+    what: str  # its error message, or the signal or exit status with which it ended
 
 
-# Of an agent: no ranks; some that run; all ended well; one did not; the agent is going.
+# An agent's state: no ranks; some run; all exited with 0; one failed; the agent leaves the job.
 State = Literal["ready", "running", "done", "failed", "left"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """How an agent's ranks are. Its number of beats is its heartbeat: it grows with each report."""
+    """The state of an agent's ranks. `beat` grows with each report and serves as heartbeat."""
 
     beat: int = 0
-    obeyed: int = -1  # number of the order that it follows
+    obeyed: int = -1  # number of the order that the agent follows
     state: State = "ready"
     ranks: int = 1
-    failures: tuple[Failure, ...] = ()  # in its last round
+    failures: tuple[Failure, ...] = ()  # in the agent's last round
 
     @classmethod
     def read(cls, text: bytes) -> Report:
-        """The report that stands in the store."""
+        """Parse a report from its JSON text in the store."""
         values = json.loads(text)
         values["failures"] = tuple(Failure(**each) for each in values["failures"])
         return cls(**values)
@@ -88,22 +88,22 @@ class Report:
 
 @dataclass
 class Host:
-    """Turns reports into orders. It knows no processes and no store: times are arguments."""
+    """State machine that turns reports into orders; clock times are arguments of its methods."""
 
     job: Job
     order: Order = field(default_factory=Order)
-    since: float | None = None  # when the order was given
-    beats: dict[int, int] = field(default_factory=dict)  # the last one of each agent
-    heard: dict[int, float] = field(default_factory=dict)  # when it came
-    ready: int = 0  # agents, between two rounds
-    ready_since: float = 0.0  # so many
+    since: float | None = None  # time of the current order
+    beats: dict[int, int] = field(default_factory=dict)  # last heartbeat of each agent
+    heard: dict[int, float] = field(default_factory=dict)  # time of that heartbeat
+    ready: int = 0  # number of agents that are ready, between two rounds
+    ready_since: float = 0.0  # time since which their number has not changed
     restarts: int = 0
-    failed: bool = False  # whether a rank failed in the last round
+    failed: bool = False  # True if a rank failed in the last round
 
     def decide(self, reports: dict[int, Report], now: float) -> Order | None:
-        """The next order, or None while the last one holds."""
+        """Return the next order, or None while the last one stays valid."""
         self.since = now if self.since is None else self.since
-        for agent, report in reports.items():  # clocks of other nodes do not matter
+        for agent, report in reports.items():  # timed by the host's clock alone
             if self.beats.get(agent) != report.beat:
                 self.beats[agent], self.heard[agent] = report.beat, now
         alive = {
@@ -121,15 +121,15 @@ class Host:
         return new
 
     def audible(self, reports: dict[int, Report], now: float) -> list[int]:
-        """The agents that have said something within the seconds of `job.patience`."""
+        """Return the agents with a new heartbeat within the last `job.patience` seconds."""
         return [agent for agent in reports if now - self.heard[agent] < self.job.patience]
 
     def next(self, kind: str, why: str, **more: Any) -> Order:
-        """An order that follows the last one."""
+        """Make an order with the next number."""
         return replace(self.order, number=self.order.number + 1, kind=kind, why=why, port=0, **more)
 
     def _watch(self, alive: dict[int, Report]) -> Order | None:
-        """While ranks run: is anyone lost, has a rank failed, are all done, has a node come?"""
+        """Decide while ranks run: a lost agent, a failed rank, the end, a new node."""
         members = self.order.agents
         if lost := [agent for agent in members if agent not in alive]:
             return self.next("stop", f"agent {lost[0]} is silent or has left")
@@ -145,9 +145,9 @@ class Host:
         return None
 
     def _gather(self, alive: dict[int, Report], now: float) -> Order | None:
-        """Between two rounds: once nobody has ranks any more, start with those who are there."""
+        """Decide between two rounds: once all old ranks have ended, start with the live agents."""
         if any(r.obeyed != self.order.number or r.state != "ready" for r in alive.values()):
-            return None  # somebody's ranks still run
+            return None  # some agent's ranks still run
         why = self.order.why
         if self.failed and all(agent in alive for agent in self.order.agents):
             why = first_cause(alive)
@@ -155,7 +155,7 @@ class Host:
                 why = f"{self.restarts} restarts are used up: {why}"
                 return self.next("end", why, status=1)
             self.restarts += 1
-        elif self.failed:  # a lost node fails its neighbours' ranks: that counts for none
+        elif self.failed:  # a lost node makes other ranks fail: such failures use up no restart
             lost = [agent for agent in self.order.agents if agent not in alive]
             why = f"agent {lost[0]} is silent or has left"
         self.failed, self.order = False, replace(self.order, why=why)
@@ -175,11 +175,11 @@ class Host:
 
 
 def first_cause(reports: dict[int, Report]) -> str:
-    """Return the failure that came first over all nodes: the others are mostly its consequences.
+    """Describe the failure that most likely caused the others, over all nodes.
 
-    A rank that was killed from outside is never another's victim. A crash may be a consequence, and
-    an error that names a broken connection is one, wherever there is another failure. Among equals
-    the earliest time counts, so the nodes' clocks have to agree.
+    A rank killed by a signal from outside comes first, because no other rank causes that. An error
+    about a broken connection comes last: another rank's failure breaks connections. Among equals
+    the earliest failure counts, so the nodes' clocks have to be synchronized.
     """
     failures = [failure for report in reports.values() for failure in report.failures]
     if not failures:

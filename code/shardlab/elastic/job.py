@@ -1,4 +1,4 @@
-"""What an agent of `shardlab.elastic.core` is told, and how agents find one another's address."""
+"""The arguments of an agent of `shardlab.elastic.core`, and helpers for its address and ports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardlab.common.arguments import PROCESSES, RANKS, check_number, check_whol
 
 @dataclass(frozen=True)
 class Job:
-    """What an agent is told. All agents of a job are told the same, but for `ranks`.
+    """The arguments of an agent. They are equal for all agents of a job, except `ranks`.
 
-    command: the program of every rank. at: host and port where the agents meet; the host is one of
-    the nodes. ranks: on this node; nodes may differ. nodes: how many there must be at least, and
-    may be at most. name: agents of another job are turned away. restarts: how often all ranks start
-    again after one of them failed. Then seconds: `patience` with a silent agent; `last_call` for
-    more nodes, once the least number is there; `join` for the least number; `grace` between SIGTERM
-    and SIGKILL. logs: a folder for what each rank writes, else it goes where the agent's does.
+    command: the program of every rank. at: host and port of the store; the host is one of the
+    nodes. ranks: number on this node; nodes may differ. nodes: the minimum and maximum number of
+    nodes. name: agents of a job with another name are refused. restarts: how often all ranks are
+    restarted after a failure. In seconds: `patience`, the heartbeat timeout of an agent;
+    `last_call`, the wait for more nodes once the minimum has joined; `join`, the wait for the
+    minimum; `grace`, from SIGTERM to SIGKILL. logs: folder for the ranks' output; None: inherited.
 
     Raises ValueError for a command without words, numbers out of range, an `at` without a port, or
     a host that has no address.
@@ -58,13 +58,13 @@ class Job:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the meeting."""
+        """Host and port of the store."""
         host, _, port = self.at.rpartition(":")
         return host, int(port)
 
 
 def listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at this address, if it is this node's and nobody else listens there."""
+    """Return a socket that listens at this address, or None if it is remote or in use."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,6 +78,6 @@ def listen(host: str, port: int) -> socket.socket | None:
 
 
 def free_port(host: str) -> int:
-    """A port of this node's address `host` at which nobody listens now."""
+    """Return a free port of this node's address `host`."""
     with closing(listen(host, 0)) as listening:
         return listening.getsockname()[1]

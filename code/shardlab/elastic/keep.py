@@ -1,9 +1,9 @@
-"""Kill an agent's ranks, with all that they started, once the agent closes a pipe, or is gone.
+"""Kill an agent's ranks and their child processes once the agent closes a pipe, or has died.
 
     python keep.py    # reads the ranks' process numbers, one a line, until its input is closed
 
-A process of its own, for the agent may be killed with SIGKILL: the kernel closes the pipe then. The
-standard library alone, and little of that: each round waits for it.
+It is a separate process because the agent may be killed with SIGKILL: then the kernel closes the
+pipe. It imports only a little of the standard library: the start of each round waits for it.
 """
 
 import os
@@ -17,7 +17,7 @@ def session(leader: int) -> list[int]:
     """Return the processes that run in the session of `leader`, which may itself have ended."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # it may end meanwhile
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # may have ended by now
             state, _, _, its, *_ = stat.read().rpartition(b")")[2].split()
             if int(its) == leader and state != b"Z":
                 found.append(int(name))
@@ -25,9 +25,9 @@ def session(leader: int) -> list[int]:
 
 
 def main() -> None:
-    """Wait for the end of the input; kill the sessions of all processes that it named."""
-    for leader in [int(line) for line in sys.stdin]:  # the list is whole when the input ends
-        for _ in range(1000):  # a process that has just forked: its child is found the next time
+    """Read process numbers until the input ends, then kill the sessions of all these processes."""
+    for leader in [int(line) for line in sys.stdin]:  # the list is complete when the input ends
+        for _ in range(1000):  # repeats find children forked since the last list of the session
             if sys.platform != "linux":
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(leader, signal.SIGKILL)

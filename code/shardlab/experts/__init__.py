@@ -1,9 +1,9 @@
-"""Mixture of experts over ranks: tokens travel to the experts that their router chose, and back.
+"""Expert parallelism: an all-to-all sends tokens to the ranks of their experts, another one back.
 
-- `core`: the all-to-all with uneven sizes, the layer, the model, its gradients, and what keeps
-  experts evenly loaded: what the lesson teaches;
-- `states`: whole state dicts in and out, and the norm of gradients;
-- `predict`: parameters held and used, bytes sent, and who waits for whom.
+- `core`: the all-to-all with uneven sizes, the layer, the model, its gradients, and load balancing
+  (the content of the lesson);
+- `states`: saving and loading unsharded state dicts, and gradient clipping;
+- `predict`: parameters held and used, bytes sent, and waiting time from uneven load.
 
 The plain layer with all experts is `gpt.model.Experts`, its router `gpt.router.Router`.
 """

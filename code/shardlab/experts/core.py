@@ -1,14 +1,14 @@
-"""Experts over ranks: every rank has all of the model but the experts, of which it has its own.
+"""Expert parallelism: experts are sharded over ranks, and the rest of the model is replicated.
 
     tokens' rows, in order of experts  --all-to-all-->  rows for my experts      dispatch
     each expert computes its rows
-    outputs  --all-to-all, the same sizes the other way-->  rows of my tokens    combine
+    outputs  --all-to-all, sizes swapped-->  rows of my tokens                   combine
 
-Each rank brings tokens of its own, so the group of experts is a group of data parallelism, too:
-what all ranks have is averaged over all of them, and an expert's gradient, which the all-to-alls
-have already collected from the group's ranks, over its copies alone. In the order of the lesson:
-the all-to-all with uneven sizes; who sends how much to whom; the layer; the model; gradients; and
-how the router is kept from always choosing the same.
+Each rank has its own tokens, so the expert group is a data-parallel group, too. Gradients of
+replicated parameters are averaged over all ranks. An expert's gradient already contains the tokens
+of all ranks of its group, through the all-to-alls, and is reduced only over the expert's copies.
+In the order of the lesson: the all-to-all with uneven sizes; the routing of rows to ranks; the
+layer; the model; gradients; and load balancing of the experts.
 
 Lepikhin et al., "GShard", 2020 (arXiv 2006.16668), section 3.2. Fedus, Zoph, Shazeer, "Switch
 Transformers", 2021 (arXiv 2101.03961), section 2.2: the balancing loss. Wang et al.,
@@ -37,20 +37,20 @@ from shardlab.tensor_types.operator import Operator
 
 Group = dist.ProcessGroup
 
-# Rows to the ranks that they are for, and back.
+# Dispatch of rows to the ranks of their experts, and back.
 
 
 def exchange(x_RH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Send `sent[j]` rows to rank j, one rank's after the other's; get `received[i]` from rank i.
+    """Send `sent[j]` rows to rank j and receive `received[i]` rows from rank i, in rank order.
 
-    [sum(sent), H] to [sum(received), H]. Backward sends each row's gradient to where it came from:
-    the same exchange with the two lists changed over. A rank without any row has to call it, too.
+    [sum(sent), H] to [sum(received), H]. Backward returns each row's gradient to its sender: the
+    same exchange with the two lists swapped. Collective, also for a rank without any rows.
     """
     return _Exchange.apply(x_RH, list(sent), list(received), group)
 
 
 class _Exchange(Operator):
-    words = "V -> V"  # each rank its own: see tensor_types
+    words = "V -> V"  # varies between ranks: see tensor_types
 
     @staticmethod
     def forward(
@@ -68,23 +68,23 @@ class _Exchange(Operator):
 
 
 class Route(NamedTuple):
-    """Which rows leave this rank, in which order, and which come."""
+    """The rows that this rank sends, in their order, and the rows that it receives."""
 
-    order_R: Tensor  # choices, as they stand in [T * C], in order of experts, and of tokens in each
+    order_R: Tensor  # indices into the [T * C] choices, sorted by expert, then by token
     sent: list[int]  # rows for each rank
-    received: list[list[int]]  # N x e: rows of each rank for each expert of this one
-    dropped: int  # choices that no expert takes
+    received: list[list[int]]  # N x e: rows from each rank for each expert of this rank
+    dropped: int  # choices without an expert, because it is full
 
 
 @torch.no_grad()
 def route(chosen_TC: Tensor, experts: int, group: Group) -> Route:
-    """Tell every rank how many rows it will get: E whole numbers, in an all-to-all of their own.
+    """Exchange the number of rows for each expert (E integers, by all-to-all); plan the route.
 
-    chosen_TC: numbers of experts; -1: none. Sizes of messages are the host's business, so a GPU
-    has to be waited for here, once in each layer.
+    chosen_TC: expert numbers, -1 for a dropped choice. The host needs the message sizes, so this
+    function synchronizes with the GPU, once in each layer.
     """
     _, ranks = check_group(group)
-    number_X = chosen_TC.flatten() + 1  # 0 for those that nobody takes
+    number_X = chosen_TC.flatten() + 1  # 0 for dropped choices
     count_Y = number_X.new_zeros(experts + 1)
     count_Y.index_add_(0, number_X, torch.ones_like(number_X))
     received_E = torch.empty_like(count_Y[1:])
@@ -101,7 +101,7 @@ def route(chosen_TC: Tensor, experts: int, group: Group) -> Route:
 
 
 class ExpertParallel(nn.Module):
-    """A plain layer of experts, of which this rank has its share; tokens travel to the others'."""
+    """A layer of experts, sharded: this rank has its share and sends tokens to other experts."""
 
     def __init__(self, plain: Experts, group: Group):
         super().__init__()
@@ -111,11 +111,11 @@ class ExpertParallel(nn.Module):
         local_experts = self.total // ranks
         self.own = range(rank * local_experts, (rank + 1) * local_experts)
         self.router, self.shared = plain.router, plain.shared
-        # By their numbers among all, so that names of parameters stay the plain model's.
+        # Keys are the experts' global numbers, so parameter names are the plain model's.
         self.experts = nn.ModuleDict({str(e): plain.experts[e] for e in self.own})
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H], of this rank's tokens: as `Experts` computes it."""
+        """Map this rank's tokens [B, S, H] to [B, S, H], with the result of `Experts`."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
         chosen_BSC = self.router.admit(chosen_BSC)
         way = route(chosen_BSC.flatten(0, 1), self.total, self.group)
@@ -131,10 +131,10 @@ class ExpertParallel(nn.Module):
         return y_TH.index_add(0, token_R, y_RH).view_as(x_BSH)
 
     def compute(self, x_RH: Tensor, way: Route) -> Tensor:
-        """Each of this rank's experts on its rows: [R, H] to [R, H], in the same order.
+        """Apply each of this rank's experts to its rows: [R, H] to [R, H], in the same order.
 
-        Rows come by rank, and of each rank by expert. An expert takes them in order of ranks, which
-        is the order of one process's tokens: even its sums over tokens are one process's.
+        Rows are ordered by source rank, then by expert. An expert gets its rows in rank order, the
+        token order of a single process: so even its sums over tokens equal a single process's.
         """
         pieces = x_RH.split([rows for source in way.received for rows in source])
         done = []
@@ -144,18 +144,18 @@ class ExpertParallel(nn.Module):
         return torch.cat([piece for source in zip(*done, strict=True) for piece in source])
 
 
-# The model, and its gradients.
+# The model and its gradients.
 
 
 def parallelize(model: GPT, group: Group) -> GPT:
-    """Leave this rank its share of the experts in each layer, in place, and return the model.
+    """Shard the experts of each layer over `group`, in place, and return the model.
 
-    Every rank of `group` calls it with the same model, and trains with tokens of its own; gradients
-    are for `average_gradients`, the optimizer is made afterwards. Feed-forward networks that are
-    cut already stay so: `tensor_parallel.parallelize` comes first.
+    Every rank of `group` calls it with the same model, and trains on its own tokens. Create the
+    optimizer afterwards, and call `average_gradients` after backward. For tensor parallelism, call
+    `tensor_parallel.parallelize` first: sharded feed-forward networks stay sharded.
 
     Raises ValueError for anything but a GPT with experts, experts that the ranks do not divide, and
-    on every rank when the models differ.
+    on every rank if the models differ.
     """
     _, ranks = check_group(group)
     if not isinstance(model, GPT) or not model.config.experts:
@@ -175,28 +175,28 @@ def parallelize(model: GPT, group: Group) -> GPT:
 
 
 def check_experts(experts: int, ranks: int) -> None:
-    """Raise ValueError unless the ranks divide the experts."""
+    """Raise ValueError unless the number of ranks divides the number of experts."""
     if experts % ranks:
         fits = [n for n in range(1, experts + 1) if experts % n == 0]
         raise ValueError(f"experts={experts}: {ranks} ranks do not divide them; allowed are {fits}")
 
 
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those of this rank's experts, which the group's other ranks do not have."""
+    """Return the parameters of this rank's experts, which no other rank of the group has."""
     layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     return [parameter for layer in layers for parameter in layer.experts.parameters()]
 
 
 @torch.no_grad()
 def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> None:
-    """After backward of each rank's mean loss: make gradients those of the mean over all ranks.
+    """Average gradients of the ranks' mean losses over all ranks, after backward.
 
-    data: all ranks that have tokens of their own. copies: those of them that have the same experts;
-    None: nobody else has. What all ranks have is averaged over `data`. An expert's gradient is a
-    sum over its group's ranks already, and becomes the sum over its copies: what it is divided by
-    is `data`'s ranks all the same.
+    data: all ranks with tokens of their own. copies: the ranks of `data` that have the same experts
+    as this one; None: no other rank has. Gradients of replicated parameters are averaged over
+    `data`. An expert's gradient is already a sum over its expert group's ranks: it is summed over
+    `copies` and divided by the size of `data`.
 
-    Raises ValueError unless data is as large as the group of experts times copies.
+    Raises ValueError unless the size of `data` is that of the expert group times that of `copies`.
     """
     (_, ranks), (_, dealt) = check_group(data, "data"), check_group(_group(model))
     several = 1 if copies is None else check_group(copies, "copies")[1]
@@ -214,35 +214,35 @@ def average_gradients(model: GPT, data: Group, copies: Group | None = None) -> N
             gradient /= ranks
 
 
-# What keeps the router from always choosing the same experts.
+# Load balancing of the experts.
 
 
 class Routed(NamedTuple):
-    """What a router said in one forward."""
+    """A router's scores and choices in one forward."""
 
     router: Router
     scores_BSE: Tensor
-    chosen_BSC: Tensor  # before any is left out
+    chosen_BSC: Tensor  # before full experts drop choices
 
     @property
     def count_E(self) -> Tensor:
-        """How many tokens chose each expert."""
+        """Number of tokens that chose each expert."""
         chosen_X = self.chosen_BSC.flatten()
         count_E = chosen_X.new_zeros(self.scores_BSE.shape[-1])
         return count_E.index_add_(0, chosen_X, torch.ones_like(chosen_X))
 
     @property
     def dropped(self) -> Tensor:
-        """How many choices find no place, [B, S]."""
+        """Number of each token's dropped choices, [B, S]."""
         return (self.router.admit(self.chosen_BSC) < 0).sum(-1)
 
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[list[Routed]]:
-    """A list that gets what each router says while the model runs, in order of layers.
+    """Record each router's outputs inside this context, in order of layers; yield the list.
 
-    Where a step has several micro-batches, all of them belong inside: what is done with the list
-    takes a router's as one batch.
+    With several micro-batches, run all of a step inside: functions that take the list treat a
+    router's records as one batch.
     """
     routed: list[Routed] = []
 
@@ -259,7 +259,7 @@ def watch(model: nn.Module) -> Iterator[list[Routed]]:
 
 
 def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
-    """What each router said, once for each micro-batch; routers in order of layers."""
+    """Group the records by router, in order of layers: one record for each micro-batch."""
     found: dict[Router, list[Routed]] = {}
     for one in routed:
         found.setdefault(one.router, []).append(one)
@@ -268,7 +268,7 @@ def by_router(routed: Sequence[Routed]) -> dict[Router, list[Routed]]:
 
 @torch.no_grad()
 def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
-    """The share of all choices that each expert gets, [L, E]; of all tokens of `group`."""
+    """Return each expert's share of all choices, [L, E], over all tokens of `group`."""
     count_LE = torch.stack(
         [sum(one.count_E for one in each) for each in by_router(routed).values()]
     )
@@ -279,12 +279,12 @@ def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
 
 
 def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
-    """E times the sum over experts of load times mean score, summed over layers; L where even.
+    """Return the sum over layers of E * sum over experts of (load * mean score); L if balanced.
 
-    Switch, equations 4 to 6. The load is a count, and has no gradient; the score has, and falls
-    where the load is high. A product of two means over tokens is no mean over tokens: so ranks have
-    to agree on the load (`group`: all with tokens of their own). Then the mean over ranks of what
-    each returns is one process's. Scores are taken as shares of a token's sum, as sigmoids need.
+    Switch, equations 4 to 6. The load is a count without gradient; the score's gradient lowers the
+    scores of heavily loaded experts. A product of two means over tokens is no mean over tokens, so
+    all ranks use the load of all tokens (`group`: all ranks with own tokens): then the mean of the
+    ranks' results is a single process's. A token's scores are divided by their sum, for sigmoids.
     """
     load_LE = loads(routed, group)
     scores = [
@@ -298,11 +298,11 @@ def balancing_loss(routed: Sequence[Routed], group: Group | None = None) -> Tens
 
 @torch.no_grad()
 def update_bias(routed: Sequence[Routed], rate: float, group: Group | None = None) -> None:
-    """After a step: raise the bias of experts with less than a fair share, lower the others'.
+    """Raise the bias of experts below a fair load by `rate` and lower the others', after a step.
 
-    By `rate`, however large the difference (Wang et al., Algorithm 1), and once, by the tokens of
-    all micro-batches in `routed`. It moves the choice alone, so no gradient pulls the scores away
-    from what the loss wants.
+    The size of the difference does not matter (Wang et al., Algorithm 1). Call it once per step,
+    with all micro-batches in `routed`. The bias changes only the choice of experts, so balancing
+    adds no gradient that would distort the scores.
     """
     load_LE = loads(routed, group)
     for router, load_E in zip(by_router(routed), load_LE, strict=True):

@@ -1,12 +1,12 @@
-"""What experts cost, by formula: parameters held and used, bytes sent, and who waits.
+"""Formulas for experts: parameters held and used, bytes sent, and waiting time from uneven load.
 
 E experts, k of them for each token, N ranks, T tokens of a rank, h hidden, e bytes an element.
 
-    an expert                   2 h F, or 3 h F with a gate, and its biases
-    a rank holds                everything else, and E/N experts in each layer
-    a token uses                everything else, and k experts in each layer
-    an exchange                 T k h e bytes handed to all-to-all by a rank, if choices are even
-    a layer's step              four of them: dispatch and combine, forward and backward
+    parameters of an expert     2 h F, or 3 h F with a gate, and its biases
+    a rank holds                all other parameters, and E/N experts in each layer
+    a token uses                all other parameters, and k experts in each layer
+    one all-to-all              an input of T k h e bytes on a rank, if the load is balanced
+    a layer's step              four all-to-alls: dispatch and combine, forward and backward
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .core import check_experts
 
 
 class Parameters(NamedTuple):
-    """How many a model has, and how many of them compute one token."""
+    """The parameter count of a model, in total and active for one token."""
 
     total: int
     active: int
 
 
 def sparse_layers(config: Config) -> int:
-    """How many layers have experts."""
+    """Return the number of layers that have experts."""
     return config.layers - config.dense_layers if config.experts else 0
 
 
 def parameters(config: Config) -> Parameters:
-    """All parameters of a model with experts, and those that a token goes through."""
+    """Count all parameters of a model with experts, and those active for one token."""
     total = memory.parameter_count(config)
     e = config.experts
     one = memory.in_experts(config, Layout(dp=e, ep=e))  # of each layer
@@ -42,28 +42,28 @@ def parameters(config: Config) -> Parameters:
 
 
 def held(config: Config, ranks: int) -> int:
-    """Parameters on each of `ranks` over which the experts are dealt out.
+    """Return the parameters on each of `ranks` ranks that shard the experts.
 
-    Raises ValueError for ranks that do not divide the experts.
+    Raises ValueError if the number of ranks does not divide the number of experts.
     """
     check_experts(config.experts, ranks)
     return sum(memory.parameters(config, Layout(dp=ranks, ep=ranks)).values())
 
 
 def predicted_calls(config: Config) -> int:
-    """All-to-alls of a step: sizes, dispatch and combine forward; dispatch and combine backward."""
+    """Return a step's all-to-alls: sizes, dispatch, combine; in backward, dispatch and combine."""
     return 5 * sparse_layers(config)
 
 
 def predicted_sent(
     config: Config, tokens: int, itemsize: int = 4, dropped: int = 0
 ) -> dict[str, int]:
-    """Bytes that ranks hand to all-to-all in a step, for `tokens` of theirs, by purpose.
+    """Return the bytes of the all-to-alls' inputs in a step with `tokens` tokens, by purpose.
 
-    Exact for all ranks together, of which `tokens` are the sum: each row is handed over once each
-    way. A single rank's dispatch is exact, too; what it combines is what others chose to send it.
-    "sizes" are those of one rank. dropped: choices without a place, of all layers. On the wire goes
-    what stays on no rank: (N - 1) / N of it, if choices are even.
+    Exact for all ranks together, if `tokens` is the sum over ranks: each row is sent once in each
+    direction. For a single rank, "dispatch" is exact, too; "combine" depends on the rows that the
+    other ranks send to it. "sizes" counts one rank. dropped: dropped choices in all layers. With a
+    balanced load, (N - 1) / N of the bytes leave their rank.
     """
     layers = sparse_layers(config)
     rows = tokens * config.experts_per_token * layers - dropped
@@ -72,15 +72,15 @@ def predicted_sent(
 
 
 def padded(config: Config, tokens: int, fullest: int) -> float:
-    """How many times the rows travel if each expert's are padded to those of the `fullest`.
+    """Return the factor on rows sent if each expert's rows are padded to those of the `fullest`.
 
-    tokens: those of all ranks, of one layer.
+    tokens: the number of tokens of all ranks. fullest: the largest number of rows of an expert.
     """
     return config.experts * fullest / (tokens * config.experts_per_token)
 
 
 def wait(load_E: Sequence[float], ranks: int) -> float:
-    """Rows of the fullest of `ranks` over those of the mean: so much longer the experts take."""
+    """Return the largest over the mean number of rows a rank: the experts' slowdown factor."""
     check_experts(len(load_E), ranks)
     local_experts = len(load_E) // ranks
     each = [sum(load_E[rank * local_experts :][:local_experts]) for rank in range(ranks)]

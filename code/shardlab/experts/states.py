@@ -1,7 +1,7 @@
-"""Whole weights from ranks with experts of their own, and back; the norm of their gradients.
+"""Unsharded state dicts of expert-parallel models, and gradient clipping.
 
-Names are the plain GPT's, so that a state dict of one process fits any number of ranks that divides
-the experts, and the other way round.
+Names are the plain GPT's. So a single process's state dict can be loaded on any number of ranks
+that divides the number of experts, and the other way round.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .core import ExpertParallel, _group, own_parameters
 
 @torch.no_grad()
 def full_state_dict(model: GPT) -> dict[str, Tensor]:
-    """The plain GPT's state dict, on every rank of the group: all of them call it.
+    """Gather the plain GPT's state dict on every rank of the group (collective).
 
-    An expert comes from the rank that has it, one tensor after the other. Raises ValueError for a
-    model that is not parallelized.
+    Each expert's tensors come from the rank that has it, one tensor at a time. Raises ValueError
+    for a model that is not parallelized.
     """
     group = _group(model)
     rank, _ = check_group(group)
@@ -37,10 +37,10 @@ def full_state_dict(model: GPT) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
-    """Fill this rank's share from a plain GPT's `state`; sends nothing.
+    """Load this rank's share of a plain GPT's `state`, without communication.
 
-    Raises ValueError for a model that is not parallelized, names that are missing or too many, and
-    other shapes than the plain GPT's.
+    Raises ValueError for a model that is not parallelized, for missing or unexpected names, and for
+    shapes that are not the plain GPT's.
     """
     _group(model)
     mine = model.state_dict()
@@ -50,13 +50,12 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
 
 
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
-    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+    """Clip gradients to a joint norm over all experts of at most `limit`; return the norm before.
 
-    After `average_gradients`. Squares of experts are added up over the group, all else counts once:
-    torch's own would find another norm on every rank. One number is sent.
-
-    Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
-    the first call's limits differ.
+    Call it after `average_gradients`. The experts' squares are summed over the group (one scalar is
+    sent), all other parameters count once; torch's clip_grad_norm_ would compute another norm on
+    every rank. Raises ValueError for a limit below 0, a model that is not parallelized, and on
+    every rank if the first call's limits differ.
     """
     group, own = _group(model), dict.fromkeys(own_parameters(model))
     replicated = [p for p in model.parameters() if p not in own]
@@ -64,7 +63,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
 
 
 def _names(model: GPT) -> dict[str, tuple[int | None, str]]:
-    """Plain GPT's names -> the expert's rank (None: all have it), and one of its shape here."""
+    """Map the plain GPT's names to (the expert's rank or None, a local tensor of equal shape)."""
     dealt = {
         prefix: layer
         for prefix, layer in model.named_modules()

@@ -1,9 +1,9 @@
-"""One matrix product on many ranks: where to cut it, what that costs, and when it pays.
+"""One matrix product on many ranks: how to shard it, the cost of each way, and when it pays off.
 
-- `by_rows`, `by_columns`, `by_inner`, `summa` (core): the product, cut along one dimension or on a
-  grid of ranks, and what it sends;
-- `predict`, `seconds`, `pays_from` (cost): bytes held and sent, and time, before anything runs;
-- `measure`, `shard_throughput` (measure): the rates that the predictions start from.
+- `by_rows`, `by_columns`, `by_inner`, `summa` (core): the product, sharded along one dimension or
+  on a grid of ranks, with its communication;
+- `predict`, `seconds`, `pays_from` (cost): predicted memory, bytes sent, and time;
+- `measure`, `shard_throughput` (measure): measured rates, the inputs of the predictions.
 """
 
 # ruff: noqa: F401 - the names of the package

@@ -1,13 +1,13 @@
-"""One matrix product on t ranks: cut along one of its three dimensions, or along all of them.
+"""One matrix product on t ranks: sharded along one of its three dimensions, or along all of them.
 
-C_MN = A_MK @ B_KN. M, N, K: rows of A, columns of B, and the inner dimension, over which the sum
-goes. t: ranks that share the matrices; N is the columns here, as everywhere in linear algebra.
+C_MN = A_MK @ B_KN. M, N, K: rows of A, columns of B, and the inner dimension, which is summed over.
+t: ranks that share the product (N is the number of columns here, as usual in linear algebra).
 A lower-case letter is this rank's share of a dimension: a_mK is m of the M rows of A.
 
-    cut        a rank holds    it computes        so that every rank has all of C
+    cut        a rank holds    it computes        to give every rank all of C
     "rows"     a_mK, b_KN      c_mN               all-gather of rows
     "columns"  a_MK, b_Kn      c_Mn               all-gather of columns
-    "inner"    a_Mk, b_kN      a summand of C     all-reduce; reduce-scatter leaves its rows alone
+    "inner"    a_Mk, b_kN      a summand of C     all-reduce (reduce-scatter gives a rank its rows)
     SUMMA      a_mk, b_kn      c_mn               on a grid of ranks; C stays in blocks
 
 Sources: Golub and Van Loan, Matrix Computations, 4th edition, section 1.6. Chan, Heimlich,
@@ -36,9 +36,9 @@ CUTS = "rows", "columns", "inner"
 
 
 def shard_slice(size: int, ranks: int, rank: int) -> slice:
-    """The part of `size` things that belongs to `rank`: as equal as it goes, the longer ones first.
+    """Return the slice of `size` items that belongs to `rank`, with the longer slices first.
 
-    Of 10 on 4 ranks: 0 to 3, 3 to 6, 6 to 8, 8 to 10. With fewer things than ranks some are empty.
+    10 items on 4 ranks give 0:3, 3:6, 6:8 and 8:10. With fewer items than ranks, some are empty.
     """
     each, longer = divmod(size, ranks)
     begin = rank * each + min(rank, longer)
@@ -46,12 +46,12 @@ def shard_slice(size: int, ranks: int, rank: int) -> slice:
 
 
 def shard_sizes(size: int, ranks: int) -> list[int]:
-    """How many of `size` things each rank gets."""
+    """Return how many of `size` items each rank gets (see `shard_slice`)."""
     return [part.stop - part.start for part in (shard_slice(size, ranks, r) for r in range(ranks))]
 
 
 def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What `rank` of `ranks` holds of A and of B; views. way: "rows", "columns" or "inner"."""
+    """Return views of the shards of A and B that `rank` holds. way: one of CUTS."""
     check_one_of(CUTS, way=way)
     if way == "rows":
         return a_MK[shard_slice(len(a_MK), ranks, rank)], b_KN
@@ -62,18 +62,18 @@ def cut(way: str, a_MK: Tensor, b_KN: Tensor, ranks: int, rank: int) -> tuple[Te
 
 
 def by_rows(a_mK: Tensor, b_KN: Tensor) -> Tensor:
-    """This rank's rows of C, c_mN, from its rows of A and all of B. Nothing is sent."""
+    """Return this rank's rows of C, c_mN, from its rows of A and all of B. Sends nothing."""
     return a_mK @ b_KN  # [m, K] @ [K, N]
 
 
 def by_columns(a_MK: Tensor, b_Kn: Tensor) -> Tensor:
-    """This rank's columns of C, c_Mn, from all of A and its columns of B. Nothing is sent."""
+    """Return this rank's columns of C, c_Mn, from all of A and its columns of B. Sends nothing."""
     return a_MK @ b_Kn  # [M, K] @ [K, n]
 
 
 @torch.no_grad()
 def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
-    """All of C, c_MN, on every rank, from each rank's rows. rows: M."""
+    """Gather all of C, c_MN, on every rank, from each rank's rows. rows: M."""
     _, size = check_group(group)
     counts = shard_sizes(rows, size)
     if size == 1:
@@ -87,10 +87,10 @@ def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
 
 @torch.no_grad()
 def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
-    """All of C, c_MN, on every rank, from each rank's columns. columns: N.
+    """Gather all of C, c_MN, on every rank, from each rank's columns. columns: N.
 
-    The rows of a matrix lie one behind the other, so rows that arrive are in their place; columns
-    have to be copied there: all of C a second time, for a moment.
+    Matrices are stored row by row. So gathered rows are already in place, but gathered columns must
+    be copied into place, which briefly needs a second copy of C.
     """
     _, size = check_group(group)
     counts = shard_sizes(columns, size)
@@ -102,7 +102,7 @@ def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x` with zeros behind it: the collective wants pieces of one size."""
+    """Pad `x` with zeros to `length` along `dim`: an all-gather needs equal shards."""
     if x.shape[dim] == length:
         return x.contiguous()
     shape = list(x.shape)
@@ -113,7 +113,7 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group) -> Tensor:
-    """Every rank's `x`, one behind the other: [t, …]."""
+    """All-gather every rank's `x` into one tensor, [t, …]."""
     gathered = x.new_empty(dist.get_world_size(group) * len(x), x.shape[1])
     all_gather_single(gathered, x, group=group)
     return gathered.view(-1, *x.shape)
@@ -121,11 +121,11 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, full: bool = True) -> Tensor:
-    """C from its columns of A and its rows of B: every rank's product is a summand of all of C.
+    """Return C from this rank's columns of A and rows of B, whose product is a summand of C.
 
-    full: all of C, c_MN, on every rank, by an all-reduce; otherwise this rank's rows of it, c_mN,
-    by a reduce-scatter, which moves half as much. All ranks bring the same M and N; their k may
-    differ. Sums are made in the tensors' own type.
+    full: return all of C, c_MN, by an all-reduce; otherwise this rank's rows, c_mN, by a
+    reduce-scatter, which sends half the bytes. M and N must be equal on all ranks, k need not be.
+    The sum is computed in the tensors' dtype.
     """
     _, size = check_group(group)
     summand_MN = a_Mk @ b_kN  # [M, k] @ [k, N]
@@ -140,10 +140,10 @@ def by_inner(a_Mk: Tensor, b_kN: Tensor, group: Group, full: bool = True) -> Ten
 
 
 def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, full: bool = True) -> Tensor:
-    """C by one of the three cuts, from an A and a B that all ranks have in full: to compare them.
+    """Compute C by one of the three cuts, from A and B that every rank holds in full.
 
-    full: c_MN on every rank; otherwise this rank's part: of "columns" its columns, of the other
-    two its rows.
+    full: return c_MN on every rank; otherwise this rank's shard, which is its columns for "columns"
+    and its rows for the other two cuts.
     """
     rank, size = check_group(group)
     a, b = cut(way, a_MK, b_KN, size, rank)
@@ -158,21 +158,21 @@ def multiply(way: str, a_MK: Tensor, b_KN: Tensor, group: Group, full: bool = Tr
 
 @dataclass(frozen=True)
 class Grid:
-    """Where this rank stands in a grid of `rows` x `columns` ranks, numbered row by row."""
+    """This rank's place in a grid of `rows` x `columns` ranks, numbered row by row."""
 
     rows: int
     columns: int
     row: int
     column: int
-    row_group: Group  # the ranks of its row, which A travels along: `columns` of them
-    column_group: Group  # the ranks of its column, which B travels along: `rows` of them
+    row_group: Group  # the `columns` ranks of its row; A's panels are broadcast in it
+    column_group: Group  # the `rows` ranks of its column; B's panels are broadcast in it
 
     def cut(self, a_MK: Tensor, b_KN: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's blocks of A and of B, a_mk and b_kn; views."""
+        """Return views of this rank's blocks of A and B, a_mk and b_kn."""
         return self.block(a_MK), self.block(b_KN)
 
     def block(self, x: Tensor) -> Tensor:
-        """This rank's block of any matrix; a view."""
+        """Return a view of this rank's block of any matrix."""
         down = shard_slice(x.shape[0], self.rows, self.row)
         across = shard_slice(x.shape[1], self.columns, self.column)
         return x[down, across]
@@ -181,9 +181,9 @@ class Grid:
 def grid(
     group: Group, rows: int, columns: int, wrap: Callable[[Group], Group] | None = None
 ) -> Grid:
-    """Arrange the ranks of `group` in a grid of `rows` x `columns`; all of them have to call it.
+    """Arrange the ranks of `group` in a grid of `rows` x `columns` (collective).
 
-    wrap: makes another group of each row's and column's, for instance one with a slow link.
+    wrap: applied to each row's and column's group, for instance to emulate a slow link.
     """
     rank, size = check_group(group)
     if rows * columns != size:
@@ -192,7 +192,7 @@ def grid(
     row, column = divmod(rank, columns)
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]
-    # Only its members make a group: the ranks outside of `group` know nothing of this.
+    # Local synchronization: ranks outside of `group` take no part in creating the new groups.
     limit = time_limit(group)
     row_group, column_group = (
         dist.new_group(m, timeout=limit, use_local_synchronization=True) for m in along
@@ -203,19 +203,19 @@ def grid(
 
 
 class Panel(NamedTuple):
-    """A stretch of the inner dimension, and who has it."""
+    """A range of the inner dimension, and the ranks that hold it."""
 
     begin: int
     end: int
-    column: int  # of the grid: its ranks have these columns of A
-    row: int  # of the grid: its ranks have these rows of B
+    column: int  # the grid column whose ranks hold these columns of A
+    row: int  # the grid row whose ranks hold these rows of B
 
 
 def panels(inner: int, rows: int, columns: int, width: int | None = None) -> list[Panel]:
-    """Cut the inner dimension, K, so that each panel has one owner in A and one in B.
+    """Divide the inner dimension, K, so that each panel has one owner in A and one in B.
 
-    A's blocks are cut by the grid's columns and B's by its rows, so panels end wherever one of
-    these does. width: the most that a panel may have; None: as wide as they come.
+    K is divided over the grid's columns in A and over its rows in B, so a panel ends at each
+    boundary of either. width: the largest width of a panel; None: no limit.
     """
     found = []
     for column in range(columns):
@@ -229,10 +229,10 @@ def panels(inner: int, rows: int, columns: int, width: int | None = None) -> lis
 
 @torch.no_grad()
 def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None = None) -> Tensor:
-    """This rank's block of C, c_mn, from its blocks of A and of B. inner: K, of the whole product.
+    """Return this rank's block of C, c_mn, from its blocks of A and B. inner: K, unsharded.
 
-    The next panel travels while this one is multiplied: two panels of each are held beside the
-    blocks. A narrow `width` holds less, sends more often and multiplies thinner.
+    The next panels are broadcast while the current ones are multiplied: a rank holds two of each. A
+    narrower `width` needs less memory, but sends more messages and multiplies thinner matrices.
     """
     row = shard_slice(inner, grid.rows, grid.row)
     column = shard_slice(inner, grid.columns, grid.column)
@@ -240,12 +240,12 @@ def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None 
     m, n = a_mk.shape[0], b_kn.shape[1]
     widest = max((step.end - step.begin for step in steps), default=0)
     ahead = min(2, len(steps))
-    # Where all of A's row, or of B's column, is here anyway, it is used where it stands.
+    # A grid of one column (or row) needs no receive buffer for A (or B): each rank has it all.
     a_room = a_mk.new_empty(ahead, m * widest) if grid.columns > 1 else None
     b_room = b_kn.new_empty(ahead, widest * n) if grid.rows > 1 else None
 
     def fetch(number: int) -> tuple[Tensor | None, Tensor | None, list[dist.Work | None]]:
-        """Begin to send or to receive a panel of each factor."""
+        """Start the broadcasts of one panel of A and one of B."""
         step, works = steps[number], []
         w = step.end - step.begin
         a_mw = a_mk.narrow(1, step.begin - column.start, w) if step.column == grid.column else None
@@ -270,7 +270,7 @@ def summa(a_mk: Tensor, b_kn: Tensor, inner: int, grid: Grid, width: int | None 
 
 
 def _into(room: Tensor, mine: Tensor | None, rows: int, columns: int) -> Tensor:
-    """A matrix in `room`, with what this rank has to send in it, if it is the one that sends."""
+    """Return a matrix in the buffer `room`; on the sending rank, filled with its panel `mine`."""
     matrix = room[: rows * columns].view(rows, columns)
     return matrix if mine is None else matrix.copy_(mine)
 

@@ -1,4 +1,4 @@
-"""What each way to cut a product costs a rank, predicted: bytes held, bytes sent, seconds.
+"""Predicted cost of each way to shard a product: bytes held, bytes sent, seconds.
 
 C_MN = A_MK @ B_KN on t ranks, letters as in `core`, e bytes an element, S = M N e bytes of C.
 
@@ -8,7 +8,7 @@ C_MN = A_MK @ B_KN on t ranks, letters as in `core`, e bytes an element, S = M N
     inner    MK/t, KN/t, MN                     (t - 1) S for its rows; 2 (t - 1) S for all of C
     summa    MK/t, KN/t, MN/t                   ((q - 1) MK + (p - 1) KN) e, on p x q ranks
 
-Sent is what rings put on the wire, and trees for broadcasts (Chan et al., CCPE 19 (2007)).
+Bytes sent are those of ring algorithms, and of trees for broadcasts (Chan et al., CCPE 19 (2007)).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ WAYS = (*CUTS, "summa")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank, but for `wire`. Bytes, and floating-point operations."""
+    """One rank's bytes and floating-point operations; `wire` counts all ranks together."""
 
     flops: int  # a multiplication and an addition for each term of each sum
-    a: int  # bytes of its part of A
+    a: int  # bytes of its shard of A
     b: int
-    c: int  # bytes of what it has of C in the end
-    held: int  # the most at one moment: these, and what passes through
+    c: int  # bytes of its part of C in the end
+    held: int  # peak bytes: the shards and the communication buffers
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # as `count.sent` has it: name -> (times called, bytes of the tensors handed over)
+    # as in `count.sent`: name -> (number of calls, bytes of the input tensors)
     wire: int = 0  # bytes that all ranks together put on the wire
 
 
 def near_square(ranks: int) -> tuple[int, int]:
-    """Rows and columns of the grid of `ranks` that is nearest to a square: 6 is 2 x 3."""
+    """Return rows and columns of the grid of `ranks` that is nearest to a square: 6 is 2 x 3."""
     rows = max(p for p in range(1, math.isqrt(ranks) + 1) if ranks % p == 0)
     return rows, ranks // rows
 
@@ -56,11 +56,11 @@ def predict(
     shape: tuple[int, int] | None = None,
     width: int | None = None,
 ) -> Cost:
-    """The cost of the product of M x K and K x N on `ranks` ranks, for `rank`: exact for any sizes.
+    """Return the exact cost for `rank` of the product of M x K and K x N on `ranks` ranks.
 
-    way: "rows", "columns", "inner" or "summa"; on one rank all are the plain product. full: all of
-    C on every rank ("summa" leaves it cut: pass False). shape: rows and columns of SUMMA's grid,
-    by default `near_square`; width: of its panels. `held` is for ranks on CPUs, over gloo.
+    way: "rows", "columns", "inner" or "summa"; on one rank all are the plain product. full: every
+    rank gets all of C ("summa" leaves it in blocks: pass False). shape: rows and columns of SUMMA's
+    grid, by default `near_square`. width: of its panels. `held` is for CPU ranks with gloo.
     """
     check_one_of(WAYS, way=way)
     if way == "summa":
@@ -84,7 +84,7 @@ def predict(
         return Cost(flops, a, b, mine, held + (ranks + 1) * mine, calls, (ranks - 1) * S)
     piece = longest * S // cut
     padded = piece if own < longest else 0
-    copied = S if way == "columns" or cut % ranks else 0  # beside what the collective filled
+    copied = S if way == "columns" or cut % ranks else 0  # a copy of the all-gather's output
     calls = {"all_gather_into_tensor": (1, piece)}
     held += padded + ranks * piece + copied
     return Cost(flops, a, b, S, held, calls, ranks * (ranks - 1) * piece)
@@ -100,7 +100,7 @@ def _summa(
     c = m * n * itemsize
     steps = panels(K, rows, columns, width)
     widest = max(step.end - step.begin for step in steps)
-    travels = (m if columns > 1 else 0) + (n if rows > 1 else 0)  # in each step, for each of w
+    travels = (m if columns > 1 else 0) + (n if rows > 1 else 0)  # elements per unit of width
     room = min(2, len(steps)) * widest * travels * itemsize
     calls = len(steps) * ((columns > 1) + (rows > 1))
     broadcasts = {"broadcast": (calls, travels * K * itemsize)} if calls else {}
@@ -109,11 +109,11 @@ def _summa(
 
 
 class OverBudget(MemoryError):
-    """More bytes are needed than there are."""
+    """Error for a computation that needs more bytes than its memory budget."""
 
 
 def check_budget(needed: int, budget: int, what: str = "the product") -> None:
-    """Raise OverBudget if `what` needs more than `budget` bytes: before anything is allocated."""
+    """Raise OverBudget if `what` needs more than `budget` bytes; call it before allocating."""
     if needed > budget:
         raise OverBudget(
             f"{what} needs {needed / 1e6:,.1f} MB, which is {(needed - budget) / 1e6:,.1f} MB more "
@@ -123,7 +123,7 @@ def check_budget(needed: int, budget: int, what: str = "the product") -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank computes and what its link carries; `measure` finds out."""
+    """The rates of a rank's compute and of its link, as `measure` returns them."""
 
     flops: float  # FLOP/s of one rank, while all of them compute
     latency: float  # alpha: seconds per message
@@ -135,11 +135,11 @@ class Seconds:
     """Predicted seconds of the rank with the largest share."""
 
     compute: float
-    communicate: float  # that no compute hides
+    communicate: float  # communication that is not overlapped with compute
 
     @property
     def total(self) -> float:
-        """From start to end."""
+        """Seconds from start to end."""
         return self.compute + self.communicate
 
 
@@ -155,10 +155,10 @@ def seconds(
     shape: tuple[int, int] | None = None,
     width: int | None = None,
 ) -> Seconds:
-    """Predicted seconds of the product; arguments as in `predict`. ranks=1: the plain product.
+    """Return the predicted seconds of the product; arguments as in `predict`.
 
-    Compute at the machine's rate, whatever the shape of a share; collectives as
-    `link.ring_seconds` has them. SUMMA's row and column of the grid have a link of their own each.
+    Compute runs at the machine's rate, whatever the shape of a shard; collectives take
+    `link.ring_seconds`. In SUMMA, a rank's row and column have one link each.
     """
     cost = predict(way, M, N, K, ranks, itemsize, full, 0, shape, width)
     compute = cost.flops / machine.flops
@@ -182,7 +182,7 @@ def _pipelined(
     itemsize: int,
     width: int | None,
 ) -> Seconds:
-    """SUMMA, step by step: the next panel sets out when the product of this one is due."""
+    """Simulate SUMMA step by step: the next panel is sent when the current product starts."""
     rows, columns = shape
     m, n = shard_sizes(M, rows)[0], shard_sizes(N, columns)[0]
     link = machine.latency, machine.bandwidth
@@ -209,10 +209,10 @@ def pays_from(
     itemsize: int = 4,
     full: bool = True,
 ) -> int | None:
-    """The side of square matrices from which the product on `ranks` ranks beats one rank's.
+    """Return the side of square matrices from which `ranks` ranks are faster than one.
 
-    Of multiples of `ranks`, where shares are equal: what splitting saves grows with the cube of the
-    side, what is sent with its square, so from there on it always pays. None: not up to a million.
+    Only multiples of `ranks` are tried, where shards are equal. The compute time saved grows with
+    the side's cube, the bytes sent with its square: larger matrices pay, too. None: none to 2^20.
     """
 
     def faster(step: int) -> bool:
@@ -225,7 +225,7 @@ def pays_from(
         if high * ranks > 2**20:
             return None
         high *= 2
-    low = high // 2  # does not pay, or is 0
+    low = high // 2  # not faster, or 0
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if faster(middle) else (middle, high)

@@ -1,4 +1,4 @@
-"""What this machine and this group of ranks reach: the numbers that `cost.seconds` starts from."""
+"""Measured compute and link rates of a group of ranks: the inputs of `cost.seconds`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def stopwatch(
     repeats: int = 5,
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of `call` until the last rank has finished it; the same on every rank.
+    """Time `call` until the last rank has finished it; return the seconds, equal on every rank.
 
-    Every rank of `group` calls it. One call to warm up; a barrier before each repeat. pick: of the
-    repeats' seconds the one that counts; `min` where it is to be what the machine can do.
+    Collective. Runs one warm-up call, and a barrier before each repeat. pick: reduces the repeats'
+    seconds to one number; use `min` for the machine's best rate.
     """
     check_group(group)
     times = []
@@ -47,7 +47,7 @@ def stopwatch(
 
 
 def _wire_device(group: Group) -> torch.device:
-    """Where a tensor has to be for `group` to carry it: nccl knows GPUs alone."""
+    """Return the device of tensors that `group` can send: NCCL sends only GPU tensors."""
     return ranks.device() if gpu.carries(dist.get_backend(group)) else torch.device("cpu")
 
 
@@ -58,13 +58,13 @@ def measure(
     size: int = 2**22,
     repeats: int = 5,
 ) -> Machine:
-    """Measure what a rank computes while all do, and what `group` carries: the same on every rank.
+    """Measure a rank's compute rate while all ranks compute, and the link of `group`.
 
-    The fastest of `repeats` counts, and in each the slowest rank: other work on the machine only
-    adds time. Compute: a product of square float32 matrices of `side`, on all ranks at once. Link:
-    an all-gather of few bytes, and one of `size` bytes in all, which take
-    (t - 1)(latency + bytes / t / bandwidth) seconds each. With one rank there is no link to
-    measure: latency 0, bandwidth without end.
+    Collective, with equal results on every rank: the slowest rank's time in the fastest of
+    `repeats`, since other work on the machine only adds time. Compute: a product of square float32
+    matrices of `side`, on all ranks at once. Link: an all-gather of few bytes, and one of `size`
+    bytes in all, which take (t - 1)(latency + bytes / t / bandwidth) seconds each. With one rank
+    there is no link: latency 0, infinite bandwidth.
     """
     _, number = check_group(group)
     device = ranks.device() if device is None else device
@@ -81,16 +81,16 @@ def measure(
         gather = partial(all_gather_single, all_pieces, piece, group=group)
         return stopwatch(gather, group, repeats, min) / (number - 1)
 
-    small, large = 1, max(2, size // 4 // number)  # numbers of 4 bytes that each rank has
+    small, large = 1, max(2, size // 4 // number)  # 4-byte elements on each rank
     short, long = hop(small), hop(large)
-    # A quiet link takes longer for more bytes; on a busy machine it may seem not to.
+    # On a busy machine the large message may seem faster than the small one: bound the rate.
     per_byte = max(long - short, 1e-3 * long) / (4 * (large - small))
     return Machine(flops, max(0.0, short - 4 * small * per_byte), 1 / per_byte)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The product that one of `degree` ranks would compute, and what this device makes of it."""
+    """The product that one of `degree` ranks would compute, and its measured speed."""
 
     degree: int
     M: int
@@ -110,11 +110,11 @@ def shard_throughput(
     device: torch.device | None = None,
     repeats: int = 5,
 ) -> list[Shard]:
-    """Time the largest share of the product M x K times K x N for each degree, on one device.
+    """Time the largest shard of the product M x K times K x N for each degree, on one device.
 
-    cut: "rows", "columns" or "inner". No ranks are needed: it is what one of them would compute.
-    A kernel that is fast on large matrices is slower on thin ones, so the rate falls as degrees
-    grow. The best of `repeats`.
+    cut: "rows", "columns" or "inner". No other ranks are needed: this process computes one rank's
+    shard. Kernels are slower on thin matrices than on large ones, so the rate falls as degrees
+    grow. Returns the best of `repeats`.
     """
     check_one_of(CUTS, cut=cut)
     device = ranks.device() if device is None else device
@@ -131,7 +131,7 @@ def shard_throughput(
 def _product_seconds(
     M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> float:
-    """Seconds of a product, of enough of them at a time to be told from the clock's own time."""
+    """Return the seconds of one product, averaged over enough runs for the clock's resolution."""
     a, b = torch.randn(M, K, device=device).to(dtype), torch.randn(K, N, device=device).to(dtype)
     c = a.new_empty(M, N)
 

@@ -1,1 +1,1 @@
-"""The plain GPT: its model, how its tokens attend, and who of its experts gets a token."""
+"""The plain GPT: the model, its attention modules, and its router for experts."""

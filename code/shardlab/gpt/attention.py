@@ -1,10 +1,9 @@
-"""Attention of the plain GPT: queries look for keys, and take values, of tokens up to their own.
+"""Causal self-attention of the plain GPT.
 
-Today's variants of it are three lines each: keys and values that several heads of queries share
-(Ainslie et al. 2023, arXiv 2305.13245), a norm of each head's queries and keys (Dehghani et al.
-2023, arXiv 2302.05442, section 2), and a window of tokens that one sees (Beltagy et al. 2020, arXiv
-2004.05150). A head may have a size of its own: A*D need not be H. Keys and values made of a latent
-stand in `latent`.
+Three variants are supported: grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245), QK
+norm, a norm of each head's queries and keys (Dehghani et al. 2023, arXiv 2302.05442, section 2),
+and sliding-window attention (Beltagy et al. 2020, arXiv 2004.05150). The head size is independent:
+A*D need not equal H. Latent attention is in `latent`.
 
 Shapes in names: B batch, S sequence, H hidden, A query heads, K key-value heads, D size of a head.
 """
@@ -36,19 +35,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(wide, hidden, config.bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Map [B, S, H] to [B, S, H]."""
         dropout = self.config.dropout if self.training else 0.0
         y_BASD = attend(*self.heads(x_BSH), dropout, self.window)
         return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
 
     def heads(self, x_BSH: Tensor, positions_S: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Queries [B, A, S, D], keys and values [B, K, S, D]; positions_S: see `rotate`."""
-        # The number of heads follows from the widths, so that a layer cut by heads stays right.
+        """Return queries [B, A, S, D], keys and values [B, K, S, D]. positions_S: see `rotate`."""
+        # The number of heads follows from the widths: tensor parallelism may have sharded heads.
         q_BASD, k_BKSD, v_BKSD = (
             linear(x_BSH).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        if self.query_norm is not None:  # of the D numbers of each head, which share D weights
+        if self.query_norm is not None:  # over the D features of a head; heads share the weights
             q_BASD, k_BKSD = self.query_norm(q_BASD), self.key_norm(k_BKSD)
         how = self.config.rotary_base, positions_S, self.config.yarn
         return rotate(q_BASD, *how), rotate(k_BKSD, *how), v_BKSD
@@ -57,10 +56,10 @@ class Attention(nn.Module):
 def attend(
     q_BASD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, window: int | None
 ) -> Tensor:
-    """Each token's mean of the values of `window` tokens up to it, itself among them: [B, A, S, D].
+    """Return causal attention, [B, A, S, D], over the last `window` tokens, the query's included.
 
-    window=None: of all up to it. Values may have another size than queries and keys, which the
-    result then has.
+    window=None: over all tokens up to the query. Values may have another head size than queries and
+    keys; the result has the values' size.
     """
     seq, grouped = q_BASD.shape[-2], q_BASD.shape[1] != k_BKSD.shape[1]
     seen: dict = {"is_causal": True}
@@ -75,10 +74,10 @@ def attend(
 def rotate(
     x_BASD: Tensor, base: float, positions_S: Tensor | None = None, yarn: Yarn | None = None
 ) -> Tensor:
-    """Rotary positions: turn each pair of features by an angle that grows with the position.
+    """Apply rotary positions: rotate each feature pair by an angle proportional to the position.
 
-    positions_S: where the tokens stand; None: 0, 1, 2, … yarn: how they are stretched. Su et al.
-    2021 (arXiv 2104.09864), section 3.2; pairs are (i, i + D/2), as in Llama's code.
+    positions_S: the tokens' positions; None: 0, 1, 2, … yarn: settings for longer contexts. Su et
+    al. 2021 (arXiv 2104.09864), section 3.2; pairs are (i, i + D/2), as in Llama's code.
     """
     sequence, size = x_BASD.shape[-2:]
     steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
@@ -95,15 +94,16 @@ def rotate(
 
 
 def stretched(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
-    """Angles a token, [D/2], of a model that reads sequences `factor` times as long as it learned.
+    """Return YaRN's rotation speeds, [D/2] angles a token, for sequences `factor` times as long.
 
-    Pairs that turn often within the old length tell neighbours apart, and stay. Those that never
-    went round tell where in the sequence a token is, and turn slower, so that the longest sequence
-    takes no more of the circle than before. Between them it goes over evenly, from pair to pair.
-    Peng et al. 2023 (arXiv 2309.00071), section 3.2; evenly by pair, as in the code of its models.
+    Pairs that rotate often within the original length encode local order, and keep their speed.
+    Pairs that never complete a turn encode the absolute position: their speed is divided by
+    `factor`, so that the longest sequence covers the same angle as before. Speeds in between are
+    interpolated linearly in the pair's index, as in the code of YaRN's models (Peng et al. 2023,
+    arXiv 2309.00071, section 3.2).
     """
 
-    def pair(turns: float) -> float:  # the one that turns so often in the old length
+    def pair(turns: float) -> float:  # index of the pair with `turns` turns in the old length
         return len(speeds_D) * log(yarn.seq / (2 * pi * turns)) / log(base)
 
     first, last = max(floor(pair(yarn.fast)), 0), min(ceil(pair(yarn.slow)), 2 * len(speeds_D) - 1)

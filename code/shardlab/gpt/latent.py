@@ -1,17 +1,17 @@
-"""Latent attention: keys and values of all heads are made of a few numbers a token.
+"""Latent attention (MLA): keys and values of all heads are computed from one small latent a token.
 
-    latent = norm(x W)        few numbers, the same for all heads
-    keys, values = latent W   for each head, of its own rows of the matrix
+    latent = norm(x W)        one small vector, shared by all heads
+    keys, values = latent W   for each head, with its own rows of the matrix
 
-A generator keeps the latent alone of what it has read: 512 numbers and 64 in DeepSeek-V3, where
-128 heads of keys and values would be 32,768. Positions turn what they are multiplied with, and
-turned keys cannot be made of the latent. So they stand beside it: each head of queries, and of
-keys, has `rotary` more numbers that know the position, and the keys' are the same for all heads.
+For generation, only the latent is cached: 512 + 64 numbers a token in DeepSeek-V3, where the keys
+and values of 128 heads would be 32,768. Rotated keys cannot be computed from the latent, since the
+rotation depends on the position. So each head's queries and keys get `rotary` more features that
+carry the position; all heads' keys share these features, which are cached beside the latent.
 
 DeepSeek-AI 2024, "DeepSeek-V2" (arXiv 2405.04434), section 2.1, and 3.1.2 for the norms.
 
-Shapes in names: B batch, S sequence, H hidden, A heads, N numbers of a head without position, P
-with it, D both, X size of a head of values, Q latent of queries, L latent of keys and values.
+Shapes in names: B batch, S sequence, H hidden, A heads, N features of a head without position, P
+features with position, D = N + P, X value head size, Q query latent, L key-value latent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardlab.gpt.attention import attend, rotate
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose keys and values come of one latent."""
+    """Causal self-attention whose keys and values are computed from one latent."""
 
     def __init__(self, config: Config, window: int | None = None):
         super().__init__()
@@ -43,13 +43,13 @@ class LatentAttention(nn.Module):
         self.out = linear(heads * config.value_size, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Map [B, S, H] to [B, S, H]."""
         return self.expand(*self.compress(x_BSH))
 
     def compress(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What all heads share: latents [B, S, Q] (or x) and [B, S, L], keys' positions [B, S, P].
+        """Return what all heads share: query latent [B, S, Q] (or x), latent, position features.
 
-        The last not yet turned.
+        The key-value latent is [B, S, L], the keys' position features [B, S, P], not yet rotated.
         """
         q_BSQ = x_BSH if self.query_down is None else self.query_norm(self.query_down(x_BSH))
         sizes = [self.config.latent, self.config.rotary]
@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         return q_BSQ, self.down_norm(latent_BSL), position_BSP
 
     def expand(self, q_BSQ: Tensor, latent_BSL: Tensor, position_BSP: Tensor) -> Tensor:
-        """Attention of heads that are made of these: [B, S, H]."""
+        """Compute the heads from the outputs of `compress`, and attend: [B, S, H]."""
         c = self.config
         q_BASD, kv_BASX = (
             linear(x).unflatten(-1, (-1, size)).transpose(1, 2)
@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
         )
         k_BASP = k_B1SP.expand(-1, k_BASN.shape[1], -1, -1)
         q_BASD, k_BASD = torch.cat((q_BASN, q_BASP), -1), torch.cat((k_BASN, k_BASP), -1)
-        if c.yarn is not None and c.yarn.sharper:  # the longer a sequence, the more to tell apart
+        if c.yarn is not None and c.yarn.sharper:  # longer sequences need sharper attention
             q_BASD = q_BASD * c.yarn.scores
         dropout = c.dropout if self.training else 0.0
         y_BASX = attend(q_BASD, k_BASD, v_BASX, dropout, self.window)
@@ -82,5 +82,5 @@ class LatentAttention(nn.Module):
 
 
 def neighbours_apart(x_BASP: Tensor) -> Tensor:
-    """Numbers 0, 2, 4, … first and 1, 3, 5, … behind: DeepSeek's pairs to rotate are neighbours."""
+    """Reorder DeepSeek's adjacent rotary pairs (0, 1), (2, 3), … to halves 0, 2, …, 1, 3, …."""
     return x_BASP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,4 +1,4 @@
-"""A plain GPT that knows nothing of parallelism.
+"""A plain GPT for one device.
 
 Pre-norm blocks, rotary positions, grouped or latent attention, GELU or SwiGLU, one feed-forward
 network or experts, tied or untied embeddings: enough for the shapes of GPT-2, GPT-3, Llama 3,
@@ -24,7 +24,7 @@ __all__ = ["GPT", "PRESETS", "Attention", "Block", "Config", "loss", "parameter_
 
 
 class FeedForward(nn.Module):
-    """Two matrices with GELU between them, or three with SwiGLU (arXiv 2002.05202)."""
+    """A feed-forward network: two matrices with GELU, or three with SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, config: Config, width: int | None = None):
         super().__init__()
@@ -35,14 +35,14 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(width, config.hidden, config.bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Map [B, S, H] to [B, S, H]."""
         y_BSF = self.up(x_BSH)  # [B, S, H] @ [H, F]
         y_BSF = F.gelu(y_BSF) if self.gate is None else F.silu(self.gate(x_BSH)) * y_BSF
         return self.down(y_BSF)  # [B, S, F] @ [F, H]
 
 
 class Experts(nn.Module):
-    """E feed-forward networks, of which each token goes through the C that the router chooses."""
+    """E feed-forward networks; each token is processed by the C that the router chooses."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         self.shared = FeedForward(config, shared * width) if shared else None
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]; a token that all its experts left out gives zeros."""
+        """Map [B, S, H] to [B, S, H]; zeros for a token that all its experts dropped."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
         chosen_BSC = self.router.admit(chosen_BSC)
         y_BSH = torch.zeros_like(x_BSH) if self.shared is None else self.shared(x_BSH)
@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a feed-forward network, each behind a norm and beside a shortcut."""
+    """One pre-norm layer: attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, config: Config, layer: int = 0):
         super().__init__()
@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
+        """Map [B, S, H] to [B, S, H]."""
         x_BSH = x_BSH + self.dropout(self.attention(self.attention_norm(x_BSH)))
         return x_BSH + self.dropout(self.ffn(self.ffn_norm(x_BSH)))
 
@@ -89,7 +89,7 @@ def _norm(config: Config) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out."""
+    """The plain GPT, from tokens to logits."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = _norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
-        for name, parameter in self.named_parameters():  # as GPT-2 does
+        for name, parameter in self.named_parameters():  # GPT-2's initialization
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith("bias"):
@@ -107,20 +107,20 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] token numbers to [B, S, V] logits."""
+        """Map token ids [B, S] to logits [B, S, V]."""
         x_BSH = self.embedding(tokens_BS)
         for block in self.blocks:
             x_BSH = block(x_BSH)
         return self.head(self.norm(x_BSH))  # [B, S, H] @ [H, V]
 
 
-IGNORED = -100  # a target that counts as nothing: torch's own choice
+IGNORED = -100  # target of tokens that the loss ignores: torch's default `ignore_index`
 
 
 def loss(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens whose target is not IGNORED; reduction "mean" or "sum".
+    """Return the cross-entropy over all tokens whose target is not IGNORED.
 
-    Logits of 16 bits are widened to float32 first: a softmax over a vocabulary needs the digits.
+    reduction: "mean" or "sum". 16-bit logits are converted to float32, for a precise softmax.
     """
     if logits_BSV.dtype in (torch.bfloat16, torch.float16):
         logits_BSV = logits_BSV.float()
@@ -128,6 +128,6 @@ def loss(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Ten
 
 
 def parameter_count(config: Config) -> int:
-    """Parameters of a model of this shape; tied ones count once. Built without taking memory."""
+    """Count the parameters of a model of this shape, tied ones once (on the meta device)."""
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(config).parameters())

@@ -1,10 +1,10 @@
-"""Which experts a token goes to, and how much each of them counts: nothing of parallelism.
+"""The router: it chooses experts for each token and weights their outputs, on one device.
 
     scores = softmax(x W) or sigmoid(x W)      chosen = the C largest of scores + bias
     y = sum over the chosen of  score / (sum of the chosen scores)  *  expert(x)
 
-With groups of experts a token chooses groups first, by the sum of their best two, and experts of
-these alone.
+With groups of experts, a token first chooses groups, by the sum of their two best scores, and then
+chooses experts only from these groups.
 
 Shazeer et al. 2017 (arXiv 1701.06538): the choice. Jiang et al. 2024 (arXiv 2401.04088), section
 2.1: softmax. DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2: sigmoid, the bias, and groups.
@@ -26,10 +26,10 @@ from shardlab.common.shapes import Config
 
 
 class Router(nn.Module):
-    """Scores the experts for each token, chooses the best, and weighs them.
+    """A linear router that scores the experts for each token and chooses the best.
 
-    `bias_E` moves the choice and not the weights (arXiv 2408.15664); as it stands, it is 0. It is
-    float32 in a model of any dtype: steps of 0.001 are lost in 16 bits once it has reached 0.5.
+    `bias_E` affects the choice but not the weights (arXiv 2408.15664); it is initialized to 0. It
+    is float32 in a model of any dtype: in 16 bits, steps of 0.001 are lost once it reaches 0.5.
     """
 
     def __init__(self, config: Config):
@@ -39,10 +39,10 @@ class Router(nn.Module):
         self.register_buffer("bias_E", torch.zeros(config.experts, dtype=torch.float32))
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, H] to scores [B, S, E], chosen experts [B, S, C], best first, and their weights.
+        """Return scores [B, S, E], chosen experts [B, S, C], best first, and their weights.
 
-        Weights are the chosen scores over their sum; with one choice the score, lest it be always 1
-        and teach the router nothing.
+        Weights are the chosen scores divided by their sum. With one choice the weight is the score
+        itself: divided by its sum it would always be 1, and the router would get no gradient.
         """
         logits_BSE = self.score(x_BSH)  # [B, S, H] @ [H, E]
         wide = torch.promote_types(logits_BSE.dtype, torch.float32)
@@ -58,7 +58,7 @@ class Router(nn.Module):
         return scores_BSE, chosen_BSC, weights_BSC.to(x_BSH.dtype)
 
     def _eligible(self, scores_BSE: Tensor) -> Tensor:
-        """The scores, but for those of groups that a token did not choose: -inf."""
+        """Set the scores of groups that a token did not choose to -inf."""
         groups, some = self.config.expert_groups, self.config.groups_per_token
         if groups == 1:
             return scores_BSE
@@ -69,7 +69,7 @@ class Router(nn.Module):
         return grouped_BSGX.masked_fill(left_out_BSG[..., None], -torch.inf).flatten(-2)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Router:
-        """Moving and converting, which is for the bias a move alone: its bits stay."""
+        """Move and convert the module as usual, but only move the bias: it stays float32."""
         before_E = self.bias_E
         super()._apply(*args, **kwargs)
         if self.bias_E.dtype != torch.float32:
@@ -77,23 +77,23 @@ class Router(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Take a bias that was saved in 16 bits, too, with `assign=True` as well."""
+        """Convert a bias that was saved in 16 bits to float32, with `assign=True` as well."""
         super()._load_from_state_dict(*args, **kwargs)
         self.bias_E = self.bias_E.float()
 
     def admit(self, chosen_BSC: Tensor) -> Tensor:
-        """The choices that find a place: where an expert is full, its number becomes -1."""
+        """Return the choices, with -1 where the chosen expert is full."""
         places = self.config.places(chosen_BSC.shape[1])
         return chosen_BSC if places is None else drop(chosen_BSC, self.config.experts, places)
 
 
 def drop(chosen_BSC: Tensor, experts: int, places: int) -> Tensor:
-    """Leave each expert `places` choices of each sequence, and make the others -1.
+    """Limit each expert to `places` choices of each sequence, and set the other choices to -1.
 
-    All first choices come before all second ones (GShard, arXiv 2006.16668, Algorithm 1).
+    All first choices take precedence over all second ones (GShard, arXiv 2006.16668, Algorithm 1).
     """
-    queue_BX = chosen_BSC.transpose(1, 2).flatten(1)  # C times S in a row
+    queue_BX = chosen_BSC.transpose(1, 2).flatten(1)  # [B, C * S], all first choices first
     numbers_BXE = F.one_hot(queue_BX, experts).cumsum(1)
-    number_BX = numbers_BXE.gather(-1, queue_BX[..., None])[..., 0]  # 1 for an expert's first
+    number_BX = numbers_BXE.gather(-1, queue_BX[..., None])[..., 0]  # 1: an expert's first choice
     number_BSC = number_BX.unflatten(1, (-1, chosen_BSC.shape[1])).transpose(1, 2)
     return chosen_BSC.masked_fill(number_BSC > places, -1)

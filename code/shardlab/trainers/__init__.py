@@ -1,5 +1,5 @@
-"""The training script by others' loops, and fp16's scale.
+"""Training with PyTorch Lightning's Trainer, and loss scaling for fp16.
 
-`core` is the script with Lightning's Trainer, for one GPU or two nodes; `beside` holds it against
-a plain loop, on ranks that are there. `scaler` is fp16's loss scaler: one decision for all ranks.
+`core` is the training script with Lightning's Trainer, for one GPU or two nodes; `beside` runs the
+Trainer on existing ranks, to compare it with a plain loop. `scaler` is a loss scaler for fp16.
 """

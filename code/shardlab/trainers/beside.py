@@ -1,8 +1,8 @@
-"""Lightning's Trainer held against a plain loop, on ranks that are there.
+"""Lightning's Trainer on existing ranks, to compare it with a plain loop.
 
     losses, norms, weights = ranks.run(fit, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
 
-Left to itself, Lightning starts the script again for each rank; here it takes the processes that
+By default, Lightning starts the script again for each rank; here it uses the processes that
 `ranks.run` or torchrun has started.
 """
 
@@ -31,42 +31,42 @@ STRATEGIES = ("ddp", "fsdp2")
 
 
 class TheseRanks(TorchElasticEnvironment):
-    """Tells Lightning that the ranks are there: those of the process group, on one machine."""
+    """A cluster environment for Lightning: the ranks of the process group, on one machine."""
 
     def world_size(self) -> int:
-        """Of the group; torchrun may have started more."""
+        """Return the group's size; torchrun may have started more processes."""
         return dist.get_world_size()
 
     def global_rank(self) -> int:
-        """In the group."""
+        """Return this process's rank in the group."""
         return dist.get_rank()
 
     def local_rank(self) -> int:
-        """The same, on one machine."""
+        """Return the global rank, which on one machine is the local rank."""
         return dist.get_rank()
 
 
 class DDP(DDPStrategy):
-    """Lightning's DDP, for ranks that are there: in a notebook it would refuse its own launcher."""
+    """Lightning's DDP for ranks that already run: its own launcher does not work in a notebook."""
 
     def _configure_launcher(self) -> None:
-        """None is needed."""
+        """Configure no launcher: the ranks already run."""
 
 
 class Notes(L.Callback):
-    """Losses as they were logged, and gradient norms before clipping."""
+    """A callback that collects the logged losses, and gradient norms before clipping."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        """Once for each step, with the gradients of all micro-batches."""
+        """Record the gradient norm once per step, after all micro-batches."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
         self.norms.append(full_tensor(norm).item())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """After each micro-batch."""
+        """Record the loss after each micro-batch."""
         self.losses.append(trainer.callback_metrics["loss"].item())
 
 
@@ -78,11 +78,11 @@ def fit(
     data_ranks: int | str | None = None,
     also: Sequence[L.Callback] = (),
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """On a rank: losses and gradient norms of all steps, and the weights after them.
+    """Train on each rank; return losses and gradient norms of all steps, and the final weights.
 
-    strategy: "ddp" or "fsdp2". batch: windows in a step, over all ranks; the first `windows` of the
-    text are an epoch. data_ranks: over how many ranks FSDP2 shards; all, or "auto", Lightning's own
-    default. also: further callbacks.
+    strategy: "ddp" or "fsdp2". batch: windows in a step, over all ranks. windows: number of windows
+    in an epoch, the text's first. data_ranks: number of ranks over which FSDP2 shards; None: all;
+    "auto": Lightning's default. also: further callbacks.
     """
     check_one_of(STRATEGIES, strategy=strategy)
     size, notes = dist.get_world_size(), Notes()
@@ -93,7 +93,7 @@ def fit(
         accelerator="cpu",
         devices=size,
         strategy=chosen,
-        plugins=[TheseRanks()],  # else it would start this script again for each
+        plugins=[TheseRanks()],  # without it, Lightning would start this script again per rank
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[notes, *also],
@@ -111,10 +111,10 @@ def fit(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every rank has to call it."""
+    """Return the full tensor of a possibly sharded one (collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def batch_file() -> show.Shown:
-    """Show lightning.sbatch as it is."""
+    """Show the file lightning.sbatch."""
     return show.file(Path(__file__).with_name("lightning.sbatch"), "bash")

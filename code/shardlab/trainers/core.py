@@ -1,4 +1,4 @@
-"""The training script with Lightning's Trainer, which brings loop, sampler, wrapper and clipping.
+"""The training script with Lightning's Trainer, which provides loop, sampler, DDP and clipping.
 
     python -m shardlab.trainers.core --folder runs/a         # the GPUs of this machine, or its CPU
     sbatch lightning.sbatch --folder runs/a                  # two nodes
@@ -27,14 +27,14 @@ from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 
 class LitGPT(L.LightningModule):
-    """The plain GPT, its losses and its optimizer; `sharded`: FSDP2 over the strategy's mesh."""
+    """The plain GPT, its losses and its optimizer. sharded: use FSDP2 on the strategy's mesh."""
 
     def __init__(self, sharded: bool = False, config: Config = PRESETS["nano"]):
         super().__init__()
         self.sharded, self.config, self.net = sharded, config, None
 
     def configure_model(self) -> None:
-        """Build the model, once the ranks are there. Lightning calls it again for each stage."""
+        """Build the model once, after the ranks have started; Lightning calls it for each stage."""
         if self.net is None:
             torch.manual_seed(0)
             self.net = GPT(self.config)
@@ -43,42 +43,42 @@ class LitGPT(L.LightningModule):
                     fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """Tokens and targets, each [b, S], to this rank's mean loss."""
+        """Return this rank's mean loss for tokens and targets, each [b, S]."""
         tokens_BS, targets_BS = batch
         value = loss(self.net(tokens_BS), targets_BS)
-        self.log("loss", value, sync_dist=True)  # without sync_dist: each rank its own
+        self.log("loss", value, sync_dist=True)  # without sync_dist, ranks log different losses
         return value
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """The same, and no gradient: Lightning averages over batches and ranks."""
+        """Log the loss; Lightning disables gradients and averages over batches and ranks."""
         tokens_BS, targets_BS = batch
         self.log("validation", loss(self.net(tokens_BS), targets_BS), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As in the plain loop."""
+        """Return the optimizer of the plain loop."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class SaveTogether(L.Callback):
-    """Saves at SIGUSR1 on all ranks after the same step.
+    """A callback that saves after SIGUSR1, on all ranks after the same step.
 
-    Lightning's own handler, set under Slurm, saves within the signal. That reaches each rank in
-    another step, where the others may be in another collective: then all of them hang (Lightning's
-    issue 21406). Here the signal is noted, and the handler called once all ranks know of it.
+    Lightning's own handler for Slurm saves inside the signal handler. The signal may reach ranks in
+    different steps and collectives, and then all ranks hang (Lightning's issue 21406). This class
+    only records the signal, and calls Lightning's handler once all ranks know of the signal.
     """
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        """Take the place of Lightning's handler."""
+        """Replace Lightning's signal handler."""
         self.asked, self.save = False, signal.getsignal(signal.SIGUSR1)
         if callable(self.save):
             signal.signal(signal.SIGUSR1, self.ask)
 
     def ask(self, *_: Any) -> None:
-        """Note that this rank got the signal."""
+        """Record that this rank got the signal (signal handler)."""
         self.asked = True
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Ask all ranks where the loss is logged: reading either waits for the GPU."""
+        """Ask all ranks for the signal in steps that log the loss, which synchronize anyway."""
         due = callable(self.save) and trainer.global_step % trainer.log_every_n_steps == 0
         if due and trainer.strategy.reduce_boolean_decision(self.asked, all=False):
             self.asked = False
@@ -86,14 +86,14 @@ class SaveTogether(L.Callback):
 
 
 def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
-    """A Trainer on all GPUs of `nodes` nodes, or on their CPUs; it validates `every` steps.
+    """Return a Trainer on all GPUs of `nodes` nodes, or on their CPUs.
 
-    It keeps the last checkpoint and the best one. In a job of Slurm's it saves and requeues the
-    job at SIGUSR1.
+    It validates after every `every` steps and keeps the last and the best checkpoint. In a Slurm
+    job it saves a checkpoint and requeues the job at SIGUSR1.
     """
     kept = ModelCheckpoint(folder, "best", monitor="validation", save_last=True)
     return L.Trainer(
-        accelerator="auto",  # GPUs where there are some
+        accelerator="auto",  # GPUs, if there are any
         devices=int(os.environ.get("SLURM_NTASKS_PER_NODE", 0)) or "auto",
         num_nodes=nodes,
         strategy="ddp",
@@ -104,22 +104,22 @@ def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
         callbacks=[kept, SaveTogether()],
         log_every_n_steps=10,
         logger=CSVLogger(folder),
-        default_root_dir=folder,  # where it saves at SIGUSR1
+        default_root_dir=folder,  # folder of the checkpoint at SIGUSR1
         enable_progress_bar=False,
     )
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest checkpoint: the last validation's, or that of a signal since; or None.
+    """Return the newest checkpoint, of the last validation or of a later SIGUSR1, or None.
 
-    Given "last", or none where both are there, Lightning does not compare the two.
+    Lightning's own choice, with ckpt_path="last" or None, does not compare the two.
     """
     found = [*folder.glob("last*.ckpt"), *folder.glob("hpc_ckpt_*.ckpt")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
     parser.add_argument("--nodes", type=int, default=int(os.environ.get("SLURM_NNODES", 1)))
@@ -128,7 +128,7 @@ def main() -> None:
     given = parser.parse_args()
     train, validation, _ = (Windows(64, part[: given.limit or None]) for part in parts())
     made = trainer(given.folder, given.nodes, given.steps, given.every)
-    own, left = divmod(given.batch, made.world_size)  # a loader's batch is its rank's share
+    own, left = divmod(given.batch, made.world_size)  # a DataLoader's batch size is per rank
     if own < 1 or left:
         parser.error(f"--batch {given.batch}: allowed are multiples of {made.world_size} ranks")
     loaders = DataLoader(train, own, shuffle=True, drop_last=True), DataLoader(validation, 64)

@@ -1,17 +1,17 @@
 """Dynamic loss scaling for float16, with one decision for all ranks.
 
-float16 has no number between 0 and 6e-8, and none above 65,504. Gradients are often smaller. So
-the loss is multiplied by a scale before backward, which multiplies all gradients, and they are
-divided by it before the step. A scale that is too large shows itself: inf or nan. Such a step is
-left out, and the scale halved; after many good steps it is doubled (Micikevicius et al. 2018,
-"Mixed Precision Training", section 3.2; arXiv 1710.03740).
+float16 has no number between 0 and 6e-8, and none above 65,504. Gradients are often below 6e-8. So
+the loss is multiplied by a scale before backward, which multiplies all gradients, and the gradients
+are divided by the scale before the step. If the scale is too large, gradients become inf or nan.
+Such a step is skipped and the scale is halved; after many good steps the scale is doubled
+(Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; arXiv 1710.03740).
 
     scaler = LossScaler(group=dist.group.WORLD)
     for tokens, targets in batches:
         with torch.autocast("cpu", torch.float16):
             value = loss(model(tokens), targets)
-        scaler.scaled(value).backward()  # of each micro-batch
-        if scaler.unscale(optimizer):  # after the last one; the same answer on all ranks
+        scaler.scaled(value).backward()  # for each micro-batch
+        if scaler.unscale(optimizer):  # after the last micro-batch; equal on all ranks
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         optimizer.zero_grad()
@@ -29,11 +29,11 @@ from shardlab.ranks import check_group
 
 
 class LossScaler:
-    """Multiplies losses, divides gradients, and says whether the step may be made.
+    """A dynamic loss scaler: scales losses, unscales gradients, and decides on skipping steps.
 
-    scale: the first one. interval: good steps after which it is doubled. group: the ranks that hold
-    shards of one gradient; None where each rank holds all of it, as with DDP, whose sum carries an
-    inf to everybody. There is no smallest scale: a loss that is nan itself halves it for ever.
+    scale: the initial scale. interval: number of good steps after which the scale is doubled.
+    group: the ranks that hold shards of one gradient; None if each rank holds full gradients, as in
+    DDP, whose all-reduce spreads inf to all. The scale has no minimum: a nan loss always halves it.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class LossScaler:
         if group is not None:
             check_group(group)
         self.scale, self.interval, self.group = float(scale), interval, group
-        self.good = 0  # steps since the scale changed
+        self.good = 0  # good steps since the scale changed
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, for backward."""
+        """Return the loss times the scale, for backward."""
         return loss * self.scale
 
     @torch.no_grad()
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divide the gradients by the scale, and adjust it; whether the step may be made.
+        """Divide the gradients by the scale, adjust the scale; return True unless to skip the step.
 
-        Once for each step, after its last backward. Raises ValueError for parameters in float16.
+        Call it once per step, after the last backward. Raises ValueError for float16 parameters.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        bad = torch.zeros((), device=parameters[0].device)  # 1 once something is inf or nan
+        bad = torch.zeros((), device=parameters[0].device)  # 1 if any gradient is inf or nan
         for parameter in parameters:
             if (gradient := parameter.grad) is None:
                 continue
@@ -69,9 +69,9 @@ class LossScaler:
             mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             mine.mul_(1 / self.scale)
             bad = torch.maximum(bad, (~mine.isfinite()).any().to(bad.dtype))
-        if self.group is not None:  # a shard's inf is known to its own rank alone
+        if self.group is not None:  # only the rank that has the shard knows of its inf
             dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)  # a scalar
-        step = not bad  # the one place at which the host waits for the device
+        step = not bad  # synchronizes with the GPU, once per step
         self.good = self.good + 1 if step else 0
         if not step:
             self.scale /= 2
@@ -80,9 +80,9 @@ class LossScaler:
         return step
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run has to know."""
+        """Return the scaler's state for a checkpoint."""
         return {"scale": self.scale, "good": self.good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         self.scale, self.good = state["scale"], int(state["good"])

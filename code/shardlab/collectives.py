@@ -221,7 +221,7 @@ class CostModel:
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float]) -> CostModel:
-        """Fit `seconds` measured for messages of `sizes` bytes: least squares of relative errors."""
+        """Fit `seconds` measured for `sizes` bytes, by least squares of the relative errors."""
         t, n = (torch.tensor(values, dtype=torch.float64) for values in (seconds, sizes))
         a = torch.stack([1 / t, n / t], dim=1)  # (measurements, 2): a @ (alpha, beta) should be 1
         alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution.view(-1).tolist()

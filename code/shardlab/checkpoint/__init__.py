@@ -1,26 +1,26 @@
-"""Checkpoints: stop on some ranks, resume on others, and lose nothing when a save is killed.
+"""Checkpoints that resume on any number of ranks, and stay intact if a save is killed.
 
-torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank its own shards, and any
-number of ranks can read what another number wrote. This package adds what DCP leaves to its user:
+torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank writes its own shards,
+and any number of ranks can read them. This package adds what DCP leaves to its users:
 
-- `core`: what belongs into a checkpoint, the rename that makes a save count, and `Checkpoints`;
-- `folder`: what lies in it, its manifest, what tells damage before anything is loaded, and how what
-  one rank finds is raised by all;
+- `core`: the contents of a checkpoint, the atomic rename that completes a save, and `Checkpoints`;
+- `folder`: the files of a checkpoint, its manifest, the check for damage before loading, and the
+  agreement of all ranks on errors;
 - `one_file`: `export`, one file for a plain process;
-- `hub`: `load_hub` and `save_hub`, weights as Hugging Face's hub keeps them; `names`, what they are
-  called there;
-- `moving`: `hand_over`, the same weights under another layout while a job runs, from what each rank
-  has of a model, whatever has cut it;
-- `cost`: how often to save.
+- `hub`: `load_hub` and `save_hub`, weights in the format of Hugging Face's hub; `names`, the names
+  of tensors and sizes there;
+- `moving`: `hand_over`, a transfer of weights between two layouts while a job runs, for models with
+  any kind of sharding;
+- `cost`: the best interval between saves.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)
     training = Training(model, optimizer, schedule)
     if store.steps():
         store.load(training)
     while training.step < 1000:
-        ...                                     # one step; then
+        ...                                     # one optimizer step; then
         training.step += 1
-        training.samples += 32                  # of all ranks together
+        training.samples += 32                  # counted over all ranks
         if training.step % 100 == 0:
             store.save(training, wait=False)
     store.close()

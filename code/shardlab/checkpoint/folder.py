@@ -1,12 +1,11 @@
-"""The folder of a checkpoint: what lies in it, how it lasts, and how all ranks know of a fault.
+"""The files of a checkpoint: names, durable writes, checks for damage, and errors on all ranks.
 
-In this order: names, files that last, and what tells damage; what lies there beside tensors, and
-how two lists of tensors differ; why a file could not be written; `Members`, the ranks.
+In this order: names of folders, durable writes and checksums; the state besides tensors, and the
+comparison of two lists of tensors; causes of failed writes; `Members`, the ranks.
 
-A folder gets its final name by one rename, which a file system does entirely or not at all: so a
-name without a dot at its front is a promise that everything is in it. The number at the front
-counts saves and not steps, so that whoever goes back to step 500 and saves step 600 anew has a
-current checkpoint with the new step 600 in it.
+A folder gets its final name by one rename, which is atomic: so a folder whose name does not begin
+with a dot is complete. The number at the front of the name counts saves, not steps. So a run that
+goes back to step 500 and saves step 600 again has the new step 600 as its current checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _CHUNK = 2**20
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 Shapes = dict[str, dict[str, Any]]  # name of a tensor -> {"shape": [...], "dtype": "float32"}
 
-# A process without ranks is fine here. A thread may be the one to warn: hence for good.
+# A process without ranks is supported. The filter is permanent because a thread may warn later.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -54,7 +53,7 @@ class CheckpointError(RuntimeError):
 
 
 def complete(root: Path) -> list[Path]:
-    """The folders of complete checkpoints in `root`, the current one last."""
+    """Return the folders of complete checkpoints in `root`, the current one last."""
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -62,14 +61,14 @@ def complete(root: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The training step that a checkpoint's folder was saved after."""
+    """Return the training step of a checkpoint, from its folder's name."""
     found = _NAME.fullmatch(path.name)
     assert found, path
     return int(found[2])
 
 
 def choose(root: Path, step: int | None) -> Path:
-    """The current checkpoint in `root`, or the newest one of `step`."""
+    """Return the current checkpoint in `root`, or the newest one of `step`."""
     if step is not None:
         check_whole(0, step=step)
     found = complete(root)
@@ -83,13 +82,13 @@ def choose(root: Path, step: int | None) -> Path:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk and not just in the kernel's memory."""
+    """Write a file, and return once it is on the disk, not only in the kernel's memory."""
     path.write_bytes(content)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, written to the disk."""
+    """Flush a file, or the names in a directory, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -98,7 +97,7 @@ def sync(path: Path) -> None:
 
 
 def describe(path: Path) -> dict[str, int]:
-    """The size of a file in bytes and its CRC-32, which finds damage (and stops no forger)."""
+    """Return a file's size in bytes and its CRC-32, which detects damage but not forgery."""
     checksum = size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -108,7 +107,7 @@ def describe(path: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; CheckpointError if it is none of ours, or damaged."""
+    """Return a checkpoint's manifest; raise CheckpointError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -127,12 +126,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def checksum_of(manifest: dict[str, Any]) -> int:
-    """CRC-32 of a manifest's contents, whatever the order and the spacing they stand in."""
+    """Return the CRC-32 of a manifest's contents, independent of key order and spacing."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
-    """What is wrong with those of a checkpoint's `files` that have these `names`, in sentences."""
+    """Check the files `names` against a checkpoint's `files`; return a message for each problem."""
     problems = []
     for name in names:
         path, want = folder / name, files[name]
@@ -149,11 +148,11 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
     return problems
 
 
-# What lies in a checkpoint beside tensors, and how tensors' names and shapes are compared.
+# The state besides tensors, and the comparison of tensors' names and shapes.
 
 
 def check_optimizer(training: Any) -> None:
-    """Raise ValueError for an optimizer that trains something else than the model."""
+    """Raise ValueError if the optimizer has parameters that are not the model's."""
     known = {id(parameter) for parameter in training.model.parameters()}
     if any(id(p) not in known for of in training.optimizer.param_groups for p in of["params"]):
         kind = type(training.optimizer).__name__
@@ -162,9 +161,9 @@ def check_optimizer(training: Any) -> None:
 
 
 def pack(value: Any, name: str) -> bytes:
-    """`value` as a file's content that torch.load reads with weights_only=True.
+    """Serialize `value` so that torch.load can read it with weights_only=True.
 
-    Such a file can hold numbers, words, lists, dictionaries and tensors, and no code.
+    Such a file can hold numbers, strings, lists, dictionaries and tensors, but no code.
     """
     buffer = io.BytesIO()
     try:
@@ -176,7 +175,7 @@ def pack(value: Any, name: str) -> bytes:
 
 
 def unpack(path: Path) -> Any:
-    """Read such a file, without running what a pickle might say."""
+    """Read a file that `pack` wrote, without running code that a pickle could contain."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -184,37 +183,37 @@ def unpack(path: Path) -> Any:
 
 
 def shapes(state: Mapping[str, Any], prefix: str = "") -> Shapes:
-    """Name, whole shape and type of every tensor in nested dictionaries, by DCP's own names."""
+    """Return the unsharded shape and dtype of every tensor in nested dicts, by DCP's names."""
     found: Shapes = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             found |= shapes(value, f"{name}.")
-        else:  # a DTensor's shape is that of the whole tensor
+        else:  # a DTensor's shape is that of the unsharded tensor
             dtype = str(value.dtype).removeprefix("torch.")
             found[name] = {"shape": list(value.shape), "dtype": dtype}
     return found
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch's wrappers add to it, as DCP has it."""
+    """Remove the parts of a parameter's name that torch's wrappers add, as DCP does."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model, out of DataParallel's wrapper, which would add to every name."""
+    """Return the model without DataParallel's wrapper, which would prefix every name."""
     return model.module if isinstance(model, DataParallel | DistributedDataParallel) else model
 
 
 def size(tensors: Shapes) -> int:
-    """The bytes of such tensors, whole."""
+    """Return the bytes of all `tensors`, unsharded."""
     return sum(
         math.prod(of["shape"]) * getattr(torch, of["dtype"]).itemsize for of in tensors.values()
     )
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest's words on a run, from what each of its ranks says: a rank may have a part."""
+    """Merge the ranks' entries for the manifest: a rank may have only some of the tensors."""
     groups = [part["parameter groups"] for part in parts]
     merged = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
     twice = [name for name, times in Counter(n for of in merged for n in of).items() if times > 1]
@@ -226,9 +225,9 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def leave_out(state: dict[str, Any], saved: Shapes) -> None:
-    """Take those states of an optimizer out of `state` whose parameter has none in `saved`.
+    """Remove the optimizer state of parameters from `state` that have none in `saved`.
 
-    When it was saved, that parameter had never had a gradient; it goes on without.
+    Such a parameter had never had a gradient before the save, and resumes without state.
     """
     known = set()
     for name in saved:
@@ -239,7 +238,7 @@ def leave_out(state: dict[str, Any], saved: Shapes) -> None:
 
 
 def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """What keeps a checkpoint, whose manifest is `saved`, from being loaded into a run."""
+    """List the mismatches between a checkpoint's manifest `saved` and a run's entries `here`."""
     for name in ("optimizer", "schedule"):
         if saved[name] != here[name]:
             return [f"{name} is {saved[name]} in the checkpoint, {here[name]} in this training"]
@@ -253,7 +252,7 @@ def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
         if there[name] != mine[name]:
             a, b = (f"{of['dtype']} {of['shape']}" for of in (there[name], mine[name]))
             problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
-    # By place, as torch and schedules keep what is known of a group: so it has to be the same.
+    # torch and schedules identify groups by their index, so groups must match in order.
     if not problems and saved["parameter groups"] != here["parameter groups"]:
         problems.append("parameter groups are others, or in another order, in the checkpoint")
     more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
@@ -261,7 +260,7 @@ def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where the random generators of this rank stand: torch's, the GPU's, Python's, numpy's."""
+    """Return the states of this rank's random generators: torch, GPU, Python, NumPy."""
     kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -272,7 +271,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put this rank's generators back to where they stood."""
+    """Restore the states of this rank's random generators."""
     torch.set_rng_state(state["torch"])
     if gpu.is_on(device) and state["cuda"] is not None:
         gpu.module().set_rng_state(state["cuda"], device)
@@ -281,22 +280,22 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_anew(step: int, rank: int) -> None:
-    """New random numbers for a rank that has no saved state: others on each rank, repeatable."""
+    """Seed the generators of a rank without saved state: reproducible, different on each rank."""
     seed = (step * 1_000_003 + rank) % 2**32
-    torch.manual_seed(seed)  # CUDA's as well
+    torch.manual_seed(seed)  # also seeds CUDA
     random.seed(seed)
     np.random.seed(seed)
 
 
 def cause(error: BaseException) -> str:
-    """Return the reason of an error: for one of DCP's, that of the first rank that failed."""
+    """Describe the cause of an error: for DCP's errors, the error of the first failed rank."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
         return f"rank {rank}: {type(inner).__name__}: {inner}"
     return f"{type(error).__name__}: {error}"
 
 
 def unseen(folder: Path, names: Iterable[str]) -> str | None:
-    """Return a problem if this rank does not see some files that ranks have written."""
+    """Return a message if this rank does not see some files that other ranks have written."""
     missing = sorted(name for name in names if not (folder / name).exists())
     if not missing:
         return None
@@ -304,22 +303,22 @@ def unseen(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def no_room(folder: Path, needed: int) -> str:
-    """Return what to add to a failed save if `needed` bytes are more than `folder` has free."""
+    """Return a message for a failed save if `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return ""
     return f": the disk is full: {needed:,} bytes and more are to be written, {free:,} are free"
 
 
-# What one rank finds, all of them know, or raise: else the others would wait.
+# Errors of one rank are raised on all ranks: otherwise the others would hang.
 
 
 class Members:
-    """The ranks that save and load together, in a group of their own.
+    """The ranks that save and load together, in a process group of their own.
 
-    A save in the background sends messages at moments that nobody knows: in the group of training
-    they would meet training's. The new one is gloo's, on the CPU. group: None is the world, as
-    torch has it; a process without ranks is alone.
+    A background save communicates at unpredictable moments, and in the training's group its
+    messages would mix with training's. The new group uses Gloo, on the CPU. group: None is the
+    world, or only this process if there are no ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -331,8 +330,8 @@ class Members:
             group = dist.group.WORLD
         self.rank, self.size = ranks.check_group(group)
         numbers = dist.get_process_group_ranks(group)
-        # Without ranks that are no members, a group's name is made from its members, and after
-        # it was destroyed the same members would wait for one another under that name.
+        # With use_local_synchronization torch derives a group's name from its members. If such a
+        # group is destroyed, creating it again under the same name would hang.
         self._destroy = len(numbers) == dist.get_world_size()
         limit = ranks.agree.time_limit(group)
         self.group = dist.new_group(
@@ -340,16 +339,16 @@ class Members:
         )
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """All-gather `value`; return the values of all ranks."""
         return [value] if self.group is None else gathered(value, self.group)
 
     def check_same(self, **given: Any) -> None:
-        """Raise ValueError, the same on all ranks, unless all were given the same."""
+        """Raise ValueError on all ranks unless all ranks pass equal arguments."""
         if self.group is not None:
             ranks.check_same(self.group, **given)
 
     def first(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns or raises on rank 0, on every rank."""
+        """Run `act` on rank 0, and return its result, or raise its error, on every rank."""
         result = error = None
         if self.rank == 0:
             try:
@@ -361,17 +360,17 @@ class Members:
             try:
                 raise error
             finally:
-                del error  # else this frame and the error would keep each other, and a folder held
+                del error  # breaks a reference cycle that would keep the folder's lock
         return result
 
     def agree(self, problems: list[str]) -> None:
-        """Raise CheckpointError on every rank if one of them has found problems."""
+        """Raise CheckpointError on every rank if any rank has found problems."""
         found = [text for part in self.exchange(problems) for text in part]
         if found:
             raise CheckpointError("; ".join(dict.fromkeys(found)))
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the process group."""
         if self._destroy:
             dist.destroy_process_group(self.group)
         self.group, self._destroy = None, False

@@ -1,14 +1,14 @@
-"""Weights as Hugging Face's hub keeps them, into a model on any ranks, and out of it.
+"""Load and save weights in the format of Hugging Face's hub, for a model on any number of ranks.
 
     config.json                             the model's shape
-    model.safetensors                       all of it; or
+    model.safetensors                       all tensors; or
     model-00001-of-00002.safetensors, …     some tensors each, and
-    model.safetensors.index.json            which tensor is in which file
+    model.safetensors.index.json            the file of each tensor
 
-A file's header says names, dtypes, shapes and places. To load, each rank reads the slices of its
-own pieces, and nothing is sent. To save, the tensors of a file come to the rank that writes it,
-each from those who have parts of it; files are dealt out over the ranks. Nobody ever holds more
-than his part and one file.
+A file's header holds names, dtypes, shapes and offsets. To load, each rank reads the slices of its
+own pieces, without communication. To save, files are assigned to ranks in turn; the rank that
+writes a file receives its tensors from the ranks that hold parts of them. No rank ever holds more
+than its own pieces and one file.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ class Stored:
     """A tensor in a file."""
 
     file: str
-    name: str  # there
+    name: str  # name in the file
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes its numbers take."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """Return every tensor in `folder`, by name, from headers and index; no number is read.
+    """Return every tensor in `folder`, by name, from headers and index, without reading values.
 
-    Raises CheckpointError, which names the file, for one that is missing, cut off, or no
+    Raises CheckpointError, which names the file, if a file is missing, truncated, or no
     safetensors file.
     """
-    if (folder / INDEX).exists():  # it says which files; what is in them, their headers do
+    if (folder / INDEX).exists():  # the index gives the files; their headers give the tensors
         parts = sorted({*read_json("index", folder / INDEX)["weight_map"].values()})
     elif (folder / ONE).exists():
         parts = [ONE]
@@ -81,7 +81,7 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file, whose header the library checks against its length."""
+    """Return the tensors of a file; safetensors checks its header against the file's length."""
     try:
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -98,15 +98,15 @@ def _header(path: Path) -> dict[str, Stored]:
 def load_hub(
     model: nn.Module, folder: str | Path, group: dist.ProcessGroup | None = None
 ) -> tuple[str, ...]:
-    """Fill a model with the weights in `folder`, which is as the hub has it.
+    """Load the weights in `folder`, which is in the hub's format, into a model.
 
-    model: a GPT, plain or on any ranks, as `pieces` takes it. All ranks of `group` call it; None:
-    those of the world. Values are converted to the model's dtype. Returns the tensors in the folder
-    that such a model has no place for, such as GPT-2's positions.
+    model: a GPT, plain or sharded, as for `pieces`. Collective over `group`; None: the world.
+    Values are converted to the model's dtype. Returns the names of tensors in the folder that the
+    GPT does not have, such as GPT-2's positions.
 
-    Raises CheckpointError, the same on all ranks, which names the file or tensor that is missing,
-    cut off, of another shape, unknown, or stored twice with unequal values though the model ties
-    both: all that is found before the model changes.
+    Raises CheckpointError, equal on all ranks and before the model changes. It names the file or
+    tensor that is missing, truncated, of another shape, unknown, or stored twice with different
+    values although the model ties both.
     """
     folder = Path(folder)
     with closing(Members(group)) as members:
@@ -114,7 +114,7 @@ def load_hub(
         config, own = _config(model), pieces(model)
         links, found, left = members.first(lambda: _matched(folder, config))
         _read(folder, own, links, found)
-        members.exchange(None)  # all have read
+        members.exchange(None)  # barrier: all ranks have read their pieces
         changed(model)
         return left
 
@@ -125,23 +125,23 @@ def _read(
     links: Mapping[str, Link],
     found: Mapping[str, Stored],
 ) -> None:
-    """Fill this rank's pieces, file after file: of each tensor the slice that is wanted."""
+    """Fill this rank's pieces, file by file: read only the slices that the pieces need."""
     by_file: dict[str, list[Piece]] = defaultdict(list)
     for piece in own:
         if piece.name in links and elements(piece.box):
             by_file[found[links[piece.name].hub].file].append(piece)
     for file, wanted in by_file.items():
-        with safe_open(folder / file, "pt") as opened:  # what was read stays in memory until closed
+        with safe_open(folder / file, "pt") as opened:  # pages read stay in memory until closed
             for piece in wanted:
                 link = links[piece.name]
                 place = tuple(slice(*ends) for ends in in_hub(link, piece.box))
                 values = opened.get_slice(found[link.hub].name)[place]
                 piece.tensor.copy_(values.T if link.turned else values)
-                del values  # before there is another one
+                del values  # free it before the next read
 
 
 def in_hub(link: Link, box: Box) -> Box:
-    """Where `box`, a part of our tensor, stands in the hub's tensor."""
+    """Return the box in the hub's tensor of `box`, a part of the GPT's tensor."""
     place = link.place[::-1] if link.turned else link.place
     found = tuple(
         (begin + first, begin + end) for (first, end), (begin, _) in zip(box, place, strict=True)
@@ -152,11 +152,11 @@ def in_hub(link: Link, box: Box) -> Box:
 def _matched(
     folder: Path, config: Config
 ) -> tuple[dict[str, Link], dict[str, Stored], tuple[str, ...]]:
-    """Find each tensor that the model wants.
+    """Find each tensor of the model in `folder`.
 
-    Returns where our tensors stand on the hub, where the folder has each of the hub's, and the
-    names of tensors that have no place in the model. Raises ValueError for no such folder,
-    CheckpointError for what is missing, other or unknown.
+    Returns the GPT's tensors with their links, the hub's tensors with their place in the folder,
+    and the names of tensors that the GPT does not have. Raises ValueError if there is no such
+    folder, CheckpointError for missing, mismatched or unknown tensors.
     """
     kind, there = read_json("config", names.config_file(folder)).get("model_type"), stored(folder)
     links = names.links(config, kind)
@@ -164,7 +164,7 @@ def _matched(
     embedding, head = (f"{family.names[end]}.weight" for end in ("embedding", "head"))
     found, known = {}, set()
     for name, wanted in spanned(places).items():
-        # Some files leave a prefix out; some have tied layers twice, where both must be equal.
+        # Some files omit a prefix; some store tied tensors twice, and both must be equal.
         tied = [head] if config.tied and name == embedding else []
         called = [n for n in (name, name.removeprefix(family.base), *tied) if n in there]
         if not called:
@@ -192,7 +192,7 @@ def _matched(
 
 
 def _are_equal(folder: Path, a: Stored, b: Stored) -> bool:
-    """Return True if two tensors of one shape have equal numbers; a few rows at a time are read."""
+    """Return True if two stored tensors of one shape are equal; reads a few rows at a time."""
     with safe_open(folder / a.file, "pt") as file_a, safe_open(folder / b.file, "pt") as file_b:
         pair = file_a.get_slice(a.name), file_b.get_slice(b.name)
         rows = (slice(first, first + 1024) for first in range(0, a.shape[0], 1024))
@@ -208,15 +208,15 @@ def save_hub(
     like: str | Path,
     shard_bytes: int = 5 * GB,
 ) -> None:
-    """Write a model's weights into a new folder, as the hub has them: `transformers` reads it.
+    """Save a model's weights in the hub's format to a new folder, which `transformers` can load.
 
-    model: as in `load_hub`. All ranks of `group`, which share the folder, call it. like: a folder
-    of such a model, the one that was loaded for instance, from which come names, dtypes,
-    config.json, tokenizer, and the tensors that the model has no place for. shard_bytes: of a
-    file, at most, unless one tensor is larger. The folder appears when all of it is on the disk.
+    model: as in `load_hub`. Collective over `group`, whose ranks share the folder. like: a folder
+    of the same kind of model, such as the one that was loaded; names, dtypes, config.json,
+    tokenizer, and tensors that the GPT does not have are copied from it. shard_bytes: largest size
+    of a file, unless one tensor is larger. The folder gets its name once all files are on the disk.
 
-    Raises ValueError for a folder that is there; CheckpointError, the same on all ranks, for what
-    cannot be read or written.
+    Raises ValueError for an existing folder; CheckpointError, equal on all ranks, if a file cannot
+    be read or written.
     """
     check_whole(shard_bytes=shard_bytes)
     folder, like = Path(folder), Path(like)
@@ -240,7 +240,7 @@ def save_hub(
                 try:
                     save_file(content, saving / file, {"format": "pt"})
                     files.sync(saving / file)
-                except (OSError, SafetensorError) as error:  # others wait for this rank's tensors
+                except (OSError, SafetensorError) as error:  # go on: others need this rank's parts
                     problem = f"rank {members.rank}: {files.cause(error)}"
             del content
         problem = next((of for of in members.exchange(problem) if of), None)
@@ -250,9 +250,9 @@ def save_hub(
 
 
 class _Sources:
-    """Where the tensors of a folder that is saved come from: parts on ranks, or `like`'s files.
+    """The sources of the tensors to save: parts on ranks, or the files in `like`.
 
-    found: the hub's tensors, by name, as `like` has them.
+    found: the hub's tensors in `like`, by name.
     """
 
     def __init__(self, model: nn.Module, like: Path, members: Members):
@@ -265,7 +265,7 @@ class _Sources:
             self.into[link.hub].append((name, link))
 
     def gather(self, hub: str, writer: int) -> Tensor | None:
-        """A tensor of the hub's, whole, on its writer; all ranks that have parts of it call it."""
+        """Gather a full tensor of the hub on the rank `writer` (collective); None elsewhere."""
         of, mine = self.found[hub], self.members.rank == writer
         if hub not in self.into:
             if not mine:
@@ -277,7 +277,7 @@ class _Sources:
         for name, link in self.into[hub]:
             box = whole(shape(link.place[::-1] if link.turned else link.place))
             plan = transfers(self.holders[name], [(writer, box)])
-            assert plan is not None, link  # the shapes are those of what ranks have
+            assert plan is not None, link  # shapes were compared with the ranks' parts before
             place = []
             if full is not None:
                 there = full[tuple(slice(*ends) for ends in link.place)]
@@ -288,7 +288,7 @@ class _Sources:
 
 
 def _begin(folder: Path) -> Path:
-    """On rank 0: the folder that is written, beside the one that it becomes."""
+    """Create a temporary folder beside `folder`, to be renamed later (rank 0 only)."""
     if folder.exists():
         raise ValueError(f"folder={str(folder)!r}: it is there; allowed is a new one")
     if not folder.parent.is_dir():
@@ -307,7 +307,7 @@ def _complete(
     problem: str | None,
     needed: int,
 ) -> None:
-    """On rank 0: what stands beside the weights, and the rename; or nothing is left."""
+    """Write the other files and rename the folder, or delete it after an error (rank 0 only)."""
     weights = set(index["weight_map"].values())
     problem = problem or files.unseen(saving, weights)
     try:
@@ -330,7 +330,7 @@ def _complete(
 
 
 def _config(model: nn.Module) -> Config:
-    """The shape of a GPT, whatever it is wrapped in."""
+    """Return the config of a GPT, inside any wrapper."""
     model = files.unwrapped(model)
     config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
     if not isinstance(config, Config):

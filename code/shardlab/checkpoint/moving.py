@@ -1,10 +1,10 @@
-"""Weights under one layout become weights under another: who sends what, and one tensor at a time.
+"""Resharding: transfer weights from one layout to another, one tensor at a time.
 
-All ranks make the same plan, from what each of them has and what each wants: a part that two have
-is asked of each in turn, and who has a part himself sends nothing. So bytes are known before.
+All ranks compute the same plan from the parts that each rank has and wants. If several ranks have a
+part, they take turns to send it; a rank copies its own parts locally. So bytes can be predicted.
 
     a trainer's ranks, tp 4      a generator's ranks, tp 2
-    [0] [1] [2] [3]       ->     [0 1] [2 3]                   of every matrix
+    [0] [1] [2] [3]       ->     [0 1] [2 3]                   for every matrix
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from shardlab.zero.wrapper import Sharded
 
 from .folder import plain_name, unwrapped
 
-Parts = Sequence[tuple[str, Box]]  # of a rank: names of tensors, and what it has of them
+Parts = Sequence[tuple[str, Box]]  # a rank's parts of tensors: (tensor's name, box)
 
 
 class Transfer(NamedTuple):
-    """What one rank sends another, or has to copy where it is."""
+    """A part that one rank sends to another, or copies locally if source and target are equal."""
 
     source: int
     target: int
     box: Box
 
 
-Holders = dict[Box, list[int]]  # parts of a tensor that have nothing in common, and who has them
+Holders = dict[Box, list[int]]  # disjoint parts of a tensor -> the ranks that have them
 
 
 def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
-    """By tensor, its parts and the ranks that have them, from what each rank has."""
+    """Return each tensor's parts with the ranks that have them, from each rank's parts."""
     found: dict[str, Holders] = defaultdict(dict)
     for rank, mine in enumerate(parts):
         for name, box in mine:
@@ -54,9 +54,9 @@ def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
 
 
 def transfers(have: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer] | None:
-    """Who sends what, so that each rank gets what it wants; None where nobody has it all.
+    """Plan the transfers that give each rank the parts it wants; None if some elements are missing.
 
-    A rank that has it sends itself nothing; of several others each is asked in turn.
+    A rank that has a part copies it locally; otherwise the ranks that have it take turns.
     """
     found = []
     for rank, box in wanted:
@@ -79,10 +79,10 @@ def carry(
     group: dist.ProcessGroup | None,
     device: torch.device | None = None,
 ) -> None:
-    """Take part in the transfers of one tensor: out of `mine`, into `wanted`, which has `dtype`.
+    """Run this rank's transfers of one tensor: from `mine` to `wanted`, which has `dtype`.
 
-    group: with its own numbers in the plan; None: one process. device: where what is sent has to
-    be; None: where it is. All ranks that the plan names call it; on others nothing happens.
+    group: the plan uses its rank numbers; None: a single process. device: the device of messages;
+    None: the pieces' own. All ranks that the plan names call it; on other ranks it does nothing.
     """
     rank = 0 if group is None else dist.get_rank(group)
     outgoing: list[tuple[Tensor, int]] = []
@@ -100,7 +100,7 @@ def carry(
 
 
 def _part(among: Sequence[Piece], box: Box) -> Tensor:
-    """What stands in `box`: a view into the piece that holds it."""
+    """Return a view of `box` in the piece that contains it."""
     for piece in among:
         if common(box, piece.box) == box:
             return piece.tensor[within(box, piece.box)]
@@ -109,16 +109,16 @@ def _part(among: Sequence[Piece], box: Box) -> Tensor:
 
 @torch.no_grad()
 def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.ProcessGroup) -> None:
-    """Give the weights of `source` to `target`, a model of the same shape under another layout.
+    """Copy the weights of `source` to `target`, a model of the same shape in another layout.
 
         hand_over(trainer, generator, dist.group.WORLD)     # while the job runs
 
-    On each rank of `group`, of which all call it, either may be None: a trainer's ranks may be a
-    generator's as well, or others. A rank sends to others what they need and do not have, in the
-    dtype in which they want it; of one tensor at a time there is a copy.
+    Collective over `group`. On each rank either model may be None: the ranks of trainer and
+    generator can be the same, overlap or differ. A rank sends only the parts that other ranks lack,
+    in the target's dtype. Temporary copies are of one tensor at a time.
 
-    Raises ValueError, on every rank and before anything is sent, where a part of the target's
-    tensors is nowhere, and where source and target do not have the same tensors.
+    Raises ValueError on every rank, before any communication, if no rank has some part of the
+    target's tensors, and if source and target do not have the same tensors.
     """
     check_group(group)
     there, wants = ([] if model is None else pieces(model) for model in (source, target))
@@ -136,16 +136,16 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
 def predicted_hand_over(
     before: Sequence[Parts], after: Sequence[Parts], itemsize: int = 4
 ) -> list[int]:
-    """Bytes that each rank sends in `hand_over`, from what each has, and what each is to have.
+    """Return the bytes that each rank sends in `hand_over`.
 
-    before, after: for each rank of the group, in its order; [] for one without such a model.
-    `mesh.predicted_pieces` are those of a layout. itemsize: bytes of a number of the target's.
+    before, after: the parts of each rank, in the group's order; [] for a rank without that model.
+    `mesh.predicted_pieces` returns a layout's parts. itemsize: bytes of an element of the target.
     """
     if len(before) != len(after):
         raise ValueError(f"after has {len(after)} ranks: allowed are {len(before)}, as before")
     sent = [0] * len(before)
     for name, plan in planned(before, after).items():
-        each = 4 if name.endswith("bias_E") else itemsize  # it is float32 in a model of any dtype
+        each = 4 if name.endswith("bias_E") else itemsize  # bias_E is float32 in any model
         for move in plan:
             if move.source != move.target:
                 sent[move.source] += each * elements(move.box)
@@ -153,9 +153,9 @@ def predicted_hand_over(
 
 
 def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[Transfer]]:
-    """Return, by tensor, who sends what.
+    """Return the transfers of each tensor.
 
-    Raises ValueError where something is wanted that nobody has, and for other names or shapes.
+    Raises ValueError if no rank has some part that is wanted, and if names or shapes differ.
     """
     have, found = holders(before), {}
     for name, boxes in holders(after).items():
@@ -163,7 +163,7 @@ def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[T
         found[name] = transfers(have[name], wanted)
     wrong = [f"{name} is not all in the source" for name, plan in found.items() if plan is None]
     there, own = (spanned(chain.from_iterable(side)) for side in (before, after))
-    for name in there if own else ():  # where nobody has a target, there is nothing to compare
+    for name in there if own else ():  # without any target there is nothing to compare
         if there[name] != own.get(name):
             has = f"is {list(own[name])}" if name in own else "is missing"
             wrong.append(f"{name} {has}, and {list(there[name])} in the source")
@@ -174,7 +174,7 @@ def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[T
 
 
 def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
-    """The pieces of each tensor."""
+    """Group the pieces by their tensor's name."""
     names: dict[str, list[Piece]] = defaultdict(list)
     for piece in found:
         names[piece.name].append(piece)
@@ -182,18 +182,18 @@ def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def parts_of(found: Iterable[Piece]) -> list[tuple[str, Box]]:
-    """Of pieces what has to be known of them elsewhere."""
+    """Return the names and boxes of pieces, without the tensors, to send to other ranks."""
     return [(piece.name, piece.box) for piece in found]
 
 
-# What a rank has of a model, whatever has cut it: parts of the plain model's tensors.
+# A rank's parts of the plain model's tensors, for models with any kind of sharding.
 
 
 def pieces(model: nn.Module) -> list[Piece]:
-    """This rank's parameters and buffers, as parts of the plain model's tensors; tied ones once.
+    """Return this rank's parameters and buffers, as parts of the plain model's tensors.
 
-    model: plain, in copies, cut by `tensor_parallel` or `experts`, in shards of `zero` or of
-    `fully_shard` (and any other with DTensors), or on a mesh.
+    Tied tensors are returned once. model: plain, data-parallel, sharded by `tensor_parallel`,
+    `experts`, `zero`, `fully_shard` (or any other use of DTensors), or on a mesh.
     """
     model = unwrapped(model)
     if isinstance(model, Sharded):
@@ -207,7 +207,7 @@ def pieces(model: nn.Module) -> list[Piece]:
 
 
 def _cut(model: nn.Module) -> dict[str, Box]:
-    """Which parts of the plain model's tensors are there, where `tensor_parallel` has cut it."""
+    """Return this rank's boxes of the plain model's tensors, if the model is tensor-parallel."""
     group = getattr(model, "tensor_group", None)
     if group is None:
         return {}
@@ -228,6 +228,6 @@ def _piece(name: str, tensor: Tensor, cut: Mapping[str, Box]) -> Piece:
 
 
 def changed(model: nn.Module) -> None:
-    """Tell a model that its pieces have new values; all ranks call it."""
+    """Notify a model that its pieces have new values (collective)."""
     if hasattr(model := unwrapped(model), "changed"):
         model.changed()

@@ -1,12 +1,12 @@
-"""What tensors and sizes are called on Hugging Face's hub, and how ours stand in them.
+"""Names of tensors and sizes on Hugging Face's hub, and their mapping to the course's GPT.
 
-One row of `FAMILIES` for each kind of model, by its `model_type`. Most of the hub's tensors are
-ours under another name. GPT-2's matrices are transposed, inputs first, and its queries, keys and
-values stand side by side in one. So a tensor of ours is a part of a hub's tensor: its `Link`.
+`FAMILIES` has one row for each kind of model, by its `model_type`. Most of the hub's tensors are
+the GPT's under another name. But GPT-2's matrices are transposed, inputs first, and its queries,
+keys and values are concatenated. So the GPT's tensors map to parts of hub tensors: a `Link` each.
 
-The course's GPT has rotary positions. GPT-2 learned its own, which stay in the file (`beside`).
+The course's GPT has rotary positions. GPT-2's learned positions are not loaded (`beside`).
 
-The standard library alone.
+Imports only the standard library, and modules that do the same.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardlab.layout.entries import ledger
 
 
 class Link(NamedTuple):
-    """Where one of our tensors stands in the hub's files."""
+    """The place of one of the GPT's tensors in the hub's files."""
 
-    hub: str  # the tensor's name there
-    place: Box  # the part of it
-    turned: bool = False  # the hub's is transposed
+    hub: str  # name of the hub's tensor
+    place: Box  # the part of the hub's tensor
+    turned: bool = False  # True if the hub's tensor is transposed
 
 
 _NAME = re.compile(r"(?:blocks\.(\d+)\.)?(.*?)(?:\.experts\.(\d+)(\..*))?")
@@ -75,18 +75,18 @@ _SILU = {"hidden_act": "silu", "attention_bias": False}
 
 
 class Family(NamedTuple):
-    """How a kind of model is called and stored: by default as Llama. Our names are the keys."""
+    """The names and the storage format of a kind of model, by default Llama's."""
 
     classname: str
-    names: Mapping[str, str] = _LLAMA_NAMES
+    names: Mapping[str, str] = _LLAMA_NAMES  # the GPT's module names -> the hub's
     sizes: Mapping[str, str] = _LLAMA_SIZES  # fields of Config -> keys of config.json
-    fixed: Mapping[str, Any] = _RMS  # fields of Config that all of them have
-    keys: Mapping[str, Any] = _SILU  # keys of config.json with the one value that our GPT computes
-    layer: str = "model.layers.{}."  # what stands before the names of a layer's tensors
-    turned: tuple[str, ...] = ()  # whose weights are stored transposed
-    fused: bool = False  # queries, keys and values side by side in one tensor
-    beside: str = r"(?!)"  # the hub's tensors that our GPT has no place for, as a pattern
-    base: str = ""  # some files leave this out, which names begin with
+    fixed: Mapping[str, Any] = _RMS  # fields of Config with one value for the whole family
+    keys: Mapping[str, Any] = _SILU  # keys of config.json, with the only value the GPT supports
+    layer: str = "model.layers.{}."  # prefix of the names of a layer's tensors
+    turned: tuple[str, ...] = ()  # modules whose weights are stored transposed
+    fused: bool = False  # True if queries, keys and values are concatenated in one tensor
+    beside: str = r"(?!)"  # pattern of the hub's tensors that the GPT does not have
+    base: str = ""  # prefix of names that some files omit
 
 
 FAMILIES: dict[str, Family] = {
@@ -169,7 +169,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed=_RMS | {"router": "sigmoid"},
         keys=_SILU | {"norm_topk_prob": True, "rope_interleave": True},
-        beside=r"model\.layers\.61\..*",  # it predicts the token after the next
+        beside=r"model\.layers\.61\..*",  # the multi-token prediction module
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -203,12 +203,12 @@ FAMILIES: dict[str, Family] = {
         base="transformer.",
     ),
 }
-# What a key that is not there stands for, where that is not the value that our GPT computes.
+# transformers' defaults of missing keys, where they differ from the values the GPT computes.
 _ABSENT = {
     "norm_topk_prob": False,
     "rms_norm_eps": 1e-6,
 }
-# Fields of Config that may be None, and what then stands for them.
+# Fields of Config that may be None, and the properties that hold their values then.
 _VALUES = {
     "kv_heads": "key_value_heads",
     "ffn": "ffn_width",
@@ -219,9 +219,9 @@ _VALUES = {
 
 
 def links(config: Config, model_type: str) -> dict[str, Link]:
-    """Where each tensor of GPT(config) stands on the hub, by our names; a tied head nowhere.
+    """Map the name of each tensor of GPT(config), except a tied head, to its `Link` on the hub.
 
-    Raises ValueError for a kind that is not in the table, or has no place for one of the tensors.
+    Raises ValueError for a kind that is not in FAMILIES, or that lacks one of the tensors.
     """
     check_one_of(FAMILIES, model_type=model_type)
     family, found = FAMILIES[model_type], {}
@@ -247,18 +247,18 @@ def links(config: Config, model_type: str) -> dict[str, Link]:
         turned = stem in family.turned and suffix == "weight"
         place = place[::-1] if turned else place
         found[entry.name] = Link(f"{before}{theirs}.{suffix}", place, turned)
-        if stem == "ffn.router.score" and "ffn.router" in family.names:  # no gradient trains it
+        if stem == "ffn.router.score" and "ffn.router" in family.names:  # plus the bias, a buffer
             name, place = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
             hub = f"{before}{family.names['ffn.router']}.e_score_correction_bias"
             found[name] = Link(hub, place)
     return found
 
 
-# The shape itself, as config.json has it.
+# Conversion of the shape from and to config.json.
 
 
 def config_json(config: Config, model_type: str) -> dict[str, Any]:
-    """What `transformers` builds this kind of model from, with the shape of GPT(config)."""
+    """Return the config.json from which `transformers` builds this kind of model, as a dict."""
     family = FAMILIES[model_type]
     found = {key: getattr(config, _VALUES.get(name, name)) for name, key in family.sizes.items()}
     if "rope_theta" in found:
@@ -270,25 +270,25 @@ def config_json(config: Config, model_type: str) -> dict[str, Any]:
 
 
 def config_file(folder: str | Path) -> Path:
-    """The config.json in a folder. Raises ValueError where there is none."""
+    """Return the path of the config.json in a folder; raise ValueError if there is none."""
     path = Path(folder) / "config.json"
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # also refuses a pipe, whose read would block
         text = "there is none with a config.json; allowed is one as on the hub"
         raise ValueError(f"folder={str(folder)!r}: {text}")
     return path
 
 
 def config_of(folder: str | Path) -> Config:
-    """The shape of the course's GPT for the model in `folder`, from its config.json.
+    """Return the shape of the course's GPT for the model in `folder`, from its config.json.
 
-    Raises ValueError for a kind that is not in the table, and for one that computes, by a key of
-    its file, what the GPT does not: learned positions of GPT-2 and its GELU alone are let pass.
+    Raises ValueError for a kind that is not in FAMILIES, and if a key of the file asks for a
+    computation that the GPT does not support, except GPT-2's learned positions and its GELU.
     """
     return config_in(config_file(folder))
 
 
 def config_in(path: Path) -> Config:
-    """The same of a file. Raises ValueError."""
+    """Return the GPT's shape for a config.json file; raises ValueError as `config_of` does."""
     given = read_json("config", path)
     try:
         return _shape(given if isinstance(given, dict) else {})
@@ -297,14 +297,14 @@ def config_in(path: Path) -> Config:
 
 
 def _shape(given: Mapping[str, Any]) -> Config:
-    """The shape that such a file says; ValueError for what our GPT does not compute."""
+    """Convert a config.json's content; raise ValueError for unsupported computations."""
     if given.get("model_type") not in FAMILIES:
         allowed = f"allowed are {', '.join(FAMILIES)}"
         raise ValueError(f"model_type={given.get('model_type')!r}; {allowed}")
     family, turned = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
     scaled = given.get("rope_scaling") or turned
     given = {**_ABSENT, **given, **turned}
-    given.setdefault("num_experts", given.get("num_local_experts"))  # as newer versions write it
+    given.setdefault("num_experts", given.get("num_local_experts"))  # newer versions' key
     given["rope_type"] = scaled.get("rope_type", scaled.get("type", "default"))
     for key, only in family.keys.items():
         if given.get(key, only) != only:
@@ -318,7 +318,7 @@ def _shape(given: Mapping[str, Any]) -> Config:
 
 
 def _yarn_json(yarn: Yarn | None) -> dict[str, Any]:
-    """What stands in a file's rope_parameters, beside the base."""
+    """Return the entries of a file's rope_parameters, except the base."""
     if yarn is None:
         return {"rope_type": "default"}
     found = {
@@ -333,7 +333,7 @@ def _yarn_json(yarn: Yarn | None) -> dict[str, Any]:
 
 
 def _yarn(scaled: Mapping[str, Any], given: Mapping[str, Any], latent: bool) -> Yarn:
-    """What a file says of positions that are stretched; ValueError for another way to do it.
+    """Read the YaRN settings of a config.json; raise ValueError for unsupported variants.
 
     Defaults are those of transformers 5.23 (modeling_rope_utils.py).
     """

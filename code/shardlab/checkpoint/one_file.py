@@ -1,4 +1,4 @@
-"""One file with the whole model, for a plain process without ranks and without this course."""
+"""Export of the whole model to one file, for a process without ranks and without this package."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .folder import CheckpointError, cause, no_room, sync, unwrapped
 def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the whole model into one file, for plain `torch.load(path, weights_only=True)`.
 
-    model: as in Training, or one of our own `zero` and `mesh`. All ranks of `group` (None: of the
-    world) call it, the group's rank 0 gathers on the CPU and writes; its memory has to hold the
-    model. The file appears under its name when it is complete. Raises CheckpointError, on every
-    rank, when it cannot be written; what was there before stays.
+    model: as in `Training`, or a model of this package's `zero` and `mesh`. Collective over `group`
+    (None: the world). The group's rank 0 gathers the model in its CPU memory and writes the file,
+    which gets its name only once it is complete. Raises CheckpointError on every rank if the file
+    cannot be written; an existing file then stays as it was.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -40,14 +40,14 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
     problem: list[str | None] = [None]
     if group is None or dist.get_rank(group) == 0:
         problem = [_write(path, {name: tensor.cpu() for name, tensor in full.items()})]
-    if group is not None:  # which also waits until the file is there
+    if group is not None:  # also a barrier: the file exists when any rank returns
         dist.broadcast_object_list(problem, group_src=0, group=group)
     if problem[0]:
         raise CheckpointError(problem[0])
 
 
 def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
-    """Write the file beside its place, and put it there; what has kept it from being written."""
+    """Write a temporary file and rename it to `path`; return an error message, or None."""
     beside = path.with_name(f".{path.name}.saving")
     try:
         with open(beside, "wb") as file:

@@ -1,12 +1,12 @@
-"""DeepSpeed's engine from call to checkpoint, in the order of the lesson.
+"""DeepSpeed's engine from initialization to checkpoints, in the order of the lesson.
 
-1. `initialize` puts the engine around a model, and `step` makes one optimizer step with it;
-2. `config` writes the dictionary that says what the engine does;
-3. `recompute` asks for activation checkpointing, which the dictionary alone does not;
-4. `save` and `load` keep a run, and `to_universal` makes it fit other numbers of ranks.
+1. `initialize` wraps a model in the engine, and `step` makes one optimizer step with it;
+2. `config` builds the engine's configuration dictionary;
+3. `recompute` enables activation checkpointing, which the configuration alone does not;
+4. `save` and `load` handle checkpoints; `to_universal` converts one for any number of ranks.
 
-DeepSpeed keeps some of its state for the whole process: an engine with a pipeline, one with tensor
-parallelism and one with neither belong in runs of their own.
+DeepSpeed keeps some of its state for the whole process: use separate processes for an engine with a
+pipeline, an engine with tensor parallelism, and an engine with neither.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def initialize(
     config: Mapping[str, Any],
     optimizer: Optimizers | torch.optim.Optimizer | None = None,
 ) -> Any:
-    """DeepSpeed's engine around `module`, on every rank of the default process group.
+    """Wrap `module` in DeepSpeed's engine, on every rank of the default process group.
 
         engine = initialize(GPT(PRESETS["nano"]), config(Layout(2, zero=3, micro_batch=2)))
         loss(engine(tokens), targets)   # then engine.backward(...), engine.step(); or use `step`
 
-    module: the same on every rank; it is moved to the rank's device and becomes the engine's. One
-        made by `pipeline` gives DeepSpeed's PipelineEngine.
-    config: from `config`, or any dict in DeepSpeed's own words.
+    module: the same on every rank; it is moved to the rank's device, and the engine takes it over.
+        A module from `pipeline` gives DeepSpeed's PipelineEngine.
+    config: from `config`, or any dict in DeepSpeed's own format.
     optimizer: a function from parameters to an optimizer, or an optimizer over all of `module`'s
-        parameters; without one, torch's AdamW with a learning rate of 1e-3. (The config's own
-        "optimizer" section, when there is one, comes before that default. DeepSpeed compiles the
-        fast optimizers that it names unless "torch_adam" is set.)
+        parameters; None: the config's section "optimizer" if there is one, else torch's AdamW with
+        a learning rate of 1e-3. (DeepSpeed compiles the fast optimizers of its "optimizer" section
+        unless "torch_adam" is set.)
     """
     deepspeed = prepare()
     settings = dict(config)
@@ -68,23 +68,23 @@ def initialize(
 
 
 def join() -> None:
-    """Have DeepSpeed take this rank's group and device, before it makes a model or an engine."""
+    """Make DeepSpeed use this rank's process group and device; call it before building a model."""
     deepspeed, device = prepare(), ranks.device()
-    # DeepSpeed takes this for the GPU's number; ranks may share one.
+    # DeepSpeed reads the GPU's number from LOCAL_RANK; ranks may share a GPU.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     with quiet():
         deepspeed.init_distributed()
 
 
 def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """One optimizer step; the mean loss over all micro-batches of all ranks.
+    """Make one optimizer step; return the mean loss over all micro-batches of all ranks.
 
     micro_batches: this rank's pairs of tokens and targets, each [micro_batch, S]: as many as the
-        configuration's accumulation. Ranks that share a model (tensor or pipeline parallel) are
-        given the same ones.
+        configuration's gradient accumulation steps. Ranks that share a model (tensor or pipeline
+        parallelism) get the same micro-batches.
 
-    Raises ValueError when their number is not the configuration's, and for targets of -100:
-    DeepSpeed makes a mean of means, which would weigh them wrongly.
+    Raises ValueError if their number is not the configuration's, and for targets of -100:
+    DeepSpeed averages the micro-batches' means, which would be wrong with ignored targets.
     """
     wanted = engine.gradient_accumulation_steps()
     if len(micro_batches) != wanted:
@@ -96,18 +96,18 @@ def step(engine: Any, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
     if is_pipeline(engine):
         with quiet():
             return engine.train_batch(iter(batches)).item()
-    total = torch.zeros((), dtype=torch.float64, device=device)  # so that the mean adds no error
+    total = torch.zeros((), dtype=torch.float64, device=device)  # float64: no rounding error
     for tokens_BS, targets_BS in batches:
         loss = plain.loss(engine(tokens_BS), targets_BS)
         engine.backward(loss)  # divides by the accumulation, and averages over the ranks
-        engine.step()  # steps at the last micro-batch, and does nothing before
+        engine.step()  # updates weights only at the last micro-batch
         total += loss.detach() / wanted
-    dist.all_reduce(total)  # a scalar; ranks that share a model add the same again
+    dist.all_reduce(total)  # a scalar; ranks that share a model add equal values
     return total.item() / dist.get_world_size()
 
 
-# Which matrices of the plain GPT are cut, and how: by columns where one rank's outputs are its own,
-# by rows where the ranks' outputs have to be added up (Shoeybi et al., "Megatron-LM", section 3).
+# Tensor parallelism of the plain GPT's matrices: "column" shards the outputs, and "row" shards the
+# inputs, so that the ranks' outputs have to be summed (Shoeybi et al., "Megatron-LM", section 3).
 COURSE_PLAN = {
     "use_default_specs": False,
     "layer_specs": [
@@ -126,41 +126,41 @@ def config(
     device: str = "auto",
     **more: Any,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration, checked against DeepSpeed's own schema.
+    """Build DeepSpeed's configuration, checked against DeepSpeed's own schema.
 
-    layout: its ranks are the job's. What the layout offloads goes to the host's memory: with
-        "optimizer" its states and step (ZeRO's stages 1 to 3), with "parameters" these, too.
-        recompute="full" writes the section "activation_checkpointing". On its own that changes
-        nothing: see `recompute` (the function). In a pipeline, where DeepSpeed itself calls the
-        layers, it does.
+    layout: its ranks are the job's. Offload goes to the host's memory: "optimizer" offloads the
+        optimizer's states and step (ZeRO stages 1 to 3), "parameters" also the parameters.
+        recompute="full" adds the section "activation_checkpointing". In a pipeline, where DeepSpeed
+        itself calls the layers, that section enables recomputation. Elsewhere it changes nothing on
+        its own: see the function `recompute`.
     precision: "fp32"; "bf16" or "fp16" for parameters, with fp32 master weights.
-    clipping: largest global norm of the gradients; 0 for none.
-    tp_plan: of automatic tensor parallelism: "course" for the plain GPT, the name of one of
+    clipping: largest global norm of the gradients; 0 for no clipping.
+    tp_plan: plan of automatic tensor parallelism: "course" for the plain GPT, the name of one of
         DeepSpeed's presets ("llama", ...), or DeepSpeed's "partition_config" as a dict.
     device: "auto", "cpu" or "cuda", as in `ranks.run`.
-    more: further sections in DeepSpeed's own words, merged with what stands here.
+    more: further sections in DeepSpeed's own format, merged into the configuration.
 
-    Defaults of DeepSpeed that surprise, and what stands here instead:
-    - gradient_clipping is 1.0 when it is left out, since DeepSpeed 0.19.3 (pull request 8068, June
-      2026); before, it was 0.0, and gradients were not clipped. Here 0.0.
-    - An optimizer that is neither DeepSpeed's own nor torch's Adam, AdamW or Adagrad is refused
-      from stage 1 on (zero_allow_untested_optimizer), and with offload all but DeepSpeed's own
-      (zero_force_ds_cpu_optimizer). Here allowed: they train as they should.
-    - Stage 0 in 16 bits runs the optimizer once, with gradients of zero, to make its states:
-      AdamW's bias correction is one step ahead for good, its first step 0.74 of the usual. Stage 1
-      has no such step.
-    - Stage 3 replaces torch.nn.functional.linear in the whole process (memory_efficient_linear):
-      the same sums in another order.
-    - With tp above 1 DeepSpeed still counts train_batch_size over all ranks, as if each had samples
-      of its own, and refuses the true one. Here left out.
-    - An unknown name at the top level is ignored. Here it is an error (see `check`).
+    Surprising defaults of DeepSpeed, and the values that this function sets instead:
+    - gradient_clipping is 1.0 if it is left out, since DeepSpeed 0.19.3 (pull request 8068, June
+      2026); before, it was 0.0, and gradients were not clipped. This function sets 0.0.
+    - Optimizers other than DeepSpeed's own and torch's Adam, AdamW and Adagrad are refused from
+      stage 1 on (zero_allow_untested_optimizer), and with offload all but DeepSpeed's own
+      (zero_force_ds_cpu_optimizer). This function allows them: they train correctly.
+    - Stage 0 in 16 bits runs the optimizer once with zero gradients, to create its states: so
+      AdamW's bias correction is always one step ahead, and its first step is 0.74 of the usual one.
+      Stage 1 has no such step.
+    - Stage 3 replaces torch.nn.functional.linear in the whole process (memory_efficient_linear),
+      which computes the same sums in another order.
+    - With tp above 1, DeepSpeed computes train_batch_size over all ranks, as if tensor-parallel
+      ranks had different samples, and refuses the true size. This function leaves it out.
+    - DeepSpeed ignores an unknown name at the top level. Here it is an error (see `check`).
 
-    Raises ValueError for what cannot go together.
+    Raises ValueError for arguments that cannot be combined.
     """
     schema.check_together(layout, precision, clipping, device)
     built: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": layout.microbatches,  # in a pipeline, those that fill it
+        "gradient_accumulation_steps": layout.microbatches,  # a pipeline's micro-batches, too
         "train_batch_size": layout.batch,
         "gradient_clipping": float(clipping),
         "zero_optimization": {"stage": layout.zero},
@@ -175,12 +175,12 @@ def config(
     if precision != "fp32":
         built[precision] = {"enabled": True}
     if layout.tp > 1:
-        del built["train_batch_size"]  # DeepSpeed would hold it against all ranks, tp's included
+        del built["train_batch_size"]  # DeepSpeed would check it against all ranks, tp included
         built["tensor_parallel"] = {"autotp_size": layout.tp, **_plan(tp_plan)}
     again = layout.recompute == "full"
     if layout.pp > 1:
         built["pipeline"] = {"stages": layout.pp}
-        if again:  # re-entrant, DeepSpeed's default, would leave the embedding without gradient
+        if again:  # use_reentrant=True, the default, would leave the embedding without gradient
             built["pipeline"] |= {"activation_checkpoint_interval": 1, "use_reentrant": False}
     elif again:
         built["activation_checkpointing"] = {"partition_activations": False}
@@ -194,7 +194,7 @@ def _plan(plan: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"partition_config": dict(plan)}
     if plan == "course":
         return {"partition_config": COURSE_PLAN}
-    return {"preset_model": plan}  # an unknown one is named by the schema
+    return {"preset_model": plan}  # `schema.check` raises for an unknown preset
 
 
 def _merge(built: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -206,13 +206,13 @@ def _merge(built: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
-    """Keep only each block's input for backward and compute the block again then; returns `module`.
+    """Enable activation checkpointing for each block of `module`, in place; return `module`.
 
-    config: settings whose section "activation_checkpointing" DeepSpeed is to use.
+    config: settings with the section "activation_checkpointing" that DeepSpeed shall use.
 
-    DeepSpeed's `deepspeed.checkpointing.checkpoint` has to be called in the model's own code, as
-    this does for each block. The section in the configuration says how, never where: on its own it
-    changes nothing. Inside a rank only. (Chen et al., arXiv 1604.06174.)
+    The model's own code has to call `deepspeed.checkpointing.checkpoint`, as this function makes
+    each block do. The configuration's section only sets options: on its own it changes nothing.
+    Call it on a rank. (Chen et al., arXiv 1604.06174.)
     """
     checkpointing = prepare().checkpointing
     if config is not None:
@@ -224,23 +224,23 @@ def recompute(module: nn.Module, config: Mapping[str, Any] | None = None) -> nn.
 
 
 def save(engine: Any, directory: str | Path, tag: str | None = None) -> None:
-    """Save model, optimizer and step count; on every rank, under one `tag` (global_step<n>).
+    """Save model, optimizer and step count (collective). tag: by default global_step<n>.
 
-    DeepSpeed 0.19.8 cannot read that of a 16-bit pipeline without ZeRO again (KeyError: 0).
+    DeepSpeed 0.19.8 cannot load a checkpoint of a 16-bit pipeline without ZeRO (KeyError: 0).
     """
     prepare()
     with quiet():
         engine.save_checkpoint(str(directory), tag=tag)
-    dist.barrier()  # whoever returns may read what the others wrote
+    dist.barrier()  # a rank that returns may read the other ranks' files
 
 
 def load(engine: Any, directory: str | Path, tag: str | None = None) -> None:
-    """Load into an engine of the same stage on as many ranks; the last tag by default.
+    """Load a checkpoint into an engine with the same ZeRO stage and number of ranks.
 
-    Into an engine on any number of ranks, when its configuration has checkpoint.load_universal:
-    then the folder is one that `to_universal` made, by default the last.
+    tag: by default the last. If the engine's configuration sets checkpoint.load_universal, the
+    number of ranks can differ: then the checkpoint is one that `to_universal` made.
 
-    Raises FileNotFoundError when there is no such checkpoint.
+    Raises FileNotFoundError if there is no such checkpoint.
     """
     prepare()
     folder = folder_of(directory, tag, universal=engine.load_universal_checkpoint())
@@ -249,13 +249,13 @@ def load(engine: Any, directory: str | Path, tag: str | None = None) -> None:
 
 
 def to_universal(directory: str | Path, tag: str | None = None) -> Path:
-    """Convert a checkpoint of ZeRO's stages 1 to 3 into DeepSpeed's universal format, beside it.
+    """Convert a checkpoint of ZeRO stages 1 to 3 to DeepSpeed's universal format, in a new folder.
 
-    The universal one holds whole tensors, a folder for each parameter, and no shards of ranks: so
-    every number of ranks can load it. One process converts, without ranks. Returns its folder.
+    Returns the folder, beside the old one. It holds unsharded tensors, with a folder for each
+    parameter, so any number of ranks can load it. Call it in a single process, without ranks.
     (Lian et al., "Universal Checkpointing", arXiv 2406.18820.)
 
-    Raises FileNotFoundError when there is no such checkpoint, ValueError for one without ZeRO.
+    Raises FileNotFoundError if there is no such checkpoint, ValueError for one without ZeRO.
     """
     prepare()
     from deepspeed.checkpoint import ds_to_universal
@@ -273,14 +273,14 @@ def to_universal(directory: str | Path, tag: str | None = None) -> Path:
                 num_merge_workers=1,
                 keep_temp_folder=False,
                 strict=True,
-                inject_missing_state=True,  # of models that say nothing about their own cuts
+                inject_missing_state=True,  # for models without metadata on their sharding
             )
         )
     return universal
 
 
 def folder_of(directory: str | Path, tag: str | None, universal: bool = False) -> Path:
-    """The folder of a tag, or of the one that DeepSpeed noted last."""
+    """Return the folder of `tag`, or of the last tag that DeepSpeed recorded."""
     latest = Path(directory, "latest_universal" if universal else "latest")
     if tag is None and not latest.is_file():
         raise FileNotFoundError(f"{latest}: no checkpoint of DeepSpeed was finished here")

@@ -1,7 +1,7 @@
-"""Small modules that the whole course shares: arguments, devices, shapes, text, pictures."""
+"""Small modules that the whole package shares: arguments, devices, shapes, text, pictures."""
 
 PACKAGES = (
     "shardlab",
     "shardtools",
     "shardcourse",
-)  # by which the course knows its own files
+)  # the course's own packages

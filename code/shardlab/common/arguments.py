@@ -1,7 +1,7 @@
-"""What every part of the course asks of what it is given. The standard library alone.
+"""Argument checks shared by the whole package; imports only the standard library.
 
-One check stands at each door: in a public function, or where an object is made. Each raises
-ValueError with the argument's name, the value and what is allowed.
+Arguments are checked once, in a public function or in an object's constructor. A check raises
+ValueError with the argument's name, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-# More than any machine has: a larger number is a mistake, and often one that would run for ever.
-MOST = 10**18  # of bytes, tokens, elements, seconds, operations a second
-SIZES = 10**9  # of a sequence, a batch, a vocabulary, a layer's width
-RANKS = 10**6  # of ranks, nodes, stages, micro-batches: gone through one by one
-LAYERS = 10**4  # of a model's layers, heads, experts
-PROCESSES = 10**3  # that one machine is asked to start
+# Upper bounds beyond any machine: a larger number is a mistake, and could make code run forever.
+MOST = 10**18  # bytes, tokens, elements, seconds, operations per second
+SIZES = 10**9  # length of a sequence, batch size, vocabulary, width of a layer
+RANKS = 10**6  # ranks, nodes, stages, micro-batches: code loops over each of them
+LAYERS = 10**4  # layers, heads, experts of a model
+PROCESSES = 10**3  # processes to start on one machine
 
 
 def is_whole(value: object, least: int = 0, most: float = math.inf) -> bool:
-    """Whether `value` is a whole number from `least` to `most`; True is none."""
+    """Return True if `value` is an integer from `least` to `most`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_whole(least: int = 1, most: int = MOST, **values: int) -> None:
-    """Raise ValueError for a value, given by its argument's name, that is no whole number."""
+    """Raise ValueError for a value (argument=value) that is no integer from `least` to `most`."""
     for name, value in values.items():
         if not is_whole(value, least, most):
             ends = most < LAYERS or is_whole(value, most)
@@ -34,14 +34,14 @@ def check_whole(least: int = 1, most: int = MOST, **values: int) -> None:
 
 
 def check_count(least: int = 1, **values: int) -> None:
-    """The same for what is gone through one by one, and so is RANKS at most."""
+    """Check like `check_whole`, but at most RANKS, for numbers of items that code loops over."""
     check_whole(least, RANKS, **values)
 
 
 def check_number(least: float | None = None, most: float = MOST, **values: float) -> None:
-    """Raise ValueError for a value that is no number from `least`, or, without it, above 0.
+    """Raise ValueError for a value that is no number of at least `least`, or, if None, above 0.
 
-    most: math.inf lets infinity pass, and no other number above MOST.
+    most: math.inf allows infinity, but no other number above MOST.
     """
     for name, value in values.items():
         real = isinstance(value, Real) and not isinstance(value, bool)
@@ -54,7 +54,7 @@ def check_number(least: float | None = None, most: float = MOST, **values: float
 
 
 def check_one_of(allowed: Iterable[object], **values: object) -> None:
-    """Raise ValueError for a value that is none of those `allowed`; True is not 1."""
+    """Raise ValueError for a value that is not in `allowed`; True does not count as 1."""
     allowed = list(allowed)
     for name, value in values.items():
         if not any(type(value) is type(a) and value == a for a in allowed):
@@ -62,7 +62,7 @@ def check_one_of(allowed: Iterable[object], **values: object) -> None:
 
 
 def check_kind(kind: type | tuple[type, ...], **values: object) -> None:
-    """Raise ValueError for an object of another kind, or of none of several."""
+    """Raise ValueError for an object that is no instance of `kind`."""
     for name, value in values.items():
         if not isinstance(value, kind):
             names = [k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,))]
@@ -73,7 +73,7 @@ def check_kind(kind: type | tuple[type, ...], **values: object) -> None:
 
 
 def check_all(kind: type, **values: Sequence[object]) -> None:
-    """Raise ValueError for what is no list, or one with nothing or with another kind in it."""
+    """Raise ValueError unless a value is a non-empty list of instances of `kind`."""
     for name, each in values.items():
         listed = isinstance(each, Sequence) and each
         if not listed or not all(isinstance(value, kind) for value in each):
@@ -81,17 +81,17 @@ def check_all(kind: type, **values: Sequence[object]) -> None:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None: for arguments that may be left out."""
+    """Return the arguments that are not None, to check optional arguments."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def listed(names: Iterable[object]) -> str:
-    """'a', 'b' and 'c', for a message."""
+    """Join names as "'a', 'b' and 'c'", for a message."""
     *most, last = (repr(name) for name in names)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def told(value: object) -> str:
-    """`value` as Python writes it, on one line and shortened, for a message."""
+    """Return repr(value) on one line and shortened to 80 characters, for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,4 +1,4 @@
-"""Files that a user names: their paths and texts, read with one clear error for a bad one."""
+"""Read files that a user names in an option, with one clear error for a bad path or file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-LARGEST = 64 * 10**6  # bytes of a file that is read whole
+LARGEST = 64 * 10**6  # largest size of a file that is read into memory, in bytes
 
 
 def place(name: str, given: str | Path) -> Path:
-    """The path that an option names, with its ~ replaced. Raises ValueError for what names none."""
+    """Return the path that the option `name` gives, with ~ expanded; ValueError if it is bad."""
     text = os.fspath(given)
     if not text or not text.isprintable():
         raise ValueError(f"{name}={text!r}: allowed are names, without control characters")
@@ -19,10 +19,10 @@ def place(name: str, given: str | Path) -> Path:
 
 
 def read_text(name: str, given: str | Path, kind: str, most: int = LARGEST) -> str:
-    """What the file that an option names holds; kind: of files that are allowed, as "CSV files".
+    """Return the text of the file that the option `name` gives.
 
-    Raises ValueError for a file that cannot be read, is not in UTF-8, or has more than `most`
-    bytes: a device may never end.
+    kind: for messages, such as "CSV files". Raises ValueError for a file that cannot be read, is
+    not in UTF-8, or has more than `most` bytes (a device such as /dev/zero never ends).
     """
     try:
         with open(place(name, given), "rb") as file:
@@ -39,7 +39,7 @@ def read_text(name: str, given: str | Path, kind: str, most: int = LARGEST) -> s
 
 
 def read_json(name: str, given: str | Path) -> Any:
-    """What the JSON file that an option names holds. Raises ValueError as `read_text` does."""
+    """Parse the JSON file that the option `name` gives; raises ValueError as `read_text`."""
     text = read_text(name, given, "JSON files")
     try:
         return json.loads(text)

@@ -1,7 +1,7 @@
-"""One writer to a folder: a lock of the operating system, which goes with its process.
+"""An exclusive lock on a folder, for one writer at a time, released when its process ends.
 
-The lock lies on the file `.lock` in the folder, which stays there. A process that dies, however it
-dies, lets go: nothing has to be cleared away. A child that it forked holds nothing.
+The operating system locks the file `.lock` in the folder, and the file stays. The lock is released
+even if the process is killed, so nothing needs cleaning up. Forked children do not hold the lock.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ NAME = ".lock"
 
 
 def hold(folder: Path, what: str) -> FileLock:
-    """Hold `folder`, which exists, for `what` ("a training job"), until the result's `release`.
+    """Lock the existing `folder` until `release` of the result. what: for the message ("a job").
 
-    Raises ValueError, which names the folder, where somebody holds it already, in this process or
-    in another one; OSError where the folder takes no file.
+    Raises ValueError, which names the folder, if this or another process holds the lock already;
+    OSError if no file can be created in the folder.
     """
     lock = FileLock(folder / NAME, thread_local=False)  # another thread may release it
     try:

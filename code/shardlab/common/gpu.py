@@ -1,6 +1,6 @@
-"""What torch calls this machine's GPUs: "cuda" for NVIDIA's and AMD's, "xpu" for Intel's.
+"""torch's device type of this machine's GPUs: "cuda" for NVIDIA and AMD, "xpu" for Intel.
 
-The one place that names them: `torch.get_device_module` has the same functions for both.
+No other module names these types: `torch.get_device_module` has the same functions for both.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from types import ModuleType
 
 import torch
 
-# What carries messages from GPU to GPU, for ranks that have one each.
+# The torch.distributed backend of each device type, for ranks with a GPU each.
 CARRIERS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 def kind() -> str:
-    """Which of the two this machine has; "cuda" where it has none."""
+    """Return the device type of this machine's GPUs; "cuda" if there are none."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None and found.type in CARRIERS else "cuda"
 
 
 def module() -> ModuleType:
-    """torch.cuda or torch.xpu. Asking it how many GPUs there are does not spoil a later fork."""
+    """Return torch.cuda or torch.xpu; its device_count() does not prevent a later fork."""
     return torch.get_device_module(kind())
 
 
 def carries(backend: str) -> bool:
-    """Whether a backend moves GPUs' tensors alone, as nccl does."""
+    """Return True if a backend sends only GPU tensors, as NCCL does."""
     return backend in CARRIERS.values()
 
 
 def is_on(device: torch.device) -> bool:
-    """Whether a device is a GPU."""
+    """Return True if a device is a GPU."""
     return device.type in CARRIERS

@@ -1,8 +1,7 @@
-"""Where a launcher has put this process: torchrun and its like, or srun.
+"""Rank and rendezvous address of this process, from the environment that its launcher set.
 
-A launcher tells its processes through their environment: torchrun and its like by RANK,
-WORLD_SIZE, MASTER_ADDR and others, srun by SLURM_PROCID and others, for a step of a job. The
-standard library alone.
+torchrun and similar launchers set RANK, WORLD_SIZE, MASTER_ADDR and others; srun sets SLURM_PROCID
+and others for each process of a job step. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launcher has put this process, and where all of them meet."""
+    """A process's rank and the address of the rendezvous."""
 
     rank: int
     size: int
     local_rank: int
-    address: str = ""  # of rank 0's host
+    address: str = ""  # rank 0's host
     port: int = 0
-    served: bool = False  # whether the launcher's own process keeps the store, as torchrun's does
+    served: bool = False  # True if the launcher's process serves the store, as torchrun's does
 
     def environment(self) -> dict[str, str]:
-        """The same in the words of torchrun, which torch's own rendezvous reads."""
+        """Return torchrun's environment variables, which torch's env:// rendezvous reads."""
         own = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank}
         meet = {"MASTER_ADDR": self.address, "MASTER_PORT": self.port} if self.address else {}
         return {name: str(value) for name, value in (own | meet).items()}
 
 
 def rank_of(environment: Mapping[str, str]) -> int | None:
-    """The rank that a process with this environment is; None where no launcher has set one."""
+    """Return the rank of a process with this environment; None without a launcher."""
     given = environment.get("RANK", environment.get("SLURM_PROCID", ""))
     return int(given) if given.isdigit() else None
 
 
 def local_rank_of(environment: Mapping[str, str]) -> int:
-    """Its number among those of its machine; 0 where nobody says it."""
+    """Return the local rank of a process with this environment; 0 without a launcher."""
     return int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")))
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
-    """What a launcher has set; None where there was none. ValueError for half of it."""
+    """Read a launcher's variables; None without a launcher, ValueError if some are missing."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         given = {name: environment.get(name, "") for name in wanted}
-        if not given["LOCAL_RANK"]:  # srun's word where the script took RANK from srun's as well
+        if not given["LOCAL_RANK"]:  # use srun's if the script also set RANK from srun's
             of_srun = environment.get("SLURM_PROCID") == given["RANK"]
             of_srun = of_srun and environment.get("SLURM_LOCALID")
             given["LOCAL_RANK"] = of_srun or given["RANK"]
@@ -60,7 +59,7 @@ def place(environment: Mapping[str, str]) -> Place | None:
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
             "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_node(environment),
-            # Two jobs may share a node: a port for each.
+            # Two jobs may share a node: derive the port from the job's id.
             "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + job % 20_000),
         }
         served = False
@@ -74,13 +73,13 @@ def place(environment: Mapping[str, str]) -> Place | None:
 
 
 def _first_node(environment: Mapping[str, str]) -> str:
-    """The address of the first node of a Slurm step, where rank 0 is."""
+    """Return the address of the first node of a Slurm step, which runs rank 0."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
     with suppress(OSError, subprocess.SubprocessError, IndexError):
         name = _scontrol("hostnames", nodes).split()[0]
         with suppress(OSError):
             return socket.gethostbyname(name)
-        # Names that do not resolve, of several nodes on one machine for instance: Slurm knows.
+        # Names may not resolve, for instance of emulated nodes on one machine: ask Slurm.
         words = dict(w.partition("=")[::2] for w in _scontrol("node", name).split())
         return words.get("NodeAddr", name)
     return ""

@@ -1,4 +1,4 @@
-"""GPUs and their links, as their makers state them."""
+"""Data sheets of GPUs and their links."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes of equal GPUs. Rates are for one GPU and one direction, at their best."""
+    """A node type with equal GPUs. Rates are peak rates of one GPU in one direction."""
 
     name: str
     memory: float  # bytes of one GPU, as CUDA reports them: the label's GB are something else
-    per_node: int  # GPUs
-    inside: float  # bytes per second to the other GPUs of its node
+    per_node: int  # GPUs in a node
+    inside: float  # bytes per second to the other GPUs of the node
     between: float  # bytes per second to other nodes
-    flops: float  # floating-point operations per second: dense products of 16-bit numbers
-    bandwidth: float | None = None  # bytes per second of its own memory; None: see `stream`
-    processors: int | None = None  # streaming multiprocessors; None: not known
-    fp8: float | None = None  # operations per second of dense 8-bit products; None: has none
-    best: float | None = None  # share of `flops` that its best product reaches; None: not known
-    fp4: float | None = None  # operations per second of dense 4-bit products; None: has none
-    host: float = 32e9  # bytes per second from the host's memory, and as many to it
-    label: int | None = None  # GB in the product's name; None: not known
+    flops: float  # FLOP/s of dense 16-bit matrix products
+    bandwidth: float | None = None  # bytes per second of GPU memory; None: see `stream`
+    processors: int | None = None  # streaming multiprocessors; None: unknown
+    fp8: float | None = None  # FLOP/s of dense 8-bit matrix products; None: not supported
+    best: float | None = None  # share of `flops` that the fastest product reaches; None: unknown
+    fp4: float | None = None  # FLOP/s of dense 4-bit matrix products; None: not supported
+    host: float = 32e9  # bytes per second from host memory, and equally many to it
+    label: int | None = None  # GB in the product's name; None: unknown
 
     def __post_init__(self) -> None:
         for field in ("memory", "inside", "between", "flops", "host"):
@@ -36,17 +36,17 @@ class Machine:
 
     @property
     def stream(self) -> float:
-        """Bytes per second of its own memory; where unknown, one for 200 operations.
+        """Bytes per second of GPU memory; if unknown, one byte for 200 floating-point operations.
 
-        NVIDIA's GPUs for data centres lie between 140 (V100) and 310 (B200).
+        NVIDIA's data center GPUs have between 140 (V100) and 310 (B200) operations per byte.
         """
         return self.flops / 200 if self.bandwidth is None else self.bandwidth
 
 
-# Best products, in bfloat16: measured by Bekman, Machine Learning Engineering Open Book, compute/
+# `best` was measured in bfloat16 by Bekman, Machine Learning Engineering Open Book, compute/
 # accelerator, "Maximum Achievable Matmul FLOPS" (PyTorch 2.6 and 2.7): 271.2 of 312 TFLOP/s on an
-# A100, 794.5 of 989 on an H100, which its power holds back, 1745 of 2250 on a B200; 781.9 of 1307
-# on an MI300X (ROCm 6.2).
+# A100, 794.5 of 989 on an H100 (limited by power), 1745 of 2250 on a B200; 781.9 of 1307 on an
+# MI300X (ROCm 6.2).
 _A100 = Machine("A100", 79.1 * GIB, 8, 300e9, 25e9, 312e12, 2039e9, 108, best=0.869, label=80)
 _H100 = Machine(
     "H100", 79.1 * GIB, 8, 450e9, 50e9, 989e12, 3350e9, 132, 1979e12, 0.803, host=64e9, label=80
@@ -59,37 +59,36 @@ _GB200 = replace(
     fp4=10_000e12, host=225e9, label=186,
 )  # fmt: skip
 
-# Memory is what CUDA reports, as torch prints it: the "total capacity" of an out-of-memory error,
-# in logs that people publish, or the "CUDA capacity" of torchtitan's. Drivers differ by 0.2 %. The
-# GB of a product's name are GiB less what the driver keeps (80: 79.1), so more than as many GB; of
-# an A10 the error correction takes its share.
-# NVIDIA's data sheets and white papers; links are quoted there for both directions together, and
-# halved here.
-# To the host: 16 lanes of PCIe 3.0 (16 GB/s), 4.0 (32), or from H100 on 5.0 (64); NVLink-C2C of
+# `memory` is CUDA's value, as torch prints it: the "total capacity" of an out-of-memory error in
+# published logs, or the "CUDA capacity" in torchtitan's logs. Drivers differ by 0.2 %. The number
+# in a product's name is GiB, of which the driver keeps some (80: 79.1); an A10's ECC takes more.
+# Rates are from NVIDIA's data sheets and white papers; these quote links for both directions
+# together, and the values here are halved.
+# `host` is 16 lanes of PCIe 3.0 (16 GB/s), 4.0 (32), or from H100 on 5.0 (64); NVLink-C2C of
 # 900 GB/s for two GPUs in a GB200.
-# Products are without sparsity: sheets from Hopper on print twice as many.
+# `flops` are without sparsity: data sheets from Hopper on print twice the rate.
 MACHINES: dict[str, Machine] = {
-    # GeForce RTX 4090 (Ada white paper: 165.2 TFLOP/s with sums in float32): no NVLink, 16 lanes of
-    # PCIe 4.0. Between nodes: assumed is one network card of 100 Gbit/s for eight of them.
+    # GeForce RTX 4090 (Ada white paper: 165.2 TFLOP/s with float32 sums): no NVLink, 16 lanes of
+    # PCIe 4.0. Between nodes: assumes one network card of 100 Gbit/s for eight GPUs.
     "rtx-4090": Machine(
         "RTX 4090", 23.64 * GIB, 8, 32e9, 100e9 / 8 / 8, 165e12, 1008e9, 128, 330e12, label=24
     ),
-    # A10 (data sheet): no NVLink, 16 lanes of PCIe 4.0, of which four stand in a machine. The same
-    # card of 100 Gbit/s is assumed for them.
+    # A10 (data sheet): no NVLink, 16 lanes of PCIe 4.0. Assumes four GPUs in a node, with one
+    # network card of 100 Gbit/s.
     "a10": Machine("A10", 21.98 * GIB, 4, 32e9, 100e9 / 8 / 4, 125e12, 600e9, 72, label=24),
-    # DGX-1 with V100 (data sheet): NVLink of 300 GB/s, four cards of 100 Gbit/s for eight GPUs.
+    # DGX-1 with V100 (data sheet): NVLink 300 GB/s, four 100 Gbit/s cards for eight GPUs.
     "v100": Machine("V100", 31.73 * GIB, 8, 150e9, 6.25e9, 125e12, 900e9, 80, host=16e9, label=32),
-    # DGX A100: NVLink of 600 GB/s, for each GPU a card of 200 Gbit/s.
+    # DGX A100: NVLink of 600 GB/s, a card of 200 Gbit/s for each GPU.
     "a100": _A100,
     "a100-80": _A100,
     "a100-40": replace(_A100, name="A100 40 GB", memory=39.56 * GIB, bandwidth=1555e9, label=40),
-    # DGX H100: NVLink of 900 GB/s, for each GPU a card of 400 Gbit/s; 1979 TFLOP/s are with
-    # sparsity, dense products reach half of it.
+    # DGX H100: NVLink of 900 GB/s, a card of 400 Gbit/s for each GPU; the sheet's 1979 TFLOP/s are
+    # with sparsity, and dense products reach half of it.
     "h100": _H100,
     "h200": replace(_H100, name="H200", memory=139.8 * GIB, bandwidth=4800e9, label=141),
-    # Four GH200 in a node (data sheet; user guides of Alps and JUPITER): the same GPU with 96 GB of
-    # HBM3, NVLink of 900 GB/s to the three others and as much to its own CPU, for each a card of
-    # 200 Gbit/s.
+    # Four GH200 in a node (data sheet; user guides of Alps and JUPITER): an H100 with 96 GB of
+    # HBM3, NVLink of 900 GB/s to the three others and 900 GB/s to its own CPU, a card of
+    # 200 Gbit/s for each GPU.
     "gh200": replace(
         _H100,
         name="GH200",
@@ -100,10 +99,10 @@ MACHINES: dict[str, Machine] = {
         host=450e9,
         label=96,
     ),
-    # The same with 96 GB of HBM2e, held to 500 W: torchtitan's benchmarks/llama3_h100_202412.
+    # An H100 with 96 GB of HBM2e, limited to 500 W: torchtitan's benchmarks/llama3_h100_202412.
     "h100-96": replace(_H100, name="H100 96 GB", memory=94.5 * GIB, bandwidth=2400e9, label=96),
-    # DGX B200 (data sheet): eight with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of 8-bit products
-    # with sparsity, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
+    # DGX B200 (data sheet): eight GPUs with 1,440 GB and 64 TB/s of memory, 72 PFLOP/s of sparse
+    # 8-bit products, NVLink of 1.8 TB/s each; a card of 400 Gbit/s for each GPU.
     "b200": _B200,
     # DGX B300 (data sheet): 2.1 TB, 108 PFLOP/s of dense 4-bit products, cards of 800 Gbit/s.
     "b300": replace(
@@ -134,16 +133,16 @@ MACHINES: dict[str, Machine] = {
     ),
 }
 
-_OF_ITS_CPU = {("gh200", "120"), ("gh200", "480")}  # GB that drivers print behind a GPU's name
-# What drivers and shops add to a GPU's name, which changes nothing in the table.
+_OF_ITS_CPU = {("gh200", "120"), ("gh200", "480")}  # GB of CPU memory in drivers' GPU names
+# Words that drivers and vendors add to a GPU's name, and that the table does not need.
 _ADDED = re.compile(r"nvidia|geforce|tesla|amd|instinct|sxm\d?|pcie|oam|hbm\d?e?|nvl\d+|\d+-?w")
 
 
 def named(name: str, memory: float | None = None) -> Machine | None:
-    """The machine of a GPU's name, as people and drivers write it; None where there is no sheet.
+    """Return the machine for a GPU's name, as people or drivers write it, or None if unknown.
 
-    "h100-80", "H100 80GB HBM3", "A100-SXM4-40GB", "NVIDIA GeForce RTX 4090". memory: GB of one,
-    for a name that does not say it. A size that no such GPU of the table has is not known either.
+    Examples: "h100-80", "H100 80GB HBM3", "A100-SXM4-40GB", "NVIDIA GeForce RTX 4090". memory: GB
+    of one GPU, for a name without a size. A known GPU with an unknown size returns None, too.
     """
     plain = re.sub(r"rtx[^a-z0-9]*(?=\d)", "rtx_", re.sub(r"(\d+) (w|gb)\b", r"\1\2", name.lower()))
     words = [w for w in re.split(r"[^a-z0-9_]+", plain) if w and not _ADDED.fullmatch(w)]
@@ -160,9 +159,9 @@ def named(name: str, memory: float | None = None) -> Machine | None:
 
 
 def check_named(**names: str) -> Machine:
-    """The same for an argument, given by its name; ValueError with the list where it is unknown."""
+    """Return the machine named by an argument (argument=name); raise ValueError if unknown."""
     ((argument, name),) = names.items()
-    # A name of the table is itself; calculators on pages offer those alone, and have no patterns.
+    # The table's own names need no pattern; the pages' calculators offer only these.
     if (machine := MACHINES.get(name) or named(name)) is None:
         raise ValueError(f"{argument}={told(name)}: allowed are {listed(MACHINES)}, and like names")
     return machine

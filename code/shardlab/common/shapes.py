@@ -1,6 +1,6 @@
-"""The shapes of models: what a calculator needs to know of them, and what `model` builds.
+"""The shapes of models, for calculators and for `gpt.model`.
 
-The standard library alone, so that whoever only counts does not have to load torch.
+Imports only the standard library, so that calculators do not have to load torch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardlab.common.arguments import (
 
 @dataclass(frozen=True)
 class Yarn:
-    """Positions of a model that learned on shorter sequences, stretched. See `attention.rotate`.
+    """YaRN's settings of rotary positions for longer sequences. See `attention.rotate`.
 
     Peng et al. 2023, "YaRN" (arXiv 2309.00071).
     """
 
-    factor: float  # by which slow pairs turn slower
-    seq: int  # tokens of the sequences that came first
-    fast: float = 32.0  # pairs that turn so often in these, and oftener, stay as they are
-    slow: float = 1.0  # those that turn so often, and less, turn `factor` times as slowly
-    turned: float = 1.0  # times what is turned
-    sharper: float = 0.0  # of latent attention: its scores times (0.1 sharper ln factor + 1)^2
+    factor: float  # the speed of slow pairs is divided by it
+    seq: int  # tokens of the original, shorter sequences
+    fast: float = 32.0  # pairs with at least this many turns in `seq` tokens keep their speed
+    slow: float = 1.0  # pairs with at most this many turns rotate `factor` times as slowly
+    turned: float = 1.0  # factor on cosines and sines (transformers' attention_factor)
+    sharper: float = 0.0  # latent attention: factor (0.1 sharper ln factor + 1)^2 on the scores
 
     def __post_init__(self) -> None:
         check_number(1, factor=self.factor)
@@ -39,7 +39,7 @@ class Yarn:
 
     @property
     def scores(self) -> float:
-        """Times the scores of latent attention. DeepSeek's and transformers' mscale, squared."""
+        """Factor on latent attention's scores: mscale^2 of DeepSeek and transformers."""
         return (0.1 * self.sharper * log(self.factor) + 1) ** 2
 
 
@@ -47,7 +47,7 @@ class Yarn:
 class Config:
     """The shape of a model. Symbols in brackets are those of the course's notation page."""
 
-    vocab: int = 256  # [V] entries; 256 serves bytes
+    vocab: int = 256  # [V] entries; 256 suffice for bytes
     seq: int = 128  # [s] longest sequence, in tokens
     layers: int = 4  # [L]
     heads: int = 4  # [a]
@@ -66,20 +66,20 @@ class Config:
     shared_experts: int = 0  # experts that see every token, as one network of their joint width
     dense_layers: int = 0  # the first layers, which have no experts
     router: str = "softmax"  # or "sigmoid"
-    capacity: float | None = None  # times a fair share: what an expert takes; None: all that come
-    expert_groups: int = 1  # equal groups of experts, of which a token chooses some first
-    groups_per_token: int = 1  # so many
-    routed_scale: float = 1.0  # times the weights of the chosen experts
+    capacity: float | None = None  # factor on an expert's fair share of tokens; None: no limit
+    expert_groups: int = 1  # number of equal groups of experts; a token first chooses groups
+    groups_per_token: int = 1  # number of groups that a token chooses
+    routed_scale: float = 1.0  # factor on the weights of the chosen experts
     head: int | None = None  # [D] size of a head; None: hidden over heads
     qk_norm: bool = False  # an RMSNorm of each head's queries, and of its keys
-    window: int | None = None  # tokens that one sees at most, itself among them; None: all before
-    full_every: int | None = None  # every so-manieth layer sees all in spite of it; None: none does
-    latent: int | None = None  # of these keys and values are made again; None: there are none
-    query_latent: int | None = None  # the same of queries; None: made of the stream
-    rotary: int | None = None  # with latents: numbers beside a head's `head` that know positions
+    window: int | None = None  # sliding window in tokens, the query's included; None: no window
+    full_every: int | None = None  # every n-th layer has no window; None: all have it
+    latent: int | None = None  # size of the key-value latent; None: no latent attention
+    query_latent: int | None = None  # size of the query latent; None: queries have none
+    rotary: int | None = None  # with latents: a head's position features, beside its `head`
     value: int | None = None  # with latents: size of a head of values; None: `head`
     norm_eps: float = 1e-5  # added to the mean of squares, or the variance
-    yarn: Yarn | None = None  # how positions are stretched; None: they are not
+    yarn: Yarn | None = None  # rotary positions for longer sequences; None: unchanged
 
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "seq": self.seq, "hidden": self.hidden}
@@ -115,12 +115,12 @@ class Config:
                     raise ValueError(f"{name}={value!r}: allowed with latent attention is {only}")
             if self.rotary is None:
                 raise ValueError("rotary=None: allowed with latent attention are even sizes")
-        for name in ("head", "rotary"):  # positions turn pairs of numbers
+        for name in ("head", "rotary"):  # rotary positions rotate pairs of features
             if (size := optional[name]) and size % 2:
                 raise ValueError(f"{name}={size}: allowed are even sizes")
 
     def _check_experts(self) -> None:
-        check_whole(1, RANKS // self.layers, experts=self.experts)  # layers times experts
+        check_whole(1, RANKS // self.layers, experts=self.experts)  # bounds layers * experts
         check_whole(1, self.experts, experts_per_token=self.experts_per_token)
         check_whole(0, LAYERS, shared_experts=self.shared_experts)
         check_whole(0, self.layers - 1, dense_layers=self.dense_layers)
@@ -132,7 +132,7 @@ class Config:
         if self.expert_groups == 1:
             return
         each, rest = divmod(self.experts, self.expert_groups)
-        if rest or each < 2:  # a group is as good as its best two
+        if rest or each < 2:  # a group's score is the sum of its best two experts' scores
             allowed = f"those that leave groups of 2 and more, all equal, of experts={self.experts}"
             raise ValueError(f"expert_groups={self.expert_groups}: allowed are {allowed}")
         if self.experts_per_token > (there := each * self.groups_per_token):
@@ -141,12 +141,12 @@ class Config:
 
     @property
     def content_size(self) -> int:
-        """Width of one head, but for what latent attention has beside it for positions."""
+        """Width of one head, without latent attention's position features."""
         return self.hidden // self.heads if self.head is None else self.head
 
     @property
     def head_size(self) -> int:
-        """Width of one head of queries, and of keys."""
+        """Width of one head of queries or keys."""
         return self.content_size + (self.rotary or 0)
 
     @property
@@ -155,13 +155,13 @@ class Config:
         return self.content_size if self.value is None else self.value
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that one sees at most in that layer; None: all before it."""
+        """Return the sliding window of a layer, in tokens; None: no window."""
         full = self.full_every is not None and (layer + 1) % self.full_every == 0
         return None if full else self.window
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values: as many as of queries, unless these share them."""
+        """Number of key-value heads, by default that of query heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -176,13 +176,13 @@ class Config:
 
     @property
     def chosen_width(self) -> int:
-        """Width of the experts that one token goes through: those it chose, and the shared ones."""
+        """Total width of the experts that process one token, chosen and shared ones."""
         return (self.experts_per_token + self.shared_experts) * self.expert_width
 
     def places(self, seq: int) -> int | None:
-        """How many of a sequence's `seq` tokens an expert takes; None: all that come.
+        """Return an expert's capacity, in tokens of a sequence of `seq` tokens; None: no limit.
 
-        The fair share is seq * k / E. It is rounded up, so that capacity=1 never asks for less.
+        It is `capacity` times the fair share, seq * k / E, rounded up.
         """
         if self.capacity is None:
             return None
@@ -192,12 +192,12 @@ class Config:
 # Dubey et al. 2024 (arXiv 2407.21783), Table 3; the 8192 tokens of its pre-training.
 _LLAMA = Config(128_256, 8192, 32, 32, 4096, 8, 14_336, "swiglu", "rms", False, False, 0.0, 5e5)
 
-PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tokens
+PRESETS: dict[str, Config] = {  # the first three are for lessons, with bytes as tokens
     "nano": Config(seq=64, layers=2, heads=2, hidden=64),
     "micro": Config(seq=128, layers=4, heads=4, hidden=128),
     "mini": Config(seq=128, layers=10, heads=8, hidden=256),
-    # Radford et al. 2019, Table 2; Brown et al. 2020 (arXiv 2005.14165), Table 2.1; both learned
-    # their positions.
+    # Radford et al. 2019, Table 2; Brown et al. 2020 (arXiv 2005.14165), Table 2.1; the originals
+    # have learned positions.
     "gpt-2": Config(vocab=50_257, seq=1024, layers=12, heads=12, hidden=768),
     "gpt-3-175b": Config(vocab=50_257, seq=2048, layers=96, heads=96, hidden=12_288),
     "llama-3-8b": _LLAMA,
@@ -212,8 +212,8 @@ PRESETS: dict[str, Config] = {  # the first three for lessons, with bytes as tok
         151_936, 32_768, 48, 32, 2048, 4, 6144, "swiglu", "rms", False, False, 0.0, 1e6, 128, 8,
         768, head=128, qk_norm=True, norm_eps=1e-6,
     ),
-    # DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; pre-trained on 4096 tokens, so without what
-    # stretched its positions later (YaRN), and without the module that predicts a second token.
+    # DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; the pre-training's 4096 tokens, so without
+    # YaRN, and without the module for multi-token prediction.
     "deepseek-v3": Config(
         129_280, 4096, 61, 128, 7168, None, 18_432, "swiglu", "rms", False, False, 0.0, 1e4, 256, 8,
         2048, 1, 3, "sigmoid", None, 8, 4, 2.5, head=128, latent=512, query_latent=1536, rotary=64,

@@ -1,7 +1,7 @@
-"""Notices that a file of the course has changed since this process imported it.
+"""Warnings about files of the course that changed after this process imported them.
 
-A notebook's kernel goes on with what it imported, while `show.source` reads the file: then the page
-would print new code and run the old. So `show.source` and `ranks.run` ask here.
+A notebook's kernel runs the code that it imported, but `show.source` reads the file: the page would
+show new code and run old code. So `show.source` and `ranks.run` call `notice`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from . import PACKAGES
 
-_BEGIN = time.time()  # what is older than this was imported as it is
-_seen: dict[str, tuple[Any, tuple[int, int]]] = {}  # module -> its spec, the file that was imported
+_BEGIN = time.time()  # files that are older have not changed since their import
+_seen: dict[str, tuple[Any, tuple[int, int]]] = {}  # module -> its spec, (mtime, size) at import
 _said: set[str] = set()
 
 
 def notice() -> None:
-    """Say, once for each file, which files of the course have changed since they were imported."""
+    """Print a warning, once per file, for each file of the course changed since its import."""
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if not path or name.partition(".")[0] not in PACKAGES or path in _said:
@@ -31,7 +31,7 @@ def notice() -> None:
             continue
         now = int(stat.st_mtime), stat.st_size
         spec = module.__spec__
-        if name not in _seen or _seen[name][0] is not spec:  # new, or loaded again
+        if name not in _seen or _seen[name][0] is not spec:  # new or reloaded
             _seen[name] = spec, _imported(module, now) if stat.st_mtime > _BEGIN else now
         if now != _seen[name][1]:
             _said.add(path)
@@ -40,7 +40,7 @@ def notice() -> None:
 
 
 def _imported(module: ModuleType, now: tuple[int, int]) -> tuple[int, int]:
-    """Time and size of the file that was imported: what Python wrote into the compiled one."""
+    """Return mtime and size of the imported file, from the header of its compiled .pyc file."""
     try:
         with open(module.__cached__, "rb") as file:
             head = file.read(16)

@@ -1,8 +1,8 @@
-"""Text to train on, without a download: the sources of Python's own standard library.
+"""Training text without a download: the source code of Python's standard library.
 
-Every Python installation has them, they are real text, and for a given version of Python they are
-the same bytes everywhere. One byte is one token, so the vocabulary has 256 entries. A file of your
-own works too.
+Every Python installation has it, it is real text, and it has the same bytes everywhere for a given
+version of Python. One byte is one token, so the vocabulary has 256 entries. Any other text file
+works, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.utils.data import Dataset
 
 STDLIB = "stdlib"
 VOCAB = 256
-LIMIT = 4_000_000  # bytes: the rest of a longer text is left out
+LIMIT = 4_000_000  # bytes: longer texts are truncated
 
 
 @lru_cache(maxsize=4)
 def corpus(source: str | Path = STDLIB) -> torch.Tensor:
-    """The text of `source`, "stdlib" or a path to a file, as a uint8 tensor of shape [tokens]."""
+    """Return the text of `source`, "stdlib" or a path to a file, as a uint8 tensor [tokens]."""
     if source == STDLIB:
         return _tensor(_documents())
     try:
@@ -36,12 +36,12 @@ def corpus(source: str | Path = STDLIB) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The standard library in three parts, to train, to validate and to test: uint8, [tokens].
+    """Split the standard library into training, validation and test text, each uint8 [tokens].
 
-    Every tenth file is for validation, and every tenth for testing: windows cut from one file share
-    names and phrases, and are not independent.
+    One file of ten is for validation, and another one for testing. The split is by file because
+    windows of the same file share names and phrases, and are not independent.
     """
-    own = {4: 1, 9: 2}  # the last digit of a document's number -> which part gets it
+    own = {4: 1, 9: 2}  # last digit of a document's number -> index of its part; otherwise 0
     dealt: tuple[list[bytes], ...] = ([], [], [])
     for number, document in enumerate(_documents()):
         dealt[own.get(number % 10, 0)].append(document)
@@ -53,10 +53,10 @@ def _tensor(documents: list[bytes]) -> torch.Tensor:
 
 
 def _documents() -> list[bytes]:
-    """Files of the standard library, LIMIT bytes in all."""
+    """Return files of the standard library, LIMIT bytes in all."""
     folder, left, documents = Path(sysconfig.get_paths()["stdlib"]), LIMIT, []
-    # Top-level modules alone: distributions leave out test suites and packages, hardly ever these.
-    for path in sorted(folder.glob("[!_]*.py")):  # with _ also generated ones, of this machine
+    # Only top-level modules: distributions often omit test suites and packages.
+    for path in sorted(folder.glob("[!_]*.py")):  # names with _ include machine-specific files
         if left > 0:
             documents.append(path.read_bytes()[:left])
             left -= len(documents[-1])
@@ -64,10 +64,10 @@ def _documents() -> list[bytes]:
 
 
 class Windows(Dataset):
-    """Windows of `seq` tokens, each with the same window one token later as its target.
+    """A dataset of windows of `seq` tokens, with the window one token later as target.
 
-    Item i is (tokens_S, targets_S), both int64 of shape [seq]; windows touch and do not overlap.
-    source: see `corpus`, or a tensor of tokens, such as one of `parts`.
+    Item i is (tokens_S, targets_S), both int64 of shape [seq]; windows are adjacent and do not
+    overlap. source: as in `corpus`, or a tensor of tokens, such as one of `parts`.
     """
 
     def __init__(self, seq: int, source: str | Path | torch.Tensor = STDLIB):
@@ -87,7 +87,7 @@ class Windows(Dataset):
 
 
 def batch(seq: int, size: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows `start` to `start + size` as (tokens_BS, targets_BS), the same at every call."""
+    """Return windows `start` to `start + size` as (tokens_BS, targets_BS), equal at every call."""
     windows = Windows(seq)
     if size < 0 or start < 0 or start + size > len(windows):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run of the lab took: tokens, seconds, operations, bytes, and money if it has a price.
+"""Cost breakdown of a lab run: tokens, seconds, FLOPs, bytes moved, and money if priced.
 
 Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 """
@@ -29,15 +29,15 @@ WAYS = {
     "mixed": "tensor × ZeRO-1",
 }
 WORK = ("inference", "training")
-NUMBERS = {"fp32": 4, "bf16": 2}  # bytes of a weight and its gradient; states are of four
+NUMBERS = {"fp32": 4, "bf16": 2}  # bytes of a weight or gradient; optimizer states have four
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is computed, by all ranks together: the same for each way.
+    """The computation of all ranks together, equal for each way.
 
-    batch: sequences B; prompt: tokens that each begins with; new: tokens generated after it; seq:
-    tokens S of a training sequence; steps: optimizer steps that are timed, after one that is not.
+    batch: sequences B; prompt: tokens of each prompt; new: tokens generated after the prompt; seq:
+    tokens S of a training sequence; steps: timed optimizer steps, after one warm-up step.
     """
 
     batch: int = 4
@@ -52,13 +52,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What one way of working cost: the breakdown, and what came out for comparison.
+    """The cost of one way, and its results for comparison.
 
-    tokens: trained, or generated. seconds: of the slowest rank, without starting. flops, moved:
-    floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour, or
-    None where ranks are no GPUs that anybody pays for.
-    outcome: losses [1 + steps], or generated tokens [B, new]. built: bytes that a rank held at most
-    while its model was made.
+    tokens: trained, or generated. seconds: of the slowest rank, without start-up. flops, moved:
+    floating-point operations, and bytes to and from memory, of all ranks. price: per GPU hour;
+    None: ranks have no price.
+    outcome: losses [1 + steps], or generated tokens [B, new]. built: peak bytes on a rank while it
+    built the model.
     """
 
     way: str
@@ -89,16 +89,16 @@ class Report:
 
     @property
     def cost(self) -> float | None:
-        """Price of a million tokens: every rank is a GPU that is paid for."""
+        """Price of a million tokens, where every rank is a GPU with a price."""
         if self.price is None:
             return None
         return self.price * self.ranks * self.seconds / 3600 / self.tokens * 1e6
 
 
 def matrices(shape: Any) -> int:
-    """Parameters of a Llama that are multiplied with every token: not the norms, nor the embedding.
+    """Return the parameters of a Llama's matrices, the head's included, without the embedding.
 
-    shape: a LlamaConfig. Query and output, key and value, gate, up and down; and the head.
+    shape: a LlamaConfig. The matrices are query, output, key, value, gate, up, down and the head.
     """
     hidden, head = shape.hidden_size, shape.hidden_size // shape.num_attention_heads
     keys = shape.num_key_value_heads * head
@@ -107,10 +107,10 @@ def matrices(shape: Any) -> int:
 
 
 def training_flops(shape: Any, batch: int, seq: int) -> int:
-    """Of a forward and a backward pass over [batch, seq] tokens.
+    """Return the FLOPs of a forward and a backward pass over [batch, seq] tokens.
 
-    6 per parameter and token: a multiplication and an addition forward, twice that backward; and
-    12 L H S per token for scores and values of the attention, the masked half included
+    6 per parameter and token: a multiplication and an addition in forward, twice as many in
+    backward; and 12 L H S per token for attention's scores and values, masked half included
     (Narayanan et al., SC 2021, appendix; Chowdhery et al., PaLM, appendix B).
     """
     attention = 12 * shape.num_hidden_layers * shape.hidden_size * seq
@@ -118,10 +118,10 @@ def training_flops(shape: Any, batch: int, seq: int) -> int:
 
 
 def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
-    """Of generating `new` tokens after a prompt: 2 per parameter and token, and the attention.
+    """Return the FLOPs of generating `new` tokens: 2 per parameter and token, and attention.
 
-    The prompt in one pass, then a pass for each further token. The head is needed for the last
-    position of each pass alone.
+    One pass processes the prompt, and one pass each further token. The head is computed only for
+    the last position of each pass.
     """
     head = shape.vocab_size * shape.hidden_size
     attention = 4 * shape.num_hidden_layers * shape.hidden_size
@@ -131,28 +131,28 @@ def inference_flops(shape: Any, batch: int, prompt: int, new: int) -> int:
 
 
 def training_moved(read: int, own: int, gathered: bool, number: int = 4) -> int:
-    """Bytes to and from memory in one step of one rank, activations not counted.
+    """Return a rank's bytes to and from memory in one step, without activations.
 
-    read: parameters that its forward pass reads; own: those that its optimizer keeps, of which
-    gradient (read), parameter and two moments (read and written) pass. gathered: ZeRO-3 first
-    writes the parameters, once forward and once backward. number: bytes of a parameter; one of two
-    has a master copy of four, which the optimizer reads and writes in its place.
+    read: parameters that its forward pass reads; own: parameters that its optimizer updates, for
+    which it reads the gradient, and reads and writes parameter and two moments. gathered: ZeRO-3
+    writes the gathered parameters, in forward and in backward. number: bytes of a parameter; with
+    2 bytes, the optimizer reads and writes a 4-byte master copy instead.
     """
-    passes = 2 * read + (2 * read if gathered else 0) + read  # the last: gradients written
-    written = number if number < 4 else 0  # from the master copy
+    passes = 2 * read + (2 * read if gathered else 0) + read  # the last term: gradients written
+    written = number if number < 4 else 0  # 16-bit weights, written from the master copy
     return number * (passes + own) + (4 * 2 * 3 + written) * own
 
 
 def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: int = 4) -> int:
-    """Bytes to and from memory of one rank that generates: weights of each pass, and the cache.
+    """Return a rank's bytes to and from memory for generation: weights of each pass, KV cache.
 
-    Tensor ranks divide the heads, and so the cache of keys and values [L, 2, batch, context, keys].
-    read, number: as in `training_moved`; what is in the cache has as many bytes.
+    Tensor-parallel ranks shard the heads, and so the KV cache [L, 2, batch, context, keys]. read,
+    number: as in `training_moved`; elements of the cache have `number` bytes, too.
     """
     head = shape.hidden_size // shape.num_attention_heads
     token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * head // layout.tp
     read_of_cache = task.prompt + sum(task.prompt + i for i in range(1, task.new))
-    cache = read_of_cache + task.prompt + task.new - 1  # the latter is written
+    cache = read_of_cache + task.prompt + task.new - 1  # tokens read, and then tokens written
     passes = task.new * (2 if layout.zero == 3 else 1)
     return number * (passes * read + layout.micro_batch * token * cache)
 
@@ -160,7 +160,7 @@ def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: i
 def table(
     reports: Sequence[Report], failed: Mapping[str, str] | None = None, caption: str = ""
 ) -> show.Shown:
-    """The breakdown of each report, a row each; and of each way that `failed`, why."""
+    """Show a table with a row for each report, and for each way that `failed`, with its cause."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
     head += ["FLOP/byte", "held to build (MB)"]
     rows = []
@@ -176,7 +176,7 @@ def table(
 
 
 def picture(reports: Sequence[Report]) -> Figure:
-    """Speed and intensity of each way: a row for inference and one for training."""
+    """Draw speed and intensity of each way: a row for inference and one for training."""
     import matplotlib.pyplot as plt
 
     show.style()

@@ -1,14 +1,14 @@
-"""The lab: a Llama of Hugging Face's `transformers`, eight ways, with one breakdown for each.
+"""The lab: generate with and train a Llama of `transformers` in eight ways, and compare costs.
 
     python -m shardlab.deepspeed_engine.lab --ranks 2 --price 2.5
     python -m shardlab.deepspeed_engine.lab --ranks 4 --ways data zero3 mixed --precision bf16
     python -m shardlab.deepspeed_engine.lab --memory 1e8
 
-runs it on one process with plain torch, and then with DeepSpeed: data parallel, ZeRO's stages,
-ZeRO-3 with the states in the host's memory, tensor parallel, and tensor ranks in copies that share
-optimizer states. Each way first generates (greedy, with a cache of keys and values), then trains
-the same weights with AdamW. With ZeRO-3 no rank ever holds the whole model. A way that runs out of
-memory is a row of its own, and the others go on.
+The lab runs the Llama in one process with plain torch, and then with DeepSpeed: data parallel,
+ZeRO's stages, ZeRO-3 with offload to the host's memory, tensor parallel, and tensor parallel with
+ZeRO-1. Each way first generates (greedy, with a KV cache), then trains the same weights with AdamW.
+With ZeRO-3 no rank ever holds the whole model. A way that runs out of memory gets a row in the
+table, and the others go on.
 
 Symbols: B sequences, S tokens of each, H hidden, L layers, V vocabulary.
 """
@@ -47,7 +47,7 @@ from .breakdown import (
 from .core import config, initialize, join
 from .start import prepare, quiet
 
-# Llama's parts in a size for two CPU cores: 3.1 million parameters.
+# A Llama small enough for two CPU cores: 3.1 million parameters.
 TINY = {
     "vocab_size": 2048,
     "hidden_size": 192,
@@ -58,14 +58,14 @@ TINY = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-_WARM = 2  # tokens that are generated before the clock starts
-_REPEATS = 3  # of the generation, which is short: its median is reported
-_TENSOR = 2  # ranks that share a matrix in the way "mixed"
-_SHORT = "out of memory", "OutOfMemoryError", "can't allocate memory"  # torch's words
+_WARM = 2  # tokens generated as a warm-up, before timing
+_REPEATS = 3  # runs of the generation, which is short; the median is reported
+_TENSOR = 2  # tensor-parallel ranks in the way "mixed"
+_SHORT = "out of memory", "OutOfMemoryError", "can't allocate memory"  # in torch's messages
 
 
 def generate(model: Any, tokens_BS: Tensor, new: int) -> Tensor:
-    """The `new` likeliest tokens after [B, S], one after the other: [B, new]."""
+    """Generate `new` tokens after [B, S] greedily, one by one: [B, new]."""
     cache, given, found = None, tokens_BS, []
     with torch.no_grad():
         for _ in range(new):
@@ -77,9 +77,9 @@ def generate(model: Any, tokens_BS: Tensor, new: int) -> Tensor:
 
 
 def llama(**changes: Any) -> Any:
-    """A Llama of `transformers` with TINY's shape and random weights, the same at every call.
+    """Return a Llama of `transformers` with TINY's shape and the same random weights each time.
 
-    changes: of that shape, or further settings of a LlamaConfig.
+    changes: other sizes than TINY's, or further settings of a LlamaConfig.
     """
     with quiet():
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,9 +90,9 @@ def llama(**changes: Any) -> Any:
 
 
 def _layout(way: str, size: int, batch: int) -> Layout:
-    """The layout of a way on `size` ranks, whose copies share `batch` sequences.
+    """Return the layout of a way on `size` ranks; data-parallel copies divide `batch` sequences.
 
-    Raises ValueError where ranks, heads or sequences cannot be shared so.
+    Raises ValueError if ranks, heads or sequences cannot be divided so.
     """
     tp = {"tensor": size, "mixed": _TENSOR}.get(way, 1)
     heads = TINY["num_key_value_heads"]
@@ -109,9 +109,9 @@ def _layout(way: str, size: int, batch: int) -> Layout:
 
 
 class _Plain:
-    """Plain torch in one process, with the methods of an engine.
+    """A single process with plain torch, and with the methods of DeepSpeed's engine.
 
-    AdamW has float32 weights: the model's own, or copies of 16-bit ones, as DeepSpeed keeps them.
+    AdamW updates float32 weights: the model's own, or copies of 16-bit ones, as in DeepSpeed.
     """
 
     def __init__(self, module: nn.Module):
@@ -136,7 +136,7 @@ class _Plain:
 
 
 def _sharded(folder: str, settings: dict[str, Any]) -> Any:
-    """The Llama of a folder, of which this rank holds its share, and one whole tensor at a time."""
+    """Load a Llama from a folder as ZeRO-3 shards, gathering only one full tensor at a time."""
     deepspeed = prepare()
     from safetensors import safe_open
     from transformers import AutoConfig, LlamaForCausalLM
@@ -156,14 +156,14 @@ def _sharded(folder: str, settings: dict[str, Any]) -> Any:
 
 
 def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, int]:
-    """The engine of a way, and the most bytes that this rank held while its model was made."""
+    """Return the engine of a way, and this rank's peak bytes while it built the model."""
     if way == "one":
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         with held() as counted:
             module = llama().to(ranks.device(), dtype)
         return _Plain(module), counted.peak
     place = "cpu" if ranks.device().type == "cpu" else "auto"
-    # DeepSpeed's own are of 5e8 numbers: more than all that a small Llama takes.
+    # DeepSpeed's default bucket has 5e8 elements: more memory than a small Llama's whole training.
     small = {"reduce_bucket_size": 1_000_000}
     settings = config(
         layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
@@ -176,7 +176,7 @@ def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, 
 def _rank(
     way: str, layout: Layout, task: Task, folder: str, precision: str, memory: float | None
 ) -> dict[str, Any]:
-    """On every rank: generate, then train; times, outcomes, and what was moved."""
+    """Generate, then train, on each rank; return times, outcomes and bytes moved."""
     with held(device=ranks.device(), limit=memory) if memory else nullcontext():
         return _work(way, layout, task, folder, precision)
 
@@ -215,7 +215,7 @@ def _work(way: str, layout: Layout, task: Task, folder: str, precision: str) -> 
         losses.append(value.detach())
     seconds = clock(ranks.device()) - begin
     mean = torch.stack(losses)
-    dist.all_reduce(mean)  # [1 + steps]; ranks of a tensor-parallel group all have the same
+    dist.all_reduce(mean)  # [1 + steps]; all ranks of a tensor-parallel group have equal losses
     moved = task.steps * training_moved(held, own, layout.zero == 3, number)
     found["training"] = (mean / layout.ranks, moved, seconds)
     return found
@@ -233,13 +233,13 @@ def run(
 ) -> list[Report]:
     """Generate and train in one `way` (of WAYS) on `size` ranks; "one" is always one process.
 
-    price: of a GPU hour, in whatever currency; the cost comes in the same. Without one, there is no
-    cost: ranks on one CPU, or on one GPU that they share, cost no more than one. device: as in
-    `ranks.run`. precision: "fp32"; or "bf16" for weights, with float32 copies for AdamW. memory:
-    bytes that a rank gets, as `count.held` counts them.
+    price: of a GPU hour, in any currency; costs have the same currency. None: no cost, for ranks
+    that share one CPU or one GPU. device: as in `ranks.run`. precision: "fp32"; or "bf16" weights
+    with float32 master copies for AdamW. memory: limit of a rank's bytes, as `count.held` counts
+    them.
 
-    Returns a Report for inference and one for training. Raises ValueError for what is not allowed,
-    RankError when a rank fails.
+    Returns a Report for inference and one for training. Raises ValueError for bad arguments, and
+    RankError if a rank fails.
     """
     task = task or Task()
     size = 1 if way == "one" else size
@@ -249,8 +249,8 @@ def run(
     check_number(**given(memory=memory, price=price))
     layout = _layout(way, size, task.batch)
     if way != "one":
-        prepare()  # once here, rather than in each forked rank
-    model = llama()  # imports what forked ranks then need not import again
+        prepare()  # import DeepSpeed once here, rather than in each forked rank
+    model = llama()  # imports transformers here, too, before the fork
     shape = model.config
     with tempfile.TemporaryDirectory() as folder:
         if layout.zero == 3:
@@ -275,9 +275,9 @@ def run(
 
 
 def tried(ways: Iterable[str], *given: Any, **options: Any) -> tuple[list[Report], dict[str, str]]:
-    """`run` of each way: the reports of those that end well; of those without memory enough, why.
+    """Run each way; return the reports of successful ways, and the causes of out-of-memory ones.
 
-    given, options: as of `run`. Raises as `run` does, for everything else that goes wrong.
+    given, options: further arguments of `run`. Raises as `run` does for all other errors.
     """
     reports: list[Report] = []
     failed: dict[str, str] = {}
@@ -292,7 +292,7 @@ def tried(ways: Iterable[str], *given: Any, **options: Any) -> tuple[list[Report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status."""
+    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--ranks", type=int, default=2)

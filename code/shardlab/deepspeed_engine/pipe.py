@@ -1,7 +1,7 @@
 """The plain GPT as a sequence of layers, for DeepSpeed's pipeline.
 
-DeepSpeed's PipelineModule wants a list of layers, each of which takes the output of the one before.
-It deals them out to the stages, and only the stage that has a layer keeps it.
+DeepSpeed's PipelineModule takes a list of layers, each of which gets the previous layer's output.
+It assigns the layers to stages, and a rank keeps only its stage's layers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from shardlab.gpt.model import GPT, loss
 
 from .start import prepare, quiet
 
-TIED = "embedding"  # what DeepSpeed calls the matrix that the first and the last layer share
+TIED = "embedding"  # DeepSpeed's key of the matrix that the first and the last layer share
 
 
 class Embedding(nn.Module):
-    """A token embedding that may be tied: its last stage has a copy, kept equal by DeepSpeed."""
+    """A token embedding that may be tied: DeepSpeed keeps the last stage's copy equal."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
         self.weight = nn.Parameter(weight.detach().clone())  # [V, H]
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] to [B, S, H]."""
+        """Map [B, S] to [B, S, H]."""
         return F.embedding(tokens_BS, self.weight)
 
 
 def unembed(embedding: Embedding, x_BSH: Tensor) -> Tensor:
-    """[B, S, H] @ [H, V]: the tied head."""
+    """Apply the tied head, [B, S, H] @ [H, V]."""
     return F.linear(x_BSH, embedding.weight)
 
 
 def layers(model: GPT) -> tuple[list[Any], list[str]]:
-    """The model as a list of layers for DeepSpeed, and each one's name in the model."""
+    """Return the model as a list of layers for DeepSpeed, and each layer's name in the model."""
     from deepspeed.pipe import TiedLayerSpec
 
     names = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks))), "norm", "head"]
@@ -53,16 +53,16 @@ def layers(model: GPT) -> tuple[list[Any], list[str]]:
 
 
 def pipeline(model: GPT, stages: int) -> Any:
-    """`model` as DeepSpeed's PipelineModule of `stages` stages, for `initialize`.
+    """Convert `model` to DeepSpeed's PipelineModule of `stages` stages, for `initialize`.
 
         engine = initialize(pipeline(GPT(shape), 2), config(Layout(pp=2, microbatches=4)))
 
-    Inside a rank, on all of them. Layers are dealt out evenly by number, in order. Ranks left over
-    are data-parallel copies. Every rank builds the whole model first, so that its weights are those
-    of one process; a model too large for that is given to DeepSpeed as LayerSpecs, built in place.
+    Collective. Each stage gets an equal number of consecutive layers. With more ranks than stages,
+    the pipeline is replicated for data parallelism. Every rank builds the whole model first, so
+    that weights equal one process's; for larger models, DeepSpeed takes LayerSpecs instead.
 
-    Raises ValueError when `stages` does not divide the ranks or exceeds the layers, and when ranks
-    share a GPU: they talk by gloo, which does not send a GPU's memory from rank to rank.
+    Raises ValueError if `stages` does not divide the ranks or exceeds the layers, and if ranks
+    share a GPU: they use Gloo, which does not send GPU tensors from rank to rank.
     """
     deepspeed = prepare()
     from deepspeed.pipe import PipelineModule
@@ -77,8 +77,8 @@ def pipeline(model: GPT, stages: int) -> Any:
         sequence, names = layers(model)
         if stages > len(sequence):
             raise ValueError(f"stages={stages}: allowed are 1 to {len(sequence)}, one per layer")
-        deepspeed.init_distributed()  # takes the process group that is there
-        # Its own seeding would move this process's random state.
+        deepspeed.init_distributed()  # uses the existing process group
+        # PipelineModule seeds the random generators: restore their state afterwards.
         with torch.random.fork_rng():
             cut = PipelineModule(
                 sequence, num_stages=stages, loss_fn=loss, partition_method="uniform"
@@ -88,14 +88,14 @@ def pipeline(model: GPT, stages: int) -> Any:
 
 
 def is_pipeline(engine: Any) -> bool:
-    """Whether `engine` is DeepSpeed's PipelineEngine."""
+    """Return True if `engine` is DeepSpeed's PipelineEngine."""
     from deepspeed.pipe import PipelineModule
 
     return isinstance(engine.module, PipelineModule)
 
 
 def full_names(cut: Any, name: str) -> list[str]:
-    """What a parameter of a PipelineModule is called in the plain model: twice, if it is tied."""
+    """Return the plain model's names of a PipelineModule's parameter: two, if it is tied."""
     if name.startswith(f"tied_modules.{TIED}."):
         return ["embedding.weight", "head.weight"]
     index, _, rest = name.partition(".")

@@ -1,6 +1,6 @@
-"""All weights of an engine, or of a checkpoint, under the plain module's names.
+"""Unsharded weights of an engine, or of a checkpoint, with the plain module's names.
 
-Neither needs DeepSpeed afterwards: a plain state dict loads into the plain model.
+The result is a plain state dict, which the plain model can load without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .start import prepare, quiet
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    """All weights on every rank, in float32 on the CPU, under the plain module's names.
+    """Gather all weights on every rank, in float32 on the CPU, with the plain module's names.
 
-    Every rank has to call it. The master weights where DeepSpeed keeps them apart (a 16-bit model,
-    ZeRO), except with tensor parallelism, whose shards are put together from the weights in use.
+    Collective. Returns the master weights if DeepSpeed keeps them separately (for a 16-bit model,
+    or ZeRO), except with tensor parallelism, for which the model's own shards are gathered.
     """
     deepspeed = prepare()
     if is_pipeline(engine):
@@ -55,13 +55,13 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _master(engine: Any, parameter: nn.Parameter, otherwise: Tensor) -> Tensor:
-    """The float32 master weight of `parameter`, gathered over the ranks; if it has one."""
+    """Gather the float32 master weight of `parameter`; `otherwise` if it has none."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if not parameter.requires_grad:
         return otherwise
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits: two lists side by side
+    if hasattr(optimizer, "fp32_groups"):  # stage 0 in 16 bits: parallel lists of weights
         groups = optimizer.fp16_groups, optimizer.fp32_groups
         pairs = zip(*map(chain.from_iterable, groups), strict=True)
         return next(_on_cpu(master) for used, master in pairs if used is parameter)
@@ -79,16 +79,16 @@ def _of_all_stages(engine: Any) -> dict[str, Tensor]:
 
 
 def plain_state_dict(directory: str | Path, tag: str | None = None) -> dict[str, Tensor]:
-    """The float32 weights of a DeepSpeed checkpoint, under the plain module's names, on the CPU.
+    """Load the float32 weights of a DeepSpeed checkpoint on the CPU, with the plain names.
 
-    For all ZeRO stages; without ranks. Where DeepSpeed saves no master weights with the model (16
-    bits in stage 0), they are those in use, widened.
+    Supports all ZeRO stages, in a process without ranks. If DeepSpeed saves no master weights with
+    the model (16 bits in stage 0), the 16-bit weights are converted.
 
-    It reads pickles, which can run code: only load checkpoints that you trust. (DeepSpeed writes
-    more than tensors into them.)
+    The files are pickles, which can run code: only load checkpoints that you trust. (DeepSpeed
+    writes more than tensors into them.)
 
-    Raises FileNotFoundError when there is no such checkpoint, ValueError for one of a model that is
-    cut, whose parts only the running engine can put together (`weights`).
+    Raises FileNotFoundError if there is no such checkpoint, ValueError for a tensor- or pipeline-
+    parallel one, whose parts only the running engine can gather (see `weights`).
     """
     prepare()
     folder = folder_of(directory, tag)

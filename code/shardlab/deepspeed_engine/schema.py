@@ -1,13 +1,13 @@
-"""What is refused before anything starts: what DeepSpeed cannot do, or would pass over in silence.
+"""Checks of arguments and configurations that DeepSpeed does not support, or silently ignores.
 
-First arguments that cannot go together. Then a configuration against DeepSpeed's own schema.
+`check_together` checks combinations of arguments, and `check` a configuration against DeepSpeed.
 
 DeepSpeed checks its sections strictly (they are pydantic models, which refuse unknown names), but
-not the top level: it looks up the names that it knows, and whatever else stands there is passed
-over in silence. A misspelt "gradient_cliping" trains with clipping at 1.0, and nobody is told.
+not the top level: there it looks up the names that it knows, and silently ignores all others. With
+a misspelt "gradient_cliping", DeepSpeed trains with clipping at 1.0, and without a warning.
 
-No list of names is kept here. The configuration is handed to DeepSpeed in a dictionary that takes
-note of what is looked up: what DeepSpeed never asks for, it does not know.
+This module has no list of names. It passes the configuration to DeepSpeed in a dictionary that
+records lookups: DeepSpeed does not know the names that it never looks up.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from shardlab.layout import Layout
 
 from .start import prepare, quiet
 
-# Of a layout's fields, what `config` writes; of the others, all that a Layout takes.
+# The values of a layout's fields that `config` supports; fields not listed can have any value.
 WRITTEN: dict[str, tuple[Any, ...]] = {
     "cp": (1,), "ep": (1,), "replicas": (1,), "schedule": ("1f1b",), "chunks": (1,),
     "stages": ("equal",), "sequence_parallel": (False,), "recompute": ("none", "full"),
 }  # fmt: skip
 PRECISIONS = "fp32", "bf16", "fp16"
 _SIZES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-# Read by deepspeed.initialize, outside the class that holds the configuration.
+# Names that deepspeed.initialize reads, outside the class of the configuration.
 _READ_ELSEWHERE = {"sequence_parallel_size", "data_parallel_size"}
-# Places of Hugging Face's "auto"; in "pipeline.stages" and others it is a word of DeepSpeed's.
+# Paths at which "auto" is Hugging Face's; elsewhere, as in "pipeline.stages", it is DeepSpeed's.
 _FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "bf16.", "zero_opt")
 
 
 def check_together(layout: Layout, precision: str, clipping: float, device: str) -> None:
-    """Raise ValueError for what DeepSpeed cannot combine, or `config` does not write."""
+    """Raise ValueError for arguments that DeepSpeed cannot combine or `config` does not support."""
     check_kind(Layout, layout=layout)
     check_one_of(PRECISIONS, precision=precision)
     check_number(0, clipping=clipping)
@@ -61,7 +61,7 @@ def check_together(layout: Layout, precision: str, clipping: float, device: str)
 
 
 class Asked(dict):
-    """A dict that notes in `names` each name that is looked up in it."""
+    """A dict that records in `names` each name that is looked up in it."""
 
     def __init__(self, content: Mapping[str, Any]):
         super().__init__(content)
@@ -79,24 +79,24 @@ class Asked(dict):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As dict's."""
+        """Return the value as dict.get does, and record the lookup."""
         self.names.add(key)
         return super().get(key, default)
 
     def keys(self) -> Any:
-        """As dict's, but `name in keys()` is noted too."""
+        """Return a view of the names; a membership test in the view is recorded, too."""
         return KeysView(self)
 
 
 def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
-    """Raise ValueError unless DeepSpeed takes `config`, and knows every name at its top level.
+    """Raise ValueError unless DeepSpeed accepts `config` and knows all names at its top level.
 
-    optimizer: whether `initialize` is given an optimizer beside the configuration, as the course's
-        `initialize` always is. Without one, stages 1 and 2 want a section "optimizer".
+    optimizer: True if deepspeed.initialize gets an optimizer beside the configuration, as this
+        package's `initialize` always does. Otherwise stages 1 and 2 need a section "optimizer".
 
-    Not checked: the inside of sections that DeepSpeed reads only when it comes to use them, and
-    whether the device can compute in 16 bits. Of the batch sizes: whether they fit *any* number of
-    ranks; DeepSpeed itself says whether they fit a given one.
+    Not checked: the content of sections that DeepSpeed reads only on use, and the device's support
+    for 16 bits. Batch sizes are checked to suit *some* number of ranks; DeepSpeed itself checks
+    them for the actual number.
     """
     prepare()
     from deepspeed.module_inject.autotp_config import AutoTPConfig, AutoTPPresets
@@ -110,7 +110,7 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
     asked = Asked(_of_one_copy(config))
     try:
         with quiet():
-            # Told of one copy of the model, whatever ranks this process is one of.
+            # Claim one data-parallel copy, whatever the process group of this process is.
             copies = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
             read = DeepSpeedConfig(asked, mpu=copies)
             preset = read.tensor_parallel_config.preset_model
@@ -135,10 +135,10 @@ def check(config: Mapping[str, Any], optimizer: bool = False) -> None:
 
 
 def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with that part of train_batch_size which one copy computes.
+    """Return the configuration with train_batch_size reduced to one data-parallel copy's share.
 
-    How many copies there will be is not known here; all three sizes together say it. Where one is
-    left out, DeepSpeed works it out, and whatever does not fit one copy fits no number of them.
+    The number of copies follows only from all three batch sizes. If one size is missing, DeepSpeed
+    computes it, and sizes that do not suit one copy suit no number of copies.
     """
     total, micro, accumulation = sizes = [config.get(key) for key in _SIZES]
     if None in sizes:
@@ -152,7 +152,7 @@ def _of_one_copy(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a configuration with their names: "zero_optimization.stage"."""
+    """Yield (path, value) of a configuration, with paths such as "zero_optimization.stage"."""
     for key, value in config.items():
         yield f"{path}{key}", value
         if isinstance(value, Mapping):
@@ -160,7 +160,7 @@ def _paths(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _one_line(error: Exception) -> str:
-    """A pydantic error takes four lines, of which the second and third say what is wrong."""
+    """Format an error on one line: a pydantic error's text takes four lines per field."""
     if hasattr(error, "errors"):
         wrong = (
             f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()

@@ -1,8 +1,8 @@
-"""Starting DeepSpeed: quietly, without a compiler, on the device that the rank has.
+"""Start DeepSpeed without output, without a compiler, and on the rank's device.
 
-Left to itself, DeepSpeed compiles a C++ extension when it joins a process group on a CPU (about a
-minute, and an error without g++ and ninja), warns when it finds no GPU, and prints tables. None of
-it is needed to train: the extension serves the all-reduce of its inference engine alone.
+By default, DeepSpeed compiles a C++ extension when it joins a process group on a CPU (about a
+minute, and an error without g++ and ninja), warns if it finds no GPU, and prints tables. Training
+needs none of this: only the all-reduce of DeepSpeed's inference engine uses the extension.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardlab import ranks
 
 
 def prepare() -> Any:
-    """Import DeepSpeed, ready for this process's device, and return the module.
+    """Import DeepSpeed, configure it for this process's device, and return the module.
 
-    Every function here calls it. Called once before `ranks.run`, it spares each forked rank the
-    import, which takes a second or more. Raises ImportError when DeepSpeed is not installed.
+    All functions of this package call `prepare`. Call it before `ranks.run` to spare each forked
+    rank the import of a second or more. Raises ImportError if DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ImportError(
@@ -32,34 +32,34 @@ def prepare() -> Any:
             "pip install deepspeed (any 0.19; without a compiler: DS_BUILD_OPS=0)"
         )
     device = ranks.device().type
-    # What DeepSpeed itself reads to learn the accelerator; without it, it warns that it guesses.
+    # DeepSpeed reads the accelerator from this variable; without it, DeepSpeed guesses and warns.
     before = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = device
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed = importlib.import_module("deepspeed")
-            # The first engine would import it, seconds' worth, in each rank again.
+            # Import here what the first engine would import in each rank, which takes seconds.
             importlib.import_module("torch._inductor.compile_fx")
-            importlib.import_module("tqdm.auto")  # in a notebook it warns, once, of missing widgets
+            importlib.import_module("tqdm.auto")  # warns of missing widgets in a notebook, once
     finally:
         if before is None:
             del os.environ["DS_ACCELERATOR"]
         else:
             os.environ["DS_ACCELERATOR"] = before
     _use_accelerator(device)
-    deepspeed.ops.__compatible_ops__ = {}  # no extension is worth compiling: so none is compiled
+    deepspeed.ops.__compatible_ops__ = {}  # makes DeepSpeed compile no extension
     for handler in deepspeed.utils.logger.handlers:
         if type(handler) is logging.StreamHandler:
-            # This rank's; that of the import was the caller's, and may be closed: no setStream,
-            handler.stream = sys.stderr  # which flushes it.
+            # The old stream is the importing process's and may be closed: setStream would flush it.
+            handler.stream = sys.stderr
     deepspeed.utils.logger.setLevel(logging.ERROR)
     ranks.at_parting(_forget)
     return deepspeed
 
 
 def _use_accelerator(device: str) -> None:
-    """Tell DeepSpeed which device it runs on; the caller that imported it may have had another."""
+    """Set DeepSpeed's accelerator: the process that imported it may have used another device."""
     accelerator = importlib.import_module("deepspeed.accelerator.real_accelerator")
     if accelerator.get_accelerator().device_name() != device:
         module = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
@@ -68,7 +68,7 @@ def _use_accelerator(device: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, nothing that DeepSpeed prints reaches the page."""
+    """Suppress all output and warnings of DeepSpeed inside this context."""
     with (
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
@@ -80,7 +80,7 @@ def quiet() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Take from DeepSpeed what it keeps of this run: a process of torchrun's has more than one."""
+    """Reset DeepSpeed's global state after a run: a process under torchrun has several runs."""
     name = "deepspeed.{}".format
     importlib.import_module(name("comm.comm")).cdb = None
     importlib.reload(importlib.import_module(name("utils.groups")))

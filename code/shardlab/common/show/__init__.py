@@ -1,8 +1,8 @@
-"""What lessons show: source code, tables and pictures.
+"""Functions with which lessons show source code, tables and pictures.
 
-Each function serves the built page, JupyterLab and a plain script from the same cell: it returns an
-object that knows its HTML and its plain text. Pictures take their ink from the page, so that one
-file serves light and dark.
+Each function works in the built page, in JupyterLab and in a plain script: it returns an object
+with HTML and plain text. Pictures use the page's text color, so one file serves light and dark
+themes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .timed import timed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["timed"]  # beside what is defined here
+__all__ = ["timed"]  # besides the functions defined here
 ROOT = Path(__file__).resolve().parents[4]
 
-# One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers
-# can tell apart, in an order that keeps neighbours far apart in lightness too.
+# One color per rank, the same on every page: Okabe and Ito's palette, which color-blind readers
+# can distinguish, in an order in which neighbors also differ in lightness.
 RANK_COLORS = [
     "#0072B2",
     "#E69F00",
@@ -41,13 +41,13 @@ RANK_COLORS = [
     "#F0E442",
     "#8C8C8C",
 ]
-# Text and lines are drawn in this colour, and the finished SVG says `currentColor` in its place.
+# Text and lines are drawn in this color; the finished SVG has `currentColor` in its place.
 INK = "#010203"
-_FOLD = 45  # lines of code that a screen holds; longer pieces are folded
+_FOLD = 45  # lines of code that fit on a screen; longer sources are folded
 
 
 class Shown:
-    """HTML for a page or a notebook, text for everything else."""
+    """A result to display: HTML for a page or a notebook, text for everything else."""
 
     def __init__(self, html: str, text: str):
         self.html = html
@@ -61,7 +61,7 @@ class Shown:
 
 
 def in_notebook() -> bool:
-    """Whether the caller is a notebook, which displays the last value of a cell by itself."""
+    """Return True in a notebook, which displays the last value of a cell by itself."""
     kernel = sys.modules.get("IPython")
     return bool(kernel and kernel.get_ipython())
 
@@ -75,7 +75,7 @@ def _shown(html: str, text: str, note: str | None = None) -> Shown:
 def source(*objects: Any, fold: int = _FOLD) -> Shown:
     """Show the source of functions, classes or modules, with a link to its file and line.
 
-    Pieces longer than `fold` lines are folded. A script prints one line for each instead.
+    Sources longer than `fold` lines are folded. A script prints one line for each object instead.
     """
     if not objects:
         raise ValueError("source() needs at least one function, class or module to show")
@@ -94,7 +94,7 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
         start = max(start, 1)
         where, link = _linked(path, start)
         folded = code.count("\n") if len(lines) > fold else None
-        # The fold's own line is a button, and no place for a link.
+        # The summary of a fold is a button, so it cannot contain a link.
         caption = f"<code>{html.escape(name)}</code> in {link if folded is None else where}"
         pages.append(_listing(code, "python", caption, folded, f"The whole file: {link}"))
         texts.append(f"# {_below_root(path)}, line {start}\n{code.rstrip()}")
@@ -103,9 +103,9 @@ def source(*objects: Any, fold: int = _FOLD) -> Shown:
 
 
 def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
-    """Show a whole file that is not Python, as a batch script; `language` as pygments names it.
+    """Show a file that is not Python, such as a batch script. language: name of a pygments lexer.
 
-    Files longer than `fold` lines are folded. Below each is a link that saves it. A script prints
+    Files longer than `fold` lines are folded. A link below the file downloads it. A script prints
     one line instead.
     """
     path = Path(path).resolve()
@@ -113,21 +113,21 @@ def file(path: str | Path, language: str, fold: int = _FOLD) -> Shown:
     lines, name = code.count("\n"), html.escape(path.name)
     caption = html.escape(where.removeprefix("code/"))
     page = _listing(code, language, caption, lines if lines > fold else None)
-    data = base64.b64encode(code.encode()).decode()  # the page holds it: no address may be wrong
+    data = base64.b64encode(code.encode()).decode()  # embedded in the page: the link cannot break
     save = f'<a href="data:text/plain;base64,{data}" download="{name}">{name}</a>'
     page += f'<p class="source-download">Download: {save}</p>'
     return _shown(page, f"# {where}\n{code.rstrip()}", f"source: {where}:1 {path.name}")
 
 
 def terminal(text: str, caption: str) -> Shown:
-    """Show what was typed into a terminal, after `$ `, and what came out; `caption` says when."""
+    """Show a terminal session: commands after `$ `, and their output. caption: says when it ran."""
     return _shown(_listing(text, "console", html.escape(caption)), f"# {caption}\n{text.rstrip()}")
 
 
 def _listing(
     text: str, language: str, caption: str, folded: int | None = None, below: str = ""
 ) -> str:
-    """Highlighted `text` under a caption; folded: so many lines, with `below` inside the fold."""
+    """Highlight `text` under a caption. folded: its number of lines, to fold it with `below`."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_by_name
@@ -146,11 +146,11 @@ def _below_root(path: Path) -> str:
 
 
 def _linked(path: Path, line: int) -> tuple[str, str]:
-    """A line of a file in words, and as a link where the file is the course's."""
+    """Return the location of a line as text, and as a link if the file is the course's."""
     where = html.escape(f"{_below_root(path).removeprefix('code/')}, line {line}")
     if not path.is_relative_to(ROOT):
         return where, where
-    # Works as it stands in JupyterLab; the book's extension points it at its own copy.
+    # The link works in JupyterLab; the book's extension redirects it to the book's copy.
     return where, f'<a class="source-link" href="../{_below_root(path)}#L{line}">{where}</a>'
 
 
@@ -159,10 +159,10 @@ def table(
     head: Sequence[str] | None = None,
     caption: str = "",
 ) -> Shown:
-    """Show `rows` under `head`; numbers stand to the right. Units belong in the head.
+    """Show `rows` under `head`, with columns of numbers aligned right. Put units in the head.
 
-    Rows are sequences, or mappings whose keys are the head. Cells are shown as they are, so format
-    numbers before: f"{seconds:.3f}".
+    Rows are sequences, or mappings whose keys are the head. Cells are shown with str(), so format
+    numbers first: f"{seconds:.3f}".
     """
     from tabulate import tabulate
 
@@ -200,7 +200,7 @@ def table(
 
 
 def _breakable(cell: str) -> str:
-    """As HTML. A name of more than 20 characters may break after each . and _ and inner hyphen."""
+    """Escape a cell for HTML; allow words of over 20 characters to break after ., _ and -."""
     longs = re.sub(r"\S{21,}", lambda word: re.sub(r"(?<=\w)([._-])", "\\1\0", word[0]), cell)
     return html.escape(longs).replace("\0", "<wbr>")
 
@@ -213,13 +213,13 @@ def _numeric(cell: str) -> bool:
 
 @lru_cache(1)
 def style() -> None:
-    """Set matplotlib up for the course's pictures: real text, no background, the page's ink."""
+    """Configure matplotlib for the course's pictures: real text, no background, INK as color."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update(
         {
-            "svg.fonttype": "none",  # text stays text: searchable, and in the page's own font
+            "svg.fonttype": "none",  # keep text as text: searchable, and in the page's font
             "font.family": "sans-serif",
             "font.size": 11,
             "figure.facecolor": "none",
@@ -238,7 +238,7 @@ def style() -> None:
 
 
 def _svg_text(figure: Figure, name: str, alt: str) -> str:
-    """The figure as SVG: the same bytes for the same figure, ink as `currentColor`."""
+    """Return the figure as SVG, reproducible byte by byte, with INK replaced by `currentColor`."""
     import matplotlib
 
     if not alt.strip():
@@ -247,16 +247,16 @@ def _svg_text(figure: Figure, name: str, alt: str) -> str:
         )
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-        unnamed = {"Date": None, "Creator": None}  # nothing that changes from run to run
+        unnamed = {"Date": None, "Creator": None}  # no metadata that changes from run to run
         figure.savefig(buffer, format="svg", metadata=unnamed, bbox_inches="tight", pad_inches=0.05)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = text.replace(INK, "currentColor")
     text = re.sub(r"font-family: [^;\"]*", "font-family: inherit", text)
-    # matplotlib's style sheet would reach the whole page; on the picture itself it says the same.
+    # matplotlib's style sheet would apply to the whole page; the <svg> gets its rules below.
     text = re.sub(r"<style.*?</style>\s*", "", text, flags=re.DOTALL)
-    # Several pictures share a page: keep only the ids that something refers to, and mark them.
+    # Ids must be unique on a page: keep only referenced ids, with a suffix per picture.
     mark = hashlib.sha256(name.encode()).hexdigest()[:6]
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda m: f' id="{m[1]}-{mark}"' if m[1] in used else "", text)
@@ -267,11 +267,11 @@ def _svg_text(figure: Figure, name: str, alt: str) -> str:
 
 
 def svg(figure: Figure, path: str | Path, alt: str) -> Path:
-    """Write `figure` to `path` as an SVG that serves light and dark, described by `alt`."""
+    """Write `figure` to `path` as an SVG for light and dark themes, described by `alt`."""
     path = Path(path)
     text = _svg_text(figure, path.stem, alt)
-    # As a file of its own the picture has no page to take its ink and font from. `:root` is the
-    # picture then, and is not when the picture stands inside a page.
+    # A separate SVG file has no page that sets color and font. `svg:root` matches the picture
+    # then, and does not match if the picture is embedded in a page.
     rule = (
         "svg:root{color:#1f2328;font-family:sans-serif}"
         "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
@@ -283,7 +283,7 @@ def svg(figure: Figure, path: str | Path, alt: str) -> Path:
 
 
 def figure(figure: Figure, alt: str, name: str) -> Shown:
-    """Show `figure` in the page; `alt` says what it shows, `name` makes its ids unique."""
+    """Show `figure` in the page. alt: describes the picture; name: makes its ids unique."""
     page = f'<figure class="shown-figure">{_svg_text(figure, name, alt)}</figure>'
     _close(figure)
     return _shown(page, f"[picture: {alt}]")

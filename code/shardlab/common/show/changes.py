@@ -1,4 +1,4 @@
-"""How one function became another, on a page: the lines that came, and those that went."""
+"""Show the difference between two functions on a page: added and removed lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TINT = {"+": "rgba(0,158,115,.16)", "-": "rgba(213,94,0,.16)", " ": "transparen
 
 
 def changes(old: Any, new: Any) -> Shown:
-    """Show what differs between two functions, classes or modules, with a line around."""
+    """Show the diff of two functions, classes or modules, with one line of context."""
     stale.notice()
     old, new = inspect.unwrap(old), inspect.unwrap(new)
     path, lines = Path(inspect.getsourcefile(new) or "").resolve(), changed(old, new)
@@ -38,13 +38,13 @@ def changes(old: Any, new: Any) -> Shown:
 
 
 def changed(old: Any, new: Any) -> list[tuple[str, int, str]]:
-    """Sign, line in the file of `new` or of `old`, and text; number 0 for lines that are left out.
+    """Return the diff as (sign, line number, text); number 0 marks lines that are left out.
 
-    Lines with "-" are numbered in the file of `old`.
+    Lines with "-" are numbered in the file of `old`, all others in the file of `new`.
     """
     (before, start), (after, begin) = (inspect.getsourcelines(thing) for thing in (old, new))
     before, after = ([line.rstrip("\n") for line in lines] for lines in (before, after))
-    start, begin = max(start, 1), max(begin, 1)  # a module's is 0
+    start, begin = max(start, 1), max(begin, 1)  # inspect returns 0 for a module
     found: list[tuple[str, int, str]] = []
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for group in matcher.get_grouped_opcodes(1):

@@ -1,4 +1,4 @@
-"""Pictures of what a lesson measures while it runs. The others are drawn beforehand: figures/."""
+"""Pictures of values that a lesson measures when it runs; static pictures are in figures/."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 INK = show.INK
 COLORS = show.RANK_COLORS
-# What the pictures tell apart is no rank; so these are not the first four colours.
+# These colors do not stand for ranks, so they are not the first four.
 WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 PHASES = ("forward", "backward", "step")
-NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # legible as small dots
+NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # colors that are distinguishable as small dots
 Trace = Sequence[tuple[float, int]]
 
 
 def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
-    """Bytes held over a training step, one panel for each run, on one scale.
+    """Draw the bytes held over a training step, one panel for each run, on one scale.
 
-    A run is (title, trace as of count.held, the moments at which forward began and forward,
-    backward and step ended, bytes of weights, bytes of the optimizer's states). The axis counts
-    tensors made and freed: their order is the same in every run, and their times are not.
+    A run is (title, trace of `count.held`, the times at which forward began and forward, backward
+    and step ended, bytes of weights, bytes of the optimizer's states). The x axis counts
+    allocations and frees, whose order is equal in every run, because their times are not.
     """
     show.style()
     figure, panels = plt.subplots(
@@ -43,7 +43,7 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
         begin, *ends = (bisect.bisect_right(times, moment) for moment in marks)
         sizes = np.array([size / 1e6 for _, size in trace[begin - 1 : ends[-1]]])
         end = len(sizes) - 1
-        steps = np.diff(np.round(1000 * sizes / top))  # smaller ones would not show
+        steps = np.diff(np.round(1000 * sizes / top))  # ignore changes that are too small to see
         corners = np.unique([0, *(np.flatnonzero(steps) + 1), end])
         states = weights / 1e6, (weights + moments) / 1e6
         axes.fill_between([0, end], 0, states[0], color=WEIGHTS, lw=0)
@@ -65,7 +65,7 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
             ("activations", first + (second - first) // 7),
             ("gradients", (second + last) // 2),
         ):
-            if sizes[at] - states[1] > 0.08 * top:  # room for the word
+            if sizes[at] - states[1] > 0.08 * top:  # high enough for the label
                 style = {"ha": "center", "va": "center", "fontsize": 9, "color": on(ACTIVATIONS)}
                 axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
         start = 0
@@ -86,7 +86,7 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
 
 
 def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> Figure:
-    """The roof of a machine, and (name, FLOP per byte, FLOP/s reached) of work done under it."""
+    """Draw a machine's roofline with measured points (name, FLOP per byte, FLOP/s)."""
     show.style()
     figure, axes = plt.subplots(figsize=(6.2, 3.6))
     left = min(intensity for _, intensity, _ in points) / 3
@@ -108,7 +108,7 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
         axis.set_major_formatter(lambda value, _: f"{value:,g}")
     for i, (name, intensity, reached) in enumerate(points):
         axes.plot(intensity, reached / 1e9, "o", color=COLORS[i], markersize=8)
-        # To the lower right, except at the right edge, and where another label stands already.
+        # Labels go to the lower right, except at the right edge and beside another label.
         twin = any(0.7 < intensity / other < 1.4 for _, other, _ in points[:i])
         x, y, side = (-9, 9, "right") if twin else (9, -10, "left")
         if intensity > right / 40:
@@ -121,9 +121,9 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
 
 
 def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
-    """Layouts as (GB of the fullest rank, seconds of a step, layout), a dot each.
+    """Draw a dot for each (GB of the fullest rank, seconds of a step, layout).
 
-    The layout says its `tp` and `pp`, which choose colour and shape.
+    The layout's `tp` and `pp` determine the dot's color and shape.
     """
     show.style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
@@ -145,7 +145,7 @@ def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
 
 
 def agreement(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Predicted over measured, for (predicted, measured) seconds of each group; a band of 10 %."""
+    """Draw predicted / measured of each group's (predicted, measured) seconds, and a 10 % band."""
     show.style()
     figure, axes = plt.subplots(figsize=(4.6, 3.0))
     for (name, pairs), color, shape in zip(groups.items(), NO_RANK, "osD^", strict=False):

@@ -37,7 +37,7 @@ def lost_fraction(interval: float, save: float, mtbf: float, restart: float = 0.
 def simulated_lost_fraction(
     interval: float, save: float, mtbf: float, restart: float = 0.0
 ) -> float:
-    """Simulate a job with 20,000 failures and return the fraction of `lost_fraction`."""
+    """Simulate a job until its 20,000th failure; return the same fraction as `lost_fraction`."""
     dice = random.Random(0)
     spent = work = 0.0
     for _ in range(20_000):

@@ -49,7 +49,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or used; the text names the file and says what is wrong."""
+    """Error of a checkpoint that cannot be saved or used; it names the file and the problem."""
 
 
 def complete(root: Path) -> list[Path]:

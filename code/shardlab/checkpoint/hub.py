@@ -52,7 +52,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """The location, dtype and shape of a tensor in a safetensors file."""
 
     file: str
     name: str  # name in the file

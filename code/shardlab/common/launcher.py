@@ -43,7 +43,7 @@ def local_rank_of(environment: Mapping[str, str]) -> int:
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
-    """Read a launcher's variables; None without a launcher, ValueError if some are missing."""
+    """Read a launcher's variables; None without a launcher, ValueError if they are incomplete."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         given = {name: environment.get(name, "") for name in wanted}

@@ -38,7 +38,7 @@ class Machine:
     def stream(self) -> float:
         """Bytes per second of GPU memory; if unknown, one byte for 200 floating-point operations.
 
-        NVIDIA's data center GPUs have between 140 (V100) and 310 (B200) operations per byte.
+        NVIDIA's data centre GPUs have between 140 (V100) and 310 (B200) operations per byte.
         """
         return self.flops / 200 if self.bandwidth is None else self.bandwidth
 

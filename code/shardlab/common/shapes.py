@@ -71,7 +71,7 @@ class Config:
     groups_per_token: int = 1  # number of groups that a token chooses
     routed_scale: float = 1.0  # factor on the weights of the chosen experts
     head: int | None = None  # [D] size of a head; None: hidden over heads
-    qk_norm: bool = False  # an RMSNorm of each head's queries, and of its keys
+    qk_norm: bool = False  # an RMSNorm on each head's queries, and one on its keys
     window: int | None = None  # sliding window in tokens, the query's included; None: no window
     full_every: int | None = None  # every n-th layer has no window; None: all have it
     latent: int | None = None  # size of the key-value latent; None: no latent attention

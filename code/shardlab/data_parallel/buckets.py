@@ -1,7 +1,7 @@
 """Operations on parameters and gradients that data parallelism, ZeRO and others share.
 
 `deal` divides parameters into buckets, `copy_from_rank_0` makes all ranks start equal, `Backward`
-tracks the begin and end of autograd's backward pass, `average_gradients` is data parallelism in one
+tracks the start and end of autograd's backward pass, `average_gradients` is data parallelism in one
 call, without buckets or overlap, and `clip_by_joint_norm` clips gradients sharded over ranks.
 
 Li: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -101,12 +101,12 @@ def add_up(
 
 
 def in_backward() -> bool:
-    """Return True if autograd runs backward: a forward is then a recomputation (as torch tests)."""
+    """Return True during autograd's backward: a forward is then a recomputation (torch's test)."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Backward:
-    """A tracker of one backward pass: its begin, its end, and an interruption by an error.
+    """A tracker of one backward pass: its start, its end, and an interruption by an error.
 
     Every gradient hook calls `begins` with a callback. The callback runs at the end of this
     backward, just before backward() returns: only then is it certain that a missing gradient will

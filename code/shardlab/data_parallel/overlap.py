@@ -55,7 +55,7 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
         if model is plain:
             average_in_buckets(buckets)
         else:
-            marks[-1] = wire.log[-1][2]  # the last bucket was ready then; backward only waited on
+            marks[-1] = wire.log[-1][2]  # backward's computing ended when the last bucket was ready
         marks.append(time.monotonic())
         optimizers[model].step()
         marks.append(time.monotonic())

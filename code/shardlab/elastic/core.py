@@ -1,4 +1,4 @@
-"""The agent of an elastic launcher: it starts its node's ranks, monitors and restarts them.
+"""The agent of an elastic launcher: it starts, monitors and restarts its node's ranks.
 
     python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
     python -m shardlab cluster run --nodes 1:2 --ranks 4 --at node1:29400 --logs logs train.py
@@ -182,7 +182,7 @@ class Meeting:
         self.store.set("order", json.dumps(asdict(order)))
 
     def report(self, report: Report) -> None:
-        """Publish the state of this agent's ranks; it also serves as the agent's heartbeat."""
+        """Publish the state of this agent's ranks; each report is also the agent's heartbeat."""
         self.beat += 1
         report = replace(report, beat=self.beat, ranks=self.job.ranks)
         self.store.set(f"agent {self.agent}", json.dumps(asdict(report)))
@@ -297,6 +297,6 @@ def run(job: Job, say: Callable[[str], None] = print) -> int:
 
     0: all ranks are done, or the agent got SIGTERM and its ranks exited with 0. 1: no restarts are
     left, too few nodes joined, or the store is gone. 143: SIGTERM, and a rank did not exit with 0.
-    SIGTERM and SIGINT remove this node from the job, or end it on the host; ranks get SIGUSR1.
+    SIGTERM and SIGINT remove this node (on the host: end the job). SIGUSR1 goes on to the ranks.
     """
     return Agent(job, say).run()

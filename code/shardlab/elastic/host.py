@@ -1,4 +1,4 @@
-"""The host's decisions: pure functions of the agents' reports, without processes or store.
+"""The host's decisions, computed from the agents' reports without access to processes or store.
 
 An `Order` tells all agents what to do, and a `Report` holds the state of an agent's ranks. `Host`
 turns reports into orders.

@@ -274,7 +274,7 @@ def loads(routed: Sequence[Routed], group: Group | None = None) -> Tensor:
     )
     if group is not None:
         check_group(group)
-        dist.all_reduce(count_LE, group=group)  # L * E whole numbers
+        dist.all_reduce(count_LE, group=group)  # [L, E], integers
     return count_LE / count_LE.sum(-1, keepdim=True)
 
 

@@ -78,7 +78,7 @@ def gather_rows(c_mN: Tensor, rows: int, group: Group) -> Tensor:
     counts = shard_sizes(rows, size)
     if size == 1:
         return c_mN
-    piece = _padded(c_mN, 0, counts[0])  # [m, N], m as on the rank with the most
+    piece = _padded(c_mN, 0, counts[0])  # [m, N], padded to the largest m
     gathered = _gathered(piece, group)  # [t, m, N]
     if rows % size == 0:
         return gathered.view(rows, c_mN.shape[1])
@@ -96,7 +96,7 @@ def gather_columns(c_Mn: Tensor, columns: int, group: Group) -> Tensor:
     counts = shard_sizes(columns, size)
     if size == 1:
         return c_Mn
-    piece = _padded(c_Mn, 1, counts[0])  # [M, n], n as on the rank with the most
+    piece = _padded(c_Mn, 1, counts[0])  # [M, n], padded to the largest n
     gathered = _gathered(piece, group)  # [t, M, n]
     return torch.cat([part[:, :n] for part, n in zip(gathered, counts, strict=True)], dim=1)
 

@@ -35,7 +35,7 @@ class Cost:
     held: int  # peak bytes: the shards and the communication buffers
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     # as in `count.sent`: name -> (number of calls, bytes of the input tensors)
-    wire: int = 0  # bytes that all ranks together put on the wire
+    wire: int = 0  # bytes that all ranks together send
 
 
 def near_square(ranks: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Functions with which lessons show source code, tables and pictures.
 
 Each function works in the built page, in JupyterLab and in a plain script: it returns an object
-with HTML and plain text. Pictures use the page's text color, so one file serves light and dark
+with HTML and plain text. Pictures use the page's text colour, so one file serves light and dark
 themes.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["timed"]  # besides the functions defined here
 ROOT = Path(__file__).resolve().parents[4]
 
-# One color per rank, the same on every page: Okabe and Ito's palette, which color-blind readers
-# can distinguish, in an order in which neighbors also differ in lightness.
+# One colour per rank, the same on every page: Okabe and Ito's palette, which colour-blind readers
+# can distinguish, in an order in which neighbours also differ in lightness.
 RANK_COLORS = [
     "#0072B2",
     "#E69F00",
@@ -41,7 +41,7 @@ RANK_COLORS = [
     "#F0E442",
     "#8C8C8C",
 ]
-# Text and lines are drawn in this color; the finished SVG has `currentColor` in its place.
+# Text and lines are drawn in this colour; the finished SVG has `currentColor` in its place.
 INK = "#010203"
 _FOLD = 45  # lines of code that fit on a screen; longer sources are folded
 
@@ -213,7 +213,7 @@ def _numeric(cell: str) -> bool:
 
 @lru_cache(1)
 def style() -> None:
-    """Configure matplotlib for the course's pictures: real text, no background, INK as color."""
+    """Configure matplotlib for the course's pictures: real text, no background, INK as colour."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,7 +270,7 @@ def svg(figure: Figure, path: str | Path, alt: str) -> Path:
     """Write `figure` to `path` as an SVG for light and dark themes, described by `alt`."""
     path = Path(path)
     text = _svg_text(figure, path.stem, alt)
-    # A separate SVG file has no page that sets color and font. `svg:root` matches the picture
+    # A separate SVG file has no page that sets colour and font. `svg:root` matches the picture
     # then, and does not match if the picture is embedded in a page.
     rule = (
         "svg:root{color:#1f2328;font-family:sans-serif}"

@@ -1,6 +1,6 @@
 """Drawing functions for pictures of the tensors that ranks hold, and of their messages.
 
-A cell is a piece of a tensor. It has the color of the rank whose values it holds, or a stripe for
+A cell is a piece of a tensor. It has the colour of the rank whose values it holds, or a stripe for
 each rank whose values are summed in it. Lengths are inches, and y grows downwards.
 """
 
@@ -100,10 +100,10 @@ def arrow(axes: Axes, start: Point, end: Point, **changes: Any) -> None:
 
 
 def words(axes: Axes, x: float, y: float, text: str, **changes: Any) -> None:
-    """Write text centered at (x, y)."""
+    """Write text centred at (x, y)."""
     axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 10, **changes})
 
 
 def title(axes: Axes, x: float, y: float, text: str, **changes: Any) -> None:
-    """Write bold text centered at (x, y)."""
+    """Write bold text centred at (x, y)."""
     axes.text(x, y, text, **{"ha": "center", "va": "center", "weight": "bold", **changes})

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 INK = show.INK
 COLORS = show.RANK_COLORS
-# These colors do not stand for ranks, so they are not the first four.
+# These colours do not stand for ranks, so the first four are not among them.
 WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 PHASES = ("forward", "backward", "step")
-NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # colors that are distinguishable as small dots
+NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # colours that are easy to tell apart as small dots
 Trace = Sequence[tuple[float, int]]
 
 
@@ -123,7 +123,7 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
 def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
     """Draw a dot for each (GB of the fullest rank, seconds of a step, layout).
 
-    The layout's `tp` and `pp` determine the dot's color and shape.
+    The layout's `tp` and `pp` determine the dot's colour and shape.
     """
     show.style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))

@@ -14,7 +14,7 @@ import time
 
 import psutil
 
-UNSEEN = "Not seen in this run: "  # begin of the line
+UNSEEN = "Not seen in this run: "  # start of the line
 BUSY = "too busy to judge"
 _LOOPS = 5_000_000
 _LOOP_SECONDS = 0.1  # time of _LOOPS on an idle core of an AMD EPYC server, with Python 3.11

@@ -1,12 +1,12 @@
-"""A layout: how many copies, how many cuts, what each rank then does, and who is with whom.
+"""A layout: how many replicas, how the model is split, what each rank does and its groups.
 
-Said once, checked once, and read by whatever asks who holds what: memory, mesh, planner, engines.
+Everything that asks which rank holds what reads a Layout: memory, mesh, planner, engines.
 
-N = d · p · c · t ranks stand in a box with four axes: d copies of the model ("dp"), p stages of
-each copy ("pp"), c ranks that share each sequence ("cp"), t ranks that share each matrix ("tp"). A
-rank's number is its place in the box, read like a number with four digits; `order` says which digit
-counts most. The last one changes from each rank to the next, so its groups are neighbours: in one
-node, as long as it holds them.
+N = d · p · c · t ranks form a grid with four axes: d replicas of the model ("dp"), p stages of each
+replica ("pp"), c ranks that share each sequence ("cp"), t ranks that share each matrix ("tp"). A
+rank's number is its position in the grid, read like a number with four digits; `order` lists the
+digits, most significant first. Along the last axis neighbours have consecutive numbers, so a group
+of that axis is in one node if the node holds that many ranks.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from .structure import Structure
 
 AXES = "dp", "pp", "cp", "tp"
 OFFLOADS = "none", "optimizer", "parameters"
-OPERATORS = "attention", "norms", "ffn", "latents"  # that can be computed again, one by one
+OPERATORS = "attention", "norms", "ffn", "latents"  # that can be recomputed, one by one
 _DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """d copies of a model that is cut t ways across and p ways along, and a step's batch."""
+    """A way to split a model over ranks, with the size of a step's batch."""
 
-    dp: int = 1  # [d] copies
+    dp: int = 1  # [d] replicas
     tp: int = 1  # [t] ranks that share each matrix
     pp: int = 1  # [p] stages
-    zero: int = 0  # stage of ZeRO, between the copies
-    micro_batch: int = 1  # [b] sequences
-    microbatches: int = 1  # [m] in one step, one after the other, on each copy
-    recompute: str = "none"  # or "selective", "full"; or by operator: "norms+ffn"
+    zero: int = 0  # ZeRO stage, over the replicas
+    micro_batch: int = 1  # [b] sequences of a micro-batch
+    microbatches: int = 1  # [m] per step and replica, one after the other
+    recompute: str = "none"  # or "selective", "full", or operators: "norms+ffn"
     sequence_parallel: bool = False
     cp: int = 1  # [c] ranks that share each sequence
-    ep: int = 1  # ranks, of those with the same weights, that share the experts
-    chunks: int = 1  # [v] parts of the model on each stage, under "interleaved" and "zb-v"
-    schedule: str = "1f1b"  # of a pipeline: one of SCHEDULES
-    replicas: int = 1  # groups of dp / replicas copies that ZeRO shards over; groups repeat (HSDP)
-    offload: str = "none"  # to the host's memory: or "optimizer", "parameters" (ZeRO-3)
-    stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or the layers of each stage
-    # Axes from the outermost in; those of one rank may be left out.
+    ep: int = 1  # ranks with the same other weights that share the experts
+    chunks: int = 1  # [v] model parts per stage, for "interleaved" and "zb-v"
+    schedule: str = "1f1b"  # pipeline schedule: one of SCHEDULES
+    replicas: int = 1  # groups; ZeRO shards over the dp / replicas copies in each (HSDP)
+    offload: str = "none"  # moved to host memory: "optimizer", or "parameters" (ZeRO-3)
+    stages: str | tuple[int, ...] = "equal"  # one of STAGE_RULES, or layers per stage
+    # Axes from the outermost to the innermost; axes of one rank may be left out.
     order: tuple[str, ...] = AXES
-    # Ranks that share each matrix of an expert; None: the tensor ranks. With fewer of them the
-    # others join those that share the experts (folding: Liu et al. 2025, arXiv 2504.14960).
+    # Ranks that share each matrix of an expert; None: the tensor ranks. With fewer, the other
+    # tensor ranks join those that share the experts (folding: Liu et al. 2025, arXiv 2504.14960).
     etp: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,39 +93,39 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """GPUs that it takes."""
+        """The number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def batch(self) -> int:
-        """[B] sequences in one step, on all copies together."""
+        """[B] sequences in one step, over all replicas."""
         return self.dp * self.micro_batch * self.microbatches
 
     @property
     def shards(self) -> int:
-        """Ranks among which ZeRO divides: copies of a group, and those that share a sequence."""
+        """The ranks that ZeRO shards over: dp / replicas, times context ranks."""
         return self.dp // self.replicas * self.cp
 
     @property
     def cut(self) -> int:
-        """Ranks that share each matrix of an expert."""
+        """The ranks that share each matrix of an expert."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def alike(self) -> int:
-        """Ranks that have the same experts, among which ZeRO divides these."""
+        """The ranks with the same experts, over which ZeRO shards their states."""
         return self.shards * self.tp // (self.ep * self.cut)
 
     def parts(self, config: Config | Structure) -> list[Stage]:
-        """What stands on each stage, first to last; errors as those of `stages`."""
+        """Return the content of each stage, first to last; raises as `stages` does."""
         return stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
     @property
     def route(self) -> list[int]:
-        """The stages on which the model's parts stand, one for each chunk, in its order."""
+        """The stage of each part of the model, in the model's order."""
         return route(self.pp, self.schedule, self.chunks)
 
-    # Who is with whom.
+    # Ranks, positions and groups.
 
     def check(self, ranks: int) -> None:
         """Raise ValueError unless there are as many ranks as the degrees multiply to."""
@@ -136,21 +136,21 @@ class Layout:
             raise ValueError(f"ranks={told(ranks)}: allowed is {allowed}")
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each axis: its number's digits."""
+        """Return a rank's position along each axis: the digits of its number."""
         found = dict.fromkeys(AXES, 0)
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
     def rank(self, **place: int) -> int:
-        """Who stands there; along an axis that is left out, at 0."""
+        """Return the rank at a position; along axes that are left out, at 0."""
         number = 0
         for axis in self.order:
             number = number * getattr(self, axis) + place.get(axis, 0)
         return number
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The groups of an axis: ranks whose places differ along it, and along no other."""
+        """Return the groups of an axis: ranks whose positions differ along it alone."""
         others = [other for other in self.order if other != axis]
         found = []
         for rest in product(*(range(getattr(self, other)) for other in others)):
@@ -159,9 +159,9 @@ class Layout:
         return found
 
     def edges(self, axis: str) -> Iterator[tuple[int, int]]:
-        """Who sends to whom, as (from, to): rings of the groups "dp", "cp" and "tp"; both ways
-        between the stages of neighbouring parts in "pp", once for each part; "twin": between the
-        ends of a pipeline, for tied embeddings.
+        """Yield (sender, receiver) pairs: rings within the groups of "dp", "cp" and "tp".
+
+        "pp": both ways between stages of neighbouring parts; "twin": between the ends, if tied.
         """
         for group in self.groups("pp" if axis == "twin" else axis):
             stages = [group[stage] for stage in self.route] if axis in ("pp", "twin") else []
@@ -177,11 +177,11 @@ class Layout:
     def leaving(
         self, node: int, sent: Callable[[int], Mapping[str, float]]
     ) -> dict[str, list[float]]:
-        """Bytes that leave each node of `node` ranks, by axis: a list with one entry for each node.
+        """Return, by axis, the bytes that leave each node of `node` ranks.
 
-        sent(rank): bytes that it sends along each axis and to its "twin"; none where it is missing.
-        What a rank sends along an axis goes to its neighbours there, as rings and pipelines send
-        it, in equal parts. Raises ValueError for nodes that the ranks do not fill.
+        sent(rank): bytes sent along each axis and to the "twin"; missing ones are 0. They go in
+        equal parts to the rank's receivers in `edges`. Raises ValueError if the nodes do not divide
+        the ranks.
         """
         if self.ranks % node:
             raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
@@ -195,7 +195,7 @@ class Layout:
                     found[axis][source // node] += sent(source).get(axis, 0) / ways[source]
         return found
 
-    # In words.
+    # Text.
 
     def __str__(self) -> str:
         degrees = ("t", self.tp), ("p", self.pp), ("c", self.cp), ("e", self.ep)
@@ -220,13 +220,13 @@ class Layout:
 
 
 def orders(layout: Layout) -> list[Layout]:
-    """The same layout in every order that makes a difference: axes of one rank make none."""
+    """Return the layout in every distinct axis order; axes of one rank are left out."""
     wide = [axis for axis in AXES if getattr(layout, axis) > 1]
     return [replace(layout, order=order) for order in permutations(wide)]
 
 
 def _runs(layers: tuple[int, ...]) -> str:
-    """Layers of each stage, with repeats counted: 15+3×16+15."""
+    """Format the layers of each stage, with repeats counted: 15+3×16+15."""
     runs: list[list[int]] = []
     for n in layers:
         if runs and runs[-1][1] == n:
@@ -237,11 +237,11 @@ def _runs(layers: tuple[int, ...]) -> str:
 
 
 def computed_again(recompute: str) -> frozenset[str]:
-    """The OPERATORS whose results a layer does not keep. Raises ValueError for unknown names.
+    """Return the OPERATORS that are recomputed. Raises ValueError for unknown names.
 
-    recompute: "none"; "selective", which is attention's core; names joined by "+"; or "full", which
-    keeps a layer's input alone, and while its backward runs all of the rest. "latents": what is
-    made of them, queries, keys and values.
+    recompute: "none"; "selective", the core of attention; names joined by "+" ("latents": the
+    queries, keys and values that are made of latents); or "full", for which the set is empty: only
+    the layer's input is kept, and its backward recomputes the rest.
     """
     if recompute in ("none", "full"):
         return frozenset()
@@ -253,4 +253,4 @@ def computed_again(recompute: str) -> frozenset[str]:
     return frozenset(named)
 
 
-ALONE = Layout()  # one rank, and one sequence in a step
+ALONE = Layout()  # one rank, one sequence per step

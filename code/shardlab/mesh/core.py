@@ -1,20 +1,20 @@
-"""Several cuts at once: copies of pipelines of tensor groups, equal to one process.
+"""Tensor, pipeline and data parallelism together, with the results of one process.
 
 In the order of the lesson: the three groups of a rank (`Groups`, `join`); the plain GPT, cut along
-each of them (`Parallel.__init__`); a training step, in which every group adds up what is its own
-(`step`); one norm of gradients that lie on all ranks (`clip_grad_norm_`). Each cut is a module of
-its own, which knows nothing of the others: what stands here is the order in which they meet.
+each of them (`Parallel.__init__`); a training step, in which every group adds up its share
+(`step`); one gradient norm over all ranks (`clip_grad_norm_`). Each kind of parallelism has its own
+package, which knows nothing of the others; this file decides the order in which they meet.
 
     tensor      each matrix over t ranks: sums inside of every layer (`tensor_parallel`)
-    pipeline    some layers on each of p stages, in one part of the model or in several, its
-                chunks: activations from part to part (`pipeline`)
-    data        d copies of all this: averages of gradients, once a step; ZeRO shards what the
-                copies would hold twice (`zero`)
+    pipeline    some layers on each of p stages, in one part of the model or in several chunks:
+                activations go from part to part (`pipeline`)
+    data        d replicas of all this: gradients are averaged once a step; ZeRO shards what the
+                replicas would otherwise all hold (`zero`)
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021 (arXiv 2104.04473), section 3; Korthikanti et al. 2022 (arXiv 2205.05198) for the sequence.
 
-Shapes in names: B batch of this copy, S sequence, s = S/t, H hidden, V vocabulary.
+Shapes in names: B batch of this replica, S sequence, s = S/t, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from . import states
 from .predict import check_cuts, layers_of_parts
 
 Group = dist.ProcessGroup
-AXES = "dp", "pp", "tp"  # those of a layout that `Parallel` cuts along
+AXES = "dp", "pp", "tp"  # the axes of a layout that `Parallel` supports
 
 
 class Groups(NamedTuple):
-    """The three groups of one rank: its twins in other copies, its pipeline, its tensor group."""
+    """The data-parallel, pipeline and tensor-parallel group of one rank."""
 
     dp: Group
     pp: Group
@@ -56,12 +56,12 @@ class Groups(NamedTuple):
 
 
 def join(layout: Layout, world: Group) -> Groups:
-    """This rank's groups in `layout`, whose rank 0 is that of `world`; all ranks call it.
+    """Return this rank's groups in `layout`; all ranks of `world` call this.
 
-    Every rank makes its tensor group first, then its pipeline, then its copies: groups of one axis
-    share no rank, so nobody waits in a circle. Two ranks are together in one of the groups at most,
-    as nccl wants it. Raises ValueError unless the degrees multiply to the ranks of `world`, and on
-    every rank when their layouts differ.
+    Ranks are numbered within `world`. Every rank makes its tp group first, then pp, then dp. Groups
+    of one axis share no rank, so no ranks wait in a circle. Two ranks share at most one group, as
+    nccl requires. Raises ValueError unless the degrees multiply to the size of `world`, and on
+    every rank when layouts differ.
     """
     rank, size = check_group(world, "world")
     layout.check(size)
@@ -79,9 +79,9 @@ def join(layout: Layout, world: Group) -> Groups:
 
 
 def groups_of(device_mesh: DeviceMesh) -> Groups:
-    """The same from torch's mesh, whose dimensions are called "dp", "pp" and "tp", in any order.
+    """Return the same groups from a DeviceMesh.
 
-    Raises ValueError for other names.
+    Its dimensions are called "dp", "pp" and "tp", in any order; other names raise ValueError.
     """
     names = device_mesh.mesh_dim_names or ()
     if sorted(names) != sorted(AXES):
@@ -95,23 +95,23 @@ class Parallel(nn.Module):
         layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=4)
         job = Parallel(GPT(config), join(layout, dist.group.WORLD), layout)
         optimizer = torch.optim.AdamW(job.parameters(), lr=1e-3, foreach=False)
-        loss = job.step(tokens, targets)            # of this copy: its share of the batch
+        loss = job.step(tokens, targets)            # this replica's share of the batch
         job.clip_grad_norm_(1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    model: the same on every rank; its modules are used, so let go of it. If it is on meta, a rank
-    makes its own part alone, full of zeros, for `checkpoint.load_hub` to fill. layout: degrees,
-    those of the groups; schedule, chunks of each stage, micro-batches; ZeRO's stage between the
-    copies, 2 and 3 without a pipeline alone; sequence_parallel: cut what lies between the matrices
-    by tokens, too; recompute: "full" keeps of each block its input alone, and computes the rest
-    again in backward, messages too. seed: of dropout; each copy and each stage seeds torch's
-    generator with a number of its own.
+    model: the same on every rank; its modules are used, so drop other references to it. On meta: a
+    rank makes its part alone, of zeros, which `checkpoint.load_hub` fills. layout: the degrees,
+    equal to the groups' sizes; schedule, chunks per stage, micro-batches; the ZeRO stage of the
+    replicas (2 and 3 only without a pipeline); sequence_parallel: also split the activations
+    between the matrices by tokens; recompute: "full" keeps only each block's input, and computes
+    the rest again in backward, messages included. seed: for dropout; each replica and stage seeds
+    torch's generator with its own number.
 
-    `parameters()` are what this rank's optimizer trains, by the plain model's names: its part of a
-    matrix, or with ZeRO a flat piece of that part.
+    `parameters()` yields what this rank's optimizer trains, under the plain model's names: its part
+    of each matrix, or with ZeRO a flat piece of that part.
 
-    Raises ValueError, before anything is sent, for a shape that the degrees do not divide, for what
-    else `check_cuts` refuses, and for other groups; on every rank when arguments differ.
+    Raises ValueError before anything is sent for sizes that the degrees do not divide, for whatever
+    else `check_cuts` refuses and for groups of other sizes; on every rank when arguments differ.
     """
 
     def __init__(self, model: GPT, groups: Groups, layout: Layout, seed: int = 0):
@@ -131,26 +131,26 @@ class Parallel(nn.Module):
         if layout.recompute == "full":
             pipeline.compute_again(list(self.blocks.values()))
         self._share_copies(parts, schedule)
-        if self.config.dropout:  # ranks of a tensor group have one seed: `parallelize` knows more
+        if self.config.dropout:  # a tensor group shares a seed: see `parallelize`
             torch.manual_seed(
                 seed + dist.get_rank(groups.dp) * layout.pp + dist.get_rank(groups.pp)
             )
 
     def _cut_matrices(self, model: GPT, sequence: bool) -> None:
-        """Along tp: t ranks share each matrix, and with `sequence` the tokens in between."""
+        """Cut matrices over the tensor group, and with `sequence` the tokens."""
         edges = sequence_parallel.ALONG_SEQUENCE if sequence else tensor_parallel.REPLICATED
         tensor_parallel.parallelize(model, self.groups.tp, edges)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.partly = set()  # names of what is whole on every rank, but sees a t-th of the tokens
+        self.partly = set()  # parameters that are whole on every rank but see 1/t of the tokens
         if sequence:
             self.partly = {names[p] for p in sequence_parallel.seen_partly(model)}
         self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
-        self.cuts.setdefault("head.weight", 0)  # a tied one goes by the embedding's name so far
-        self.several = tensor_parallel.parts(model)  # name -> into how many parts it is cut
+        self.cuts.setdefault("head.weight", 0)  # if tied, it had the embedding's name
+        self.several = tensor_parallel.parts(model)  # name -> number of parts
         self.several.setdefault("head.weight", self.layout.tp)
 
     def _cut_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
-        """Along pp: this rank keeps its parts of the model. The ends of a tied one are twins."""
+        """Keep this rank's parts; a tied embedding and head become twins."""
         layout, (stage, _) = self.layout, check_group(self.groups.pp)
         parts = pipeline.cut(model, layers_of_parts(model.config, layout))
         mine = [parts[number] for number in schedule.placement[stage]]
@@ -159,7 +159,7 @@ class Parallel(nn.Module):
             for part in mine:
                 for tensor in part.to_empty(device=device()).state_dict().values():
                     tensor.zero_()
-            if model.config.tied:  # each end got a tensor of its own
+            if model.config.tied:  # `to_empty` gave embedding and head a tensor each
                 ends = model.embedding, model.head
                 ends[stage == first].weight = ends[stage != first].weight
         self.twin = None
@@ -169,7 +169,7 @@ class Parallel(nn.Module):
         return mine
 
     def _share_copies(self, parts: list[Part], schedule: Schedule) -> None:
-        """Along dp: average over the copies, or deal out to them what all would hold."""
+        """Shard over the replicas with ZeRO, or average; make the pipeline."""
         layout = self.layout
         self.plain_form = parts[0].between
         self.shard = layout.tp if layout.sequence_parallel else 1
@@ -178,7 +178,7 @@ class Parallel(nn.Module):
             late = {"late": True} if layout.zero == 1 else {}
             units = {"units": list(part.blocks.values())} if layout.zero == 3 else {}
             sharded = zero.shard(part, self.groups.dp, layout.zero, **late, **units)
-            sharded.plain_names = True  # its pieces go by the names of the part's parameters
+            sharded.plain_names = True  # its pieces have the names of the part's parameters
             self.sharded.append(sharded)
         self.pipeline = Pipeline(
             self.sharded or parts,
@@ -190,44 +190,44 @@ class Parallel(nn.Module):
             twin=self.twin,
         )
         for sharded in self.sharded:
-            sharded.changed()  # the twin of an embedding was copied
+            sharded.changed()  # Pipeline copied the embedding's twin into a piece
 
     def _form(self, tokens_BS: Tensor) -> pipeline.parts.Form:
-        """What travels from stage to stage: [B, S, H], or [B, s, H] of this rank's tokens."""
+        """Return shape ([B, S, H] or [B, s, H]) and dtype of sent activations."""
         (batch, seq, hidden), dtype = self.plain_form(tokens_BS)
         return torch.Size((batch, seq // self.shard, hidden)), dtype
 
     def _loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean over this copy's targets, times the weight of its batch: see `step`."""
+        """Return the mean over this replica's targets times its weight: see `step`."""
         mean = tensor_parallel.loss(logits_BSv, targets_BS, self.groups.tp)
         return mean * self.weight.to(mean.dtype)
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Forward and backward of a batch, of which each copy is given its own share.
+        """Run forward and backward of one batch; each replica is given its own share.
 
-        All ranks of a copy are given the same. Shares may differ in sequences, but none may be
-        shorter than the micro-batches are many. Returns the mean loss over the joined batch on
-        every rank; gradients are those of this mean.
+        All ranks of a replica are given the same share. Shares may differ in size, but each has at
+        least as many sequences as there are micro-batches. Returns the mean loss over the whole
+        batch, on every rank; the gradients are those of this mean.
         """
-        # The average over copies shall be the mean over targets: a copy with more weighs more.
+        # The average over replicas must be the mean over targets: weigh by targets.
         counted = (targets_BS != IGNORED).sum()
         total = counted.clone()
         dist.all_reduce(total, group=self.groups.dp)  # a scalar
         self.weight = counted * self.layout.dp / total.double()
-        # tp: sums in every layer; pp: activations, and the sum of the twins' gradients; dp, where
-        # every copy holds all: the average.
+        # tp: sums in every layer. pp: activations, and the sum of the twins' gradients. dp: the
+        # average, if every replica holds everything.
         value = self.pipeline.step(tokens_BS, targets_BS)
         if self.layout.zero == 1:
             for part in self.sharded:
-                part.reduce()  # dp: the average, of which each copy gets its pieces
-        if self.partly:  # tp: norms and late biases, whose gradients know a t-th of the tokens
+                part.reduce()  # dp: the average, of which each replica gets its pieces
+        if self.partly:  # tp: norms and late biases, with gradients from 1/t of the tokens
             known = [p.grad for name, p in self.named_parameters() if name in self.partly]
             add_up([g for g in known if g is not None], self.groups.tp, joined=True)
         return self._joined(value, total)
 
     @torch.no_grad()
     def _joined(self, value: Tensor | None, total: Tensor) -> Tensor:
-        """The loss from the last stages, averaged over copies, on every rank: two scalars."""
+        """Return the loss averaged over replicas, on every rank: two scalars."""
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         mean = torch.zeros((), dtype=dtype, device=total.device)
         if value is not None:
@@ -237,11 +237,11 @@ class Parallel(nn.Module):
         return mean / check_group(self.groups.dp)[1]
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
+        """Scale gradients down to a joint norm of at most `limit`; return the norm before.
 
-        It is the norm of one process's gradients: every number that lies on several ranks counts
-        once. Squares are added up along tp and pp, and, where ZeRO shards them, along dp. Every
-        rank calls it. Raises ValueError for a limit below 0, and when the first call's differ.
+        The norm is that of one process: an element that several ranks hold counts once. Squares are
+        added up along tp and pp, and along dp too if ZeRO shards them. Every rank calls this.
+        Raises ValueError for a limit below 0, and if the limits of the first call differ.
         """
         counted, copies = [], []
         for name, parameter in self.named_parameters():
@@ -251,7 +251,7 @@ class Parallel(nn.Module):
         return clip_by_joint_norm(self, limit, over, counted, copies=copies, alike=alike)
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank's gradient belongs to the norm: what others count as well, does not."""
+        """Return True if this rank's gradient counts in the norm; copies do not."""
         (_, stages), (rank, _) = check_group(self.groups.pp), check_group(self.groups.tp)
         second = self.config.tied and stages > 1 and name == "head.weight"  # the embedding's twin
         return not second and rank % (self.layout.tp // self.several[name]) == 0
@@ -259,24 +259,24 @@ class Parallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer trains, by the plain model's names."""
+        """Yield this rank's trained parameters, under the plain model's names."""
         for name, parameter in self.pipeline.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
     def changed(self) -> None:
-        """Pieces have new values, here or on other ranks: all ranks call it."""
+        """Note that pieces have new values on some rank; all ranks call this."""
         for part in self.sharded:
             part.changed()
 
     @property
     def flats(self) -> list[Flat]:
-        """What ZeRO has dealt out of them."""
+        """The flat tensors of this rank's ZeRO-sharded parts."""
         return [flat for part in self.sharded for flat in part.flats]
 
     def pieces(self) -> list[Piece]:
-        """What this rank trains, and buffers, as parts of the plain model's tensors: views.
+        """Return views of the trained tensors and buffers, placed in the plain model's.
 
-        Who fills them calls `changed`, on all ranks. A tied head goes by the embedding's name.
+        After filling them, call `changed` on all ranks. A tied head has the embedding's name.
         """
         rank, size = check_group(self.groups.tp)
         boxes = {entry.name: entry.box(rank, size) for entry in ledger(self.config)}
@@ -288,7 +288,7 @@ class Parallel(nn.Module):
         return found + [Piece(name, whole(b.shape), b) for name, b in self.untrained.items()]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The plain model's state dict, whole and on every rank; every rank has to call it."""
+        """Return the plain model's state dict on every rank; all call this."""
         found = states.full_tensors(self)
         if self.config.experts:
             found |= named(self.untrained, self.groups.pp)
@@ -296,7 +296,7 @@ class Parallel(nn.Module):
 
     @property
     def untrained(self) -> dict[str, Tensor]:
-        """Buffers of this rank's layers: a router's bias, which its whole tensor group has."""
+        """The buffers of this rank's layers: a router's bias, whole on tp ranks."""
         return {
             f"blocks.{number}.{name}": buffer
             for number, block in self.blocks.items()
@@ -304,17 +304,17 @@ class Parallel(nn.Module):
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank's own tensors are no model."""
+        """Raise ValueError: the tensors of one rank are no model."""
         raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
 
     def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
-        """For `shardlab.checkpoint`: weights and moments by the plain model's names."""
+        """Return weights and moments by the plain names, for `shardlab.checkpoint`."""
         return states.checkpoint_tensors(self, optimizer, to_load)
 
     def checkpoint_name(self, name: str) -> str:
-        """The name in a checkpoint: a tied head's is the embedding's, as in one process."""
+        """Return a name in checkpoints: a tied head has the embedding's."""
         return "embedding.weight" if self.config.tied and name == "head.weight" else name
 
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take over such tensors, saved under any mesh."""
+        """Load such tensors, saved under any mesh."""
         states.restore(self, optimizer, state)

@@ -1,8 +1,8 @@
-"""One stage of a pipeline, on its rank: it goes through its list of actions.
+"""One pipeline stage on its rank, which runs its list of actions.
 
-In order: what a stage computes (`Passes`); what comes to it and leaves it (`Mail`); the stage
-(`Pipeline`), whose `step` follows its schedule, action by action. The schedule is a list that
-`schedules` made: GPipe, 1F1B or another. A stage waits only before a pass whose input has not come.
+In order: the computation of a stage (`Passes`); its messages (`Mail`); the stage (`Pipeline`),
+whose `step` runs the actions of its schedule one after the other. `schedules` makes these lists:
+GPipe, 1F1B and others. A stage waits only before a pass whose input has not arrived.
 
 Shapes in names: B batch, S sequence.
 """
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-# The first backward that starts from a gradient needs it: loaded once here, not in every rank.
+# The first backward that starts from a gradient imports this: once here, not in each rank.
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -41,10 +41,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Passes:
-    """What a stage computes: one micro-batch at a time through one of its parts, or back.
+    """The computation of a stage: forward or backward of one micro-batch in one chunk.
 
-    last: the chunk that holds the last part of the model, behind which comes the loss; None if it
-    is on another stage. split: leave the weights' gradients of a backward for later.
+    last: this stage's chunk with the last part of the model, which the loss follows; None if
+    another stage has that part. split: defer the weight gradients of a backward to W.
     """
 
     def __init__(self, parts: Sequence[nn.Module], loss: Loss, last: int | None, split: bool):
@@ -58,49 +58,49 @@ class Passes:
         }
 
     def begin(self, tokens_BS: Tensor, targets_BS: Tensor, m: int) -> None:
-        """Begin a step of m micro-batches, which differ by a sequence at most."""
+        """Begin a step of m micro-batches; their sizes differ by at most one."""
         self.tokens, self.targets = tokens_BS.tensor_split(m), targets_BS.tensor_split(m)
         if self.last is not None:
             counted = torch.stack([(part != IGNORED).sum() for part in self.targets])
             self.scales = counted.double() / counted.sum().clamp(min=1)
-            # A mean of nothing would be nan. Asking for it would wait for a GPU.
+            # A mean over no targets would be nan. To ask for the count would wait for a GPU.
             self.targets = [
                 part if part.is_cpu and count else part.masked_fill(count == 0, 0)
                 for part, count in zip(self.targets, counted, strict=True)
             ]
         self.live: dict[tuple[int, int], tuple[Tensor, GradientEdge | None]] = {}
         self.undone: dict[tuple[int, int], list[deferred.Task]] = {}
-        self.value: Tensor | None = None  # the loss, where the last part is
+        self.value: Tensor | None = None  # the loss, if this stage has the last part
 
     def end(self) -> None:
-        """Let go of the batch."""
+        """Release the batch."""
         self.tokens = self.targets = self.scales = ()
 
     def forward(self, i: int, chunk: int, x: Tensor | None) -> Tensor:
-        """Micro-batch i through one part, and through the loss behind the last."""
+        """Run micro-batch i through a chunk, and after the last part the loss."""
         x = self.tokens[i] if x is None else x.requires_grad_()
         y = self.parts[chunk](x)
         if chunk == self.last:
             y = self.loss(y, self.targets[i])
-            y = y * self.scales[i].to(y.dtype)  # its part of the mean
+            y = y * self.scales[i].to(y.dtype)  # weighted by its share of the targets
             self.value = y.detach() if self.value is None else self.value + y.detach()
-        # Backward needs the graph that leads to y, and not y: that goes once it is sent.
+        # Backward needs y's graph but not y, whose memory is freed once it is sent.
         self.live[i, chunk] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
     def backward(self, i: int, chunk: int, dy: Tensor | None) -> Tensor | None:
-        """The whole backward: of the input and of the weights."""
+        """Run the whole backward: gradients of the input and of the weights."""
         dx = self.backward_input(i, chunk, dy)
         self.backward_weights(i, chunk)
         return dx
 
     def backward_input(self, i: int, chunk: int, dy: Tensor | None) -> Tensor | None:
-        """From the gradient of the output (None: of the loss) to that of the input.
+        """Return the gradient of the input, given that of the output (None: of the loss).
 
-        Where no schedule asks for W, this is the whole backward: nothing is deferred.
+        Without W actions in the schedule this is the whole backward: nothing is deferred.
         """
         x, edge = self.live.pop((i, chunk))
-        if edge is not None:  # something in it can be trained
+        if edge is not None:  # something before it is trainable
             torch.autograd.backward(edge, dy)
         if self.later is not None:
             self.undone[i, chunk] = self.later[chunk].copy()
@@ -108,19 +108,19 @@ class Passes:
         return x.grad
 
     def backward_weights(self, i: int, chunk: int, _: None = None) -> None:
-        """What the input's backward left undone."""
+        """Compute the weight gradients that `backward_input` deferred."""
         deferred.run(self.undone.pop((i, chunk), []))
 
 
-# With nccl, the second group of each group, made once and never let go: nccl's groups end on all
-# ranks together, and a pipeline ends on each rank when nobody holds it any more.
+# The second nccl group of each group, made once and kept: nccl groups end on all ranks
+# together, but each rank frees its pipelines at its own time.
 _ways_back: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The group for messages to lower ranks: with nccl another one of the same ranks.
+    """Return the group for messages to lower ranks: with nccl, a copy of `group`.
 
-    All ranks of `group` call it together.
+    All ranks of `group` call this together.
     """
     if not gpu.carries(p2p.carrier(device, group)):
         return group
@@ -136,22 +136,21 @@ State = Enum("State", "POSTED RECEIVED MADE SENT")
 
 
 class Message(NamedTuple):
-    """A tensor that comes to this stage (POSTED → RECEIVED) or leaves it (MADE → SENT)."""
+    """A tensor that this stage receives (POSTED → RECEIVED) or sends (MADE → SENT)."""
 
     state: State
     tensor: Tensor | None = None
-    transfer: ranks.Message | None = None  # while it is POSTED or SENT
+    transfer: ranks.Message | None = None  # while POSTED or SENT
 
 
 class Mail:
-    """Receives are posted, and waited for by whoever needs them; sends go and are not waited for.
+    """The messages of a stage: receives are posted early, and sends are not waited for.
 
-    One table holds all messages, by the action that they belong to. A message carries no name:
-    between two ranks, in one direction, messages come in the order in which they were sent, and
-    receives are posted in that order too (`with_messages`). nccl moves the messages of two ranks in
-    one group one after another, whatever their direction: a receive that was posted early would
-    hold up a send. So there is a group for each direction: `group` for messages to higher ranks,
-    `back` for others.
+    One table holds all messages by action. Messages have no names: between two ranks they
+    arrive in the order of the sends, and receives are posted in that order (`with_messages`).
+    In one group, nccl runs the messages of two ranks one after another, whatever their
+    direction, so an early receive would block a send. Hence one group per direction: `group`
+    for messages to higher ranks, `back` for others.
     """
 
     def __init__(
@@ -168,12 +167,12 @@ class Mail:
         self._connect()
 
     def begin(self, forms: Sequence[Form]) -> None:
-        """Begin a step whose messages have these forms, one for each micro-batch."""
+        """Begin a step; `forms` has shape and dtype of each micro-batch's messages."""
         self._forms = forms
         self._messages: dict[Action, Message] = {}
 
     def post(self, action: Action) -> None:
-        """RF, RB: begin to receive."""
+        """Start to receive (RF, RB)."""
         peer, _ = other_end(self.schedule, self.stage, action)
         shape, dtype = self._forms[action.microbatch]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
@@ -181,7 +180,7 @@ class Mail:
         self._messages[action] = Message(State.POSTED, tensor, transfer)
 
     def wait(self, action: Action) -> Tensor | None:
-        """F, B, I: what it needs, as soon as it is there. None for a W, and at the model's ends."""
+        """Return a pass's input (F, B, I) once it has arrived, or None."""
         receive = needed(self.schedule, self.stage, action)
         message = self._messages.pop(receive or result(action), None)
         if message is None:
@@ -191,11 +190,11 @@ class Mail:
         if message.state is State.POSTED:
             message.transfer.wait()
             for send in self._over[receive]:
-                self._messages.pop(send).transfer.wait()  # at once: it has come
+                self._messages.pop(send).transfer.wait()  # returns at once: it has arrived
         return message.tensor
 
     def hand(self, action: Action, tensor: Tensor | None) -> None:
-        """F, B, I: take what it made, for the send that follows or for a part on this stage."""
+        """Keep a pass's output (F, B, I) for the send or the chunk that needs it."""
         if action.kind == "W" or tensor is None:
             return
         if send := sent(self.schedule, self.stage, action):
@@ -212,23 +211,23 @@ class Mail:
             self._messages[result(action)._replace(chunk=chunk)] = Message(State.RECEIVED, tensor)
 
     def send(self, action: Action) -> None:
-        """SF, SB: begin to send."""
+        """Start to send (SF, SB)."""
         peer, _ = other_end(self.schedule, self.stage, action)
         transfer = ranks.isend(self._messages[action].tensor, peer, self._way(self.stage, peer))
         self._messages[action] = Message(State.SENT, transfer=transfer)
 
     def end(self) -> None:
-        """Wait for what has not left yet."""
+        """Wait for the sends that have not finished."""
         for message in self._messages.values():
             if message.state is State.SENT:
                 message.transfer.wait()
         self._messages.clear()
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Send `tensor` to stage `peer` and receive the like of it from there.
+        """Send `tensor` to stage `peer` and receive a tensor of the same shape from it.
 
-        The lower stage sends first: with nccl, both ends have to meet in one group and then in the
-        other. (`ranks.exchange` is for all ranks of a group, these are two of them.)
+        The lower stage sends first: with nccl, both ends must enter one group first and then
+        the other. (`ranks.exchange` needs all ranks of a group; these are two of them.)
         """
         theirs = torch.empty_like(tensor)
         out, back = self._way(self.stage, peer), self._way(peer, self.stage)
@@ -243,10 +242,10 @@ class Mail:
         return self.group if source < target else self.back
 
     def _connect(self) -> None:
-        """One number along each way, in one order for all ranks.
+        """Send one number along each direction in use, in the same order on all ranks.
 
-        The first message between two ranks builds their connection, and with nccl both wait for it:
-        a receive that is posted long before its send would stand there.
+        The first message between two ranks sets up their connection, and with nccl both ranks
+        wait for it: a receive posted long before its send would block there.
         """
         ways = {
             (stage, other_end(self.schedule, stage, action)[0])
@@ -263,14 +262,14 @@ class Mail:
 
 
 def come(schedule: Schedule, stage: int) -> dict[Action, list[Action]]:
-    """For each message that `stage` receives, those of its own that have come when it is here.
+    """Map each message that `stage` receives to its own sends that must have arrived.
 
-    Its sender had waited for them before it sent it: this follows from the schedule alone. (gloo
-    has no other way to ask without waiting, and what was sent should be let go early.)
+    The sender waited for these before it sent the message; the schedule alone says so. (gloo
+    cannot be polled without waiting, and sent tensors should be freed early.)
     """
     found: dict[Action, list[Action]] = {}
     for peer, actions in enumerate(schedule.actions):
-        waited: list[Action] = []  # since the peer's last message to `stage`
+        waited: list[Action] = []  # arrivals since the peer's last message to `stage`
         for action in actions:
             if receive := needed(schedule, peer, action):
                 source, send = other_end(schedule, peer, receive)
@@ -285,23 +284,23 @@ def come(schedule: Schedule, stage: int) -> dict[Action, list[Action]]:
 class Pipeline(Held):
     """This rank's stage of a model that is cut into parts.
 
-    parts: this stage's modules, one for each chunk: those with the numbers
-    `schedule.placement[stage]`. Each takes what the one before gives; the first takes tokens.
-    group: the ranks of this pipeline; rank and stage are the same number. loss(output, targets) is
-    a mean over targets. between(tokens): shape and dtype of what travels from part to part.
+    parts: this stage's modules, one per chunk: the model's parts with the numbers
+    `schedule.placement[stage]`. Each part takes the output of the part before; the first takes
+    tokens. group: the ranks of this pipeline; stage s is rank s. loss(output, targets): a mean
+    over targets. between(tokens): shape and dtype of the tensors sent from part to part.
 
-    replicas: the ranks that hold the same parts in other pipelines, each of which has its own share
-    of the batch: gradients become averages over them, once, after the last micro-batch. (A mean of
-    means: `mesh.Parallel` weighs unequal shares.) All start from the first replica's weights. twin:
-    a parameter that another stage holds too, and which stage: both get the sum of their gradients,
-    and start from the lower stage's weights.
+    replicas: the ranks that hold the same parts in other pipelines, each with its own share of
+    the batch. Gradients are averaged over them once, after the last micro-batch. (A mean of
+    means: `mesh.Parallel` weighs unequal shares.) All start from the first replica's weights.
+    twin: a parameter that another stage holds too, and that stage: both get the sum of their
+    gradients, and start from the lower stage's weights.
 
-    record: note when each pass begins and ends, for `timeline`. back: see `Mail`; by default
-    `group`, or with nccl another group of the same ranks, made for the first pipeline of `group`.
-    check=False takes a wrong schedule as well.
+    record: measure the begin and end of each pass, for `timeline`. back: see `Mail`; by default
+    `group`, or with nccl a second group of the same ranks, made once per `group`. check=False
+    accepts an invalid schedule.
 
-    Dropout draws from each rank's own generator: it trains as well, but is not what one process
-    draws. Raises ValueError, on all ranks of the group alike, for what does not fit together.
+    Dropout draws from each rank's own generator, so its masks are not those of one process.
+    Raises ValueError on all ranks of the group if parts, schedule and group do not match.
     """
 
     def __init__(
@@ -332,11 +331,12 @@ class Pipeline(Held):
         self._start_equal()
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor | None:
-        """Forward and backward of the whole batch, which every rank of the pipeline is given.
+        """Run forward and backward of the whole batch, which every stage is given.
 
-        Adds the gradients of the mean loss over the batch to those that are there. Returns that
-        loss on the rank with the last part, None on the others. Micro-batches differ by a sequence
-        at most, and each counts by its share of the targets that are not IGNORED.
+        Adds the gradients of the mean loss over the batch to the gradients that are there.
+        Returns that loss on the rank with the last part, None on the others. Micro-batch sizes
+        differ by one sequence at most; each is weighted by its share of the targets that are
+        not IGNORED.
 
         Raises ValueError for fewer sequences than micro-batches.
         """
@@ -347,7 +347,7 @@ class Pipeline(Held):
             elif action.kind in ("SF", "SB"):
                 self.mail.send(action)
             else:
-                needs = self.mail.wait(action)  # the one place where a stage stands still
+                needs = self.mail.wait(action)  # the only wait of a step
                 with self.clock(action) if self.clock else nullcontext():
                     made = self.passes.kinds[action.kind](action.microbatch, action.chunk, needs)
                 self.mail.hand(action, made)
@@ -361,17 +361,17 @@ class Pipeline(Held):
             raise ValueError(f"tokens has {size} sequences: {what}")
         self.passes.begin(tokens_BS, targets_BS, m)
         self.mail.begin([self.between(tokens) for tokens in self.passes.tokens])
-        if self.twin is not None:  # of what was there before, nothing is to be added a second time
+        if self.twin is not None:  # older gradients must not be exchanged and added a second time
             self.before, self.twin[0].grad = self.twin[0].grad, None
         if self.clock:
             self.clock.start()
 
     @torch.no_grad()
     def _end(self) -> None:
-        """After the last micro-batch: what is done once for the whole batch."""
+        """Finish the batch: exchange the twin's gradients, average, release."""
         if self.twin is not None and self.twin[0].requires_grad:
             parameter, peer = self.twin
-            parameter.grad += self.mail.exchange(parameter.grad, peer)  # both add the same two
+            parameter.grad += self.mail.exchange(parameter.grad, peer)  # same sum on both
             if self.before is not None:
                 parameter.grad += self.before
         if self.replicas is not None:
@@ -380,7 +380,7 @@ class Pipeline(Held):
         self.mail.end()
 
     def timeline(self) -> Timeline:
-        """The last step as it was, if the pipeline has record=True; every rank has to call it."""
+        """Return the last step's timeline (record=True); all ranks call this."""
         return Timeline(self.schedule, tuple(map(tuple, gathered(self.clock.spans(), self.group))))
 
     @torch.no_grad()

@@ -1,19 +1,19 @@
-"""Tensor parallelism: every rank has a part of each matrix, and all ranks have every token.
+"""Tensor parallelism: every rank holds a part of each matrix, and all ranks hold every token.
 
-    Y = X [W1 | W2] = [X W1 | X W2]            by columns: each rank has some of the outputs
-    Y = [X1 | X2] [W1 ; W2] = X1 W1 + X2 W2    by rows: each has some of the inputs, and a summand
+    Y = X [W1 | W2] = [X W1 | X W2]            column-parallel: each rank has some of the outputs
+    Y = [X1 | X2] [W1 ; W2] = X1 W1 + X2 W2    row-parallel: each rank has some inputs, one summand
 
-The first needs nothing of the others forward, the second ends in a sum. In this order they are a
-feed-forward network, or an attention, with one all-reduce forward and one backward. In the order of
-the lesson: the two operators that make these sums; the two layers; how the parts of a block are
-cut; the embedding, cut by vocabulary as the loss is (`cross_entropy`); the whole GPT.
+A column-parallel layer sends nothing in forward; a row-parallel layer ends in a sum over the ranks.
+In this order they make a feed-forward network or an attention, with one all-reduce in forward and
+one in backward. The file follows the lesson: the two operators that make the sums; the two layers;
+the cuts of a block; the embedding, cut by vocabulary as the loss is (`cross_entropy`); the GPT.
 
 Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Multi-Billion Parameter
-Language Models Using Model Parallelism", 2019 (arXiv 1909.08053), section 3. (nn.Linear keeps its
-matrix transposed, outputs first: what the formulas call a column is a row of `weight`.)
+Language Models Using Model Parallelism", 2019 (arXiv 1909.08053), section 3. (nn.Linear stores its
+matrix transposed, outputs first: a column in the formulas is a row of `weight`.)
 
-Shapes in names: B batch, S sequence, H hidden, O outputs, I inputs, V vocabulary; a small letter is
-this rank's share of that dimension.
+Shapes in names: B batch, S sequence, H hidden, O outputs, I inputs, V vocabulary; a lowercase
+letter is this rank's share of that dimension.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .predict import check_degree, parts_of
 
 Group = dist.ProcessGroup
 
-# The two operators at the edges of what is cut. Each is the other one, read backwards.
+# The two operators at the edges of cut layers. Each one's forward is the other's backward.
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Give `x` [any shape], which all ranks have, to layers of which each rank has a part.
+    """Pass a replicated `x` [any shape] to layers that are cut over the ranks.
 
-    Megatron's f. Each rank's layers see all of `x`, and give it a gradient that knows of them
-    alone: backward adds these up.
+    Megatron's f. All ranks have the same `x`. Each rank's layers use all of `x`, but their gradient
+    of `x` covers that rank's share alone, so backward all-reduces the gradients.
     """
     return _CopyTo.apply(x, group) if check_group(group)[1] > 1 else x
 
 
 class _CopyTo(Operator):
-    words = "I -> R"  # what x is on all ranks, and what it becomes: see tensor_types
+    words = "I -> R"  # type of x -> type of the result over the ranks: see tensor_types
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -62,21 +62,22 @@ class _CopyTo(Operator):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        total = dx.clone(memory_format=torch.contiguous_format)  # dx may be others' as well
+        total = dx.clone(memory_format=torch.contiguous_format)  # dx may be shared
         dist.all_reduce(total, group=ctx.group)  # of x's shape
         return total, None
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' `x` [any shape], on all of them.
+    """Return the sum of all ranks' `x` [any shape], on every rank.
 
-    Megatron's g. Backward sends nothing: each summand has the sum's gradient, which all ranks have.
+    Megatron's g. Backward sends nothing: all ranks have the sum's gradient, which is each
+    summand's.
     """
     return _ReduceFrom.apply(x, group, False) if check_group(group)[1] > 1 else x
 
 
 def reduce_from_(x: Tensor, group: Group) -> Tensor:
-    """`reduce_from` in place: `x` becomes the sum. For what was just computed and nobody keeps."""
+    """Same as `reduce_from`, but write the sum into `x`, which nobody else may keep."""
     return _ReduceFrom.apply(x, group, True) if check_group(group)[1] > 1 else x
 
 
@@ -97,18 +98,18 @@ class _ReduceFrom(Operator):
         return dx, None, None
 
 
-# What stands around each part that is cut, where all ranks have all activations outside of it.
+# The edges of a region outside of which all ranks have all activations.
 REPLICATED = Edges(copy_to, reduce_from_, handed_on, added_up)
 
 
-# Layers of which each of t ranks has a t-th.
+# Layers of which each of t ranks holds 1/t.
 
 
 def shard_slice(name: str, size: int, group: Group, parts: int | None = None) -> slice:
-    """Which part of `size` is this rank's; `name` is what the size is called.
+    """Return this rank's slice of a dimension of length `size`; `name` is for the error.
 
-    parts: cut into so many, each of which several neighbours have; None: one for each rank. Raises
-    ValueError where they do not divide it.
+    parts: number of parts; with fewer parts than ranks, neighbouring ranks share one; None: one per
+    rank. Raises ValueError if `parts` does not divide `size`.
     """
     rank, ranks = check_group(group)
     parts = ranks if parts is None else parts
@@ -119,17 +120,16 @@ def shard_slice(name: str, size: int, group: Group, parts: int | None = None) ->
 
 
 def take(full: Tensor, dimension: int, part: slice) -> Tensor:
-    """The part of `full` along a dimension: a view."""
+    """Return the slice `part` of `full` along `dimension`, as a view."""
     return full.narrow(dimension, part.start, part.stop - part.start)
 
 
 class Cut(nn.Module):
-    """A layer with this rank's share of a plain one's parameters.
+    """A layer with this rank's share of the parameters of a plain layer.
 
-    cut: parameter -> the dimension along which it is cut; all others are whole on every rank.
-    along: what nn.Linear or nn.Embedding call the size that is cut; ValueError where the ranks do
-    not divide it. parts: into how many, where ranks have copies of them (see `overlap`); None: one
-    for each rank.
+    cut: parameter name -> dimension that is cut; other parameters are whole on every rank. along:
+    attribute of the plain layer with the size that is cut; ValueError if the parts do not divide
+    it. parts: see `shard_slice`, and for copies of a part `overlap`.
     """
 
     cut: ClassVar[dict[str, int]]
@@ -140,7 +140,7 @@ class Cut(nn.Module):
         self.group, self.parts = group, parts
         part = shard_slice(self.along, getattr(plain, self.along), group, parts)
         for name, parameter in plain._parameters.items():
-            if parameter is None:  # a bias that is not there
+            if parameter is None:  # no bias
                 self.register_parameter(name, None)
                 continue
             kept = parameter.detach()
@@ -152,8 +152,8 @@ class Cut(nn.Module):
 class ColumnLinear(Cut):
     """A linear layer that computes this rank's share of the outputs.
 
-    enter: the operator in front of it. entrance: where it stands beside others that see the same
-    input, what computes all of them at once (see `overlap`).
+    enter: the operator in front of the layer. entrance: computes this layer together with others
+    that have the same input, if set (see `overlap`).
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -167,16 +167,16 @@ class ColumnLinear(Cut):
         self.entrance: Entrance | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., o]."""
+        """Map x [..., I] to this rank's outputs [..., o]."""
         if self.entrance is not None:
             return self.entrance.output(self, x)
         return F.linear(self.enter(x, self.group), *used(self))  # [..., I] @ [I, o]
 
 
 class RowLinear(Cut):
-    """A linear layer that sees this rank's share of the inputs; `leave` makes the sum of it.
+    """A linear layer over this rank's share of the inputs; `leave` sums over the ranks.
 
-    The bias stands behind the sum. In front of it, each rank would add its own: t times too much.
+    The bias is added after the sum. Before the sum, every rank would add it: t times too much.
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
@@ -187,20 +187,20 @@ class RowLinear(Cut):
         self.leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., i] to [..., O]."""
-        y = F.linear(x, self.weight)  # [..., i] @ [i, O], one of t summands
+        """Map this rank's inputs [..., i] to outputs [..., O], summed over ranks."""
+        y = F.linear(x, self.weight)  # [..., i] @ [i, O]: one of t summands
         y = self.leave(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-# The two parts of a block, each cut in place: columns first, rows last, nothing sent in between.
+# The two regions of a block: column-parallel layers, then a row-parallel one; no message between.
 
 
 def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
-    """Leave this rank its share of `ffn`'s width, in place: [B, S, H] to [B, S, H] as before.
+    """Keep this rank's share of `ffn`'s width, in place; still [B, S, H] to [B, S, H].
 
-    The function between the matrices acts on each feature alone, so every rank can apply it to its
-    own. Were the first matrix cut by rows, it would have to wait for a sum.
+    The activation function acts on each feature alone, so each rank applies it to its own. After a
+    row-parallel first matrix it would have to wait for a sum.
     """
     shard_slice("ffn_width", ffn.up.out_features, group)
     first = ("up", "gate") if ffn.gate is not None else ("up",)
@@ -211,9 +211,9 @@ def cut_ffn(ffn: FeedForward, group: Group, edges: Edges = REPLICATED) -> None:
 
 
 class HeadNorm(nn.Module):
-    """A norm of each head of which this rank has some: its weights are all heads', and whole.
+    """A norm over each head's features, for a rank that has some of the heads.
 
-    They enter the region as activations do, so that backward adds up what all heads make of them.
+    Its weights are whole; through `copy_to`, backward adds up their gradients of all heads.
     """
 
     def __init__(self, plain: nn.RMSNorm, group: Group):
@@ -221,20 +221,20 @@ class HeadNorm(nn.Module):
         self.weight, self.eps, self.group = plain.weight, plain.eps, group
 
     def forward(self, x_BaSD: Tensor) -> Tensor:
-        """[B, a, S, D] to the same."""
+        """Normalize x [B, a, S, D] over D; the shape stays."""
         weight_D = copy_to(self.weight, self.group)
         return F.rms_norm(x_BaSD, weight_D.shape, weight_D, self.eps)
 
 
 def cut_attention(attention: Attention, group: Group, edges: Edges = REPLICATED) -> None:
-    """Leave this rank its heads of `attention`, in place: [B, S, H] to [B, S, H] as before.
+    """Keep this rank's heads of `attention`, in place; still [B, S, H] to [B, S, H].
 
-    Of fewer heads of keys and values than ranks it has the one that its queries look at.
+    With fewer key-value heads than ranks, a rank keeps the head that its queries use.
     """
     config, first = attention.config, ("query", "key", "value")
     shard_slice("heads", config.heads, group)
     parts = parts_of(COPIED, config.key_value_heads, check_group(group)[1])
-    for name in first:  # heads stand side by side in the outputs
+    for name in first:  # a head's features are adjacent in the outputs
         plain, some = getattr(attention, name), None if name == "query" else parts
         setattr(attention, name, ColumnLinear(plain, group, edges.enter, some))
     for name in ("query_norm", "key_norm") if config.qk_norm else ():
@@ -244,7 +244,7 @@ def cut_attention(attention: Attention, group: Group, edges: Edges = REPLICATED)
 
 
 def cut_latent(attention: LatentAttention, group: Group, edges: Edges = REPLICATED) -> None:
-    """The same of latent attention: what all heads share stays whole, and enters instead of x."""
+    """Keep this rank's heads of latent attention; shared latents enter, not x."""
     shard_slice("heads", attention.config.heads, group)
     for name in ("query", "key_value"):
         layer = ColumnLinear(getattr(attention, name), group, edges.enter)
@@ -256,7 +256,7 @@ def cut_latent(attention: LatentAttention, group: Group, edges: Edges = REPLICAT
 
 def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) -> Any:
     q, latent, position_BSP = LatentAttention.compress(attention, x)
-    return q, latent, enter(position_BSP, group)  # the others enter where they are multiplied
+    return q, latent, enter(position_BSP, group)  # q and latent enter in their layers' Entrances
 
 
 def _end(attention: nn.Module, group: Group, edges: Edges) -> None:
@@ -265,12 +265,12 @@ def _end(attention: nn.Module, group: Group, edges: Edges) -> None:
         draw_apart(attention, group)
 
 
-# Cut by vocabulary: the embedding. The loss, from logits of which each rank has a part, stands in
+# Cut by vocabulary: the embedding. The loss of logits that are cut by vocabulary is in
 # `cross_entropy`.
 
 
 class VocabEmbedding(Cut):
-    """An embedding with this rank's share of the rows; tokens of the other ranks give zeros."""
+    """An embedding with this rank's share of rows; other ranks' tokens give zeros."""
 
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     along: ClassVar[str] = "num_embeddings"
@@ -281,10 +281,10 @@ class VocabEmbedding(Cut):
         self.own = shard_slice("num_embeddings", plain.num_embeddings, group)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] token numbers to [B, S, H]: one rank has each row, and the sum gives it to all.
+        """Map tokens [B, S] to [B, S, H]: the sum over the ranks gives every rank all rows.
 
-        Raises ValueError for tokens that are not in the vocabulary; on a GPU, which would have to
-        be waited for, they give zeros.
+        Raises ValueError for tokens outside the vocabulary, on the CPU alone: on a GPU the check
+        would have to wait, so such tokens give zeros.
         """
         check_entries("tokens", tokens_BS, self.vocabulary)
         rows_BS, elsewhere_BS = own_rows(tokens_BS, self.own)
@@ -297,17 +297,17 @@ class VocabEmbedding(Cut):
 
 
 def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
-    """Leave this rank its share of `model`, in place, and return it: logits [B, S, V / t].
+    """Keep this rank's share of `model`, in place, and return it: logits [B, S, V / t].
 
-    Every rank of `group` calls it with the same model, and gives it the same tokens; train with
-    `loss`, and make the optimizer afterwards. Names of parameters stay those of the plain GPT, a
-    tied head stays tied. A model on meta gets numbers by `initialize` or `load_full_state_dict`.
+    Every rank of `group` calls this with the same model and then trains on the same tokens, with
+    `loss` and an optimizer made afterwards. Parameters keep the plain GPT's names; a tied head
+    stays tied. `initialize` or `load_full_state_dict` fills a model on meta.
 
-    edges: what stands around each region. Dropout: each rank draws for what it has a part of, and
-    all draw alike for what they have whole, if their generators begin alike (see `dropout`).
+    edges: the operators around each region. Dropout: each rank draws its own masks for cut
+    activations; for the others all draw the same if their generators start equal (see `dropout`).
 
-    Raises ValueError for anything but a plain GPT, a group without this rank, sizes that the ranks
-    do not divide, and on every rank when models or arguments differ.
+    Raises ValueError unless `model` is a plain GPT, this rank is in `group` and the ranks divide
+    its sizes; and on every rank when models or arguments differ.
     """
     _, ranks = check_group(group)
     check_kind(GPT, model=model)
@@ -322,7 +322,7 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
         cut_mixer(block.attention, group, edges)
         for ffn in [m for m in block.ffn.modules() if isinstance(m, FeedForward)]:
             cut_ffn(ffn, group, edges)
-        if model.config.dropout and edges.uncut == "R":  # a rank has its own tokens there
+        if model.config.dropout and edges.uncut == "R":  # there each rank has its own tokens
             draw_apart(block.dropout, group)
     tied = model.head.weight is model.embedding.weight
     model.embedding = VocabEmbedding(model.embedding, group, edges.leave)

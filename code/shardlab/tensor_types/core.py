@@ -1,18 +1,18 @@
-"""What a tensor is over the ranks of a group, its gradient included; and a checker that follows it.
+"""Types of tensors over the ranks of a group, and a checker that follows them through a program.
 
-    word   what the ranks hold               its gradient    which makes of the gradients
+    word   what the ranks hold               its gradient    what the gradients are
     I      the same, used in the same way    I               the same on all ranks
-    R      the same, each for its own work   P               addends: nobody has added them up
+    R      the same, each for its own work   P               summands that are not summed yet
     V      each its own                      V               each its own
-    P      addends of a sum to be made       R               the sum's gradient, on all ranks
+    P      summands of a sum not yet made    R               the sum's gradient, on all ranks
 
-A tensor has a word for each axis of a mesh; together they are its type. An operator that sends has
-words of its own, "I -> R" for Megatron's f. For everything else a table says which words go
-together, and what comes out (`combined`). So the checker follows a program and looks at no number:
-it needs no second rank, and finds the line at which a gradient goes wrong before that line runs.
+A tensor has one word for each axis of a mesh; together the words are its type. An operator that
+communicates has words of its own, "I -> R" for Megatron's f. For other operations a table says
+which words may meet and what results (`combined`). So the checker looks at no numbers: it needs no
+second rank, and finds the line at which a gradient goes wrong before that line runs.
 
-The words are those of Meta's `spmd_types` (github.com/meta-pytorch/spmd_types), R replicate,
-I invariant, V varying, P partial; DTensor has R, V (as Shard) and P, and not the I.
+The words are those of Meta's `spmd_types` (github.com/meta-pytorch/spmd_types): R replicate, I
+invariant, V varying, P partial. DTensor has R, V (as Shard) and P, but no I.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .declared import DUAL, Type, meshes, parse, type_of
 from .messages import Mismatch, located
 from .operator import Operator
 
-# The table: what comes out of an operation that sends nothing, on one axis.
+# The table: the result of an operation that sends nothing, on one axis.
 
 
 def combined(words: Sequence[str], fixed: Sequence[bool], how: str) -> str:
-    """The result's word, from those of the operands; Mismatch where they do not go together.
+    """Return the result's word, given the operands'; raise Mismatch if they clash.
 
-    fixed: this operand gets no gradient, and then I and R are one. how: what the operation does
-    with addends (`functions.manner`).
+    fixed: operands without a gradient, for which I and R are the same. how: how the operation
+    treats summands (`functions.manner`).
     """
     free = {w for w, f in zip(words, fixed, strict=True) if not (f and w in "IR")}
     if not free:
@@ -60,14 +60,14 @@ def combined(words: Sequence[str], fixed: Sequence[bool], how: str) -> str:
 
 
 def moved(given: str, src: str, dst: str) -> str:
-    """What an operator "src -> dst" makes of what it is given. V may be meant as P."""
+    """Return the result of an operator "src -> dst" on a tensor; V may stand for P."""
     if given != src and (given, src) != ("V", "P"):
         raise Mismatch.of(f"{src} -> {dst}", [given])
     return dst
 
 
-# Collectives on plain tensors: name -> argument that is read, argument that is written, words of
-# the first, word of the second. autograd knows nothing of them.
+# Collectives on plain tensors, invisible to autograd: name -> index of the argument read, index of
+# the argument written, words allowed for the first, word of the second.
 _RAW: dict[str, tuple[int, int, str, str]] = {
     "all_reduce": (0, 0, "P", "R"),
     "all_gather": (1, 0, "VRI", "R"),
@@ -81,7 +81,7 @@ _RAW: dict[str, tuple[int, int, str, str]] = {
 
 
 class Follow(TorchFunctionMode):
-    """Judges each function of torch before it runs, and hands its type on to what comes out."""
+    """A mode that checks each torch function before it runs, and types its results."""
 
     def __init__(self, groups: dict[str, dist.ProcessGroup]):
         super().__init__()
@@ -95,14 +95,14 @@ class Follow(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             return self.attribute(func, args)
-        if operator and hasattr(operator, "plainly"):  # its types are those of what it replaces
-            with self, saved_tensors_hooks(lambda x: x, lambda x: x):  # recomputation counts these
+        if operator and hasattr(operator, "plainly"):  # typed as `plainly` is
+            with self, saved_tensors_hooks(lambda x: x, lambda x: x):  # hidden from recomputation
                 like = tree_leaves(operator.plainly(*args))
             out = func(*args)
             for x, plain in zip(tree_leaves(out), like, strict=True):
                 _give(x, type_of(plain))
             return out
-        if name.startswith("_foreach_"):  # of many tensors at once: one by one
+        if name.startswith("_foreach_"):  # on lists of tensors: check element by element
             return self.many(func, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         with located(operator or func, tensors):
@@ -116,7 +116,7 @@ class Follow(TorchFunctionMode):
         return out
 
     def many(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Judges a function of lists of tensors by the function of one that it stands for."""
+        """Check a _foreach_ function as the single-tensor function for each element."""
         name, types = func.__name__.removeprefix("_foreach_"), []
         for i in range(len(args[0])):
             mine = [a[i] if isinstance(a, list | tuple) else a for a in args]
@@ -131,7 +131,7 @@ class Follow(TorchFunctionMode):
     def judge(
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> Type | None:
-        """The type of what comes out; None: nobody knows."""
+        """Return the type of the result; None if it is unknown."""
         before = [self.known(x) for x in tensors]
         if name in functions.UNKNOWN:
             if functions.in_place(name) and not tensors[0].requires_grad:
@@ -160,13 +160,13 @@ class Follow(TorchFunctionMode):
         return self.written(before[0], fixed[0], made) if functions.in_place(name) else made
 
     def written(self, old: Type, fixed: bool, made: Type) -> Type:
-        """What is changed in place has to stay what it is; without a gradient I and R are one."""
+        """Check that a write keeps the type; I and R are one without a gradient."""
         if not all(w == old[a] or fixed and {w, old[a]} <= {"I", "R"} for a, w in made.items()):
             raise Mismatch.of("in place", [f"{axis}:{word}" for axis, word in made.items()])
         return old
 
     def each_axis(self, before: Any, fixed: Any, how: str, but: str = "") -> Type:
-        """`combined` on each axis, but one."""
+        """Apply `combined` on each axis except `but`."""
         made = {}
         for axis in (axis for axis in self.groups if axis != but):
             with Mismatch.on(axis):
@@ -174,7 +174,7 @@ class Follow(TorchFunctionMode):
         return made
 
     def operator(self, operator: type[Operator], args: Any, before: Any, fixed: Any) -> Type:
-        """What an operator gives: by its words on its group's axis, by the table on the others."""
+        """Return an operator's type: its words on its own axis, else the table."""
         if not hasattr(operator, "words"):
             raise Mismatch("an operator without `words`")
         takes, dst = parse(operator.words)
@@ -186,10 +186,10 @@ class Follow(TorchFunctionMode):
             for src, known, still in zip(takes, before, fixed, strict=True):
                 same = still and known[axis] in "IR" and src in "IR"
                 moved(src if same else known[axis], src, dst)
-        return {known: {**made, axis: dst}[known] for known in self.groups}  # in their order
+        return {known: {**made, axis: dst}[known] for known in self.groups}  # in axis order
 
     def raw(self, name: str, args: Any, kwargs: Any) -> None:
-        """A collective on plain tensors: what it writes has another type from here on."""
+        """Type the output of a collective on plain tensors (`torch.distributed`)."""
         if name not in _RAW:
             raise Mismatch("a message without words here")
         read, written, allowed, dst = _RAW[name]
@@ -204,9 +204,9 @@ class Follow(TorchFunctionMode):
         if torch.is_grad_enabled() and x.requires_grad:
             if name != "all_reduce" or op != sums[0]:
                 raise Mismatch("autograd knows nothing of a collective: the gradient ends here")
-            dst = "I"  # in backward nothing happens: each rank hands its gradient on
+            dst = "I"  # autograd skips it: each rank passes its gradient on unchanged
         if name == "all_reduce" and op not in sums:
-            allowed = "VRI"  # the largest of all is no sum
+            allowed = "VRI"  # a maximum or minimum is no sum
         with Mismatch.on(axis):
             if known[axis] not in allowed:
                 moved(known[axis], allowed, dst)
@@ -214,7 +214,7 @@ class Follow(TorchFunctionMode):
             _give(out, known | {axis: dst})
 
     def backward(self, func: Any, loss: Tensor, args: Any, kwargs: Any) -> Any:
-        """The loss has to be I or P; afterwards each gradient is what its parameter's word says."""
+        """Run backward from a loss, which must be I or P, and type the gradients."""
         for axis, word in (self.known(loss) or {}).items():
             if word not in "IP":
                 with Mismatch.on(axis):
@@ -239,12 +239,12 @@ class Follow(TorchFunctionMode):
         return None
 
     def dual(self, x: Tensor, dx: Tensor) -> None:
-        """The gradient of x is what the word of x says."""
+        """Give `dx` the type that belongs to the gradient of `x`."""
         dx.over_ranks = {axis: DUAL[word] for axis, word in type_of(x).items()}
         dx.called = f"gradient of {getattr(x, 'called', 'a tensor')}"
 
     def known(self, x: Tensor) -> Type | None:
-        """The type of `x` on this mesh's axes; Mismatch where one is missing."""
+        """Return the type of `x` on the axes; raise Mismatch if one is missing."""
         known = type_of(x)
         made = x.grad_fn
         if isinstance(made, BackwardCFunction) and not issubclass(made._forward_cls, Operator):
@@ -254,7 +254,7 @@ class Follow(TorchFunctionMode):
         return known and {axis: known[axis] for axis in self.groups}
 
     def axis(self, group: dist.ProcessGroup | None) -> str:
-        """The name of the axis whose group this is."""
+        """Return the name of the axis whose group this is; raise Mismatch if none."""
         if group is None:
             raise Mismatch("an operator with `words`, and without a group")
         for axis, known in self.groups.items():
@@ -263,7 +263,7 @@ class Follow(TorchFunctionMode):
         raise Mismatch(f"its group of {group.size()} ranks is none of the axes")
 
     def attribute(self, func: Any, args: Any) -> Any:
-        """Of a tensor: its gradient has a type of its own, its transpose has that of the tensor."""
+        """Read a tensor's attribute; views such as `mT` get the tensor's type."""
         out = func(*args)
         if isinstance(out, Tensor) and func.__self__.__name__ in functions.VIEWS:
             _give(out, self.known(args[0]))
@@ -271,7 +271,7 @@ class Follow(TorchFunctionMode):
 
 
 def _operator(func: Any) -> type[Operator] | None:
-    """The operator whose `apply` this is."""
+    """Return the operator whose `apply` is `func`; None if there is none."""
     of = getattr(func, "__self__", None)
     return of if isinstance(of, type) and issubclass(of, Operator) else None
 
@@ -284,7 +284,7 @@ def _give(x: Tensor, made: Type | None) -> None:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors that backward from `loss` gives a gradient."""
+    """Yield the typed tensors to which backward from `loss` gives a gradient."""
     seen, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -298,10 +298,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def checking(**groups: dist.ProcessGroup) -> Iterator[Follow]:
-    """Follow what is computed inside, and raise Mismatch before the first operation that is wrong.
+    """Check the computation inside; raise Mismatch before the first wrong operation.
 
-    groups: the process group of each axis, by name. An axis of one rank is left out: there all
-    words are one. What autograd does in backward is not followed; what comes before and after is.
+    groups: the process group of each axis, by name. Axes of one rank are left out: there all words
+    mean the same. Autograd's backward itself is not followed, only the code before and after it.
     """
     mode = Follow(groups)
     meshes.append(tuple(groups))

@@ -1,6 +1,6 @@
-"""From one training script to many nodes.
+"""Training scripts, from one GPU to many nodes.
 
-`one_gpu`, `ddp`, `sampler` and `core` are one script, which takes three steps from one process to
-many ranks. `take_home` is what a real job needs besides, in one file that needs PyTorch alone: its
-copy is `code/train.py`.
+`one_gpu`, `ddp`, `sampler` and `core` are one script in four versions, from one process to many
+ranks. `take_home` adds what a real job needs, in one file that imports PyTorch alone;
+`code/train.py` is a copy of it.
 """

@@ -1,4 +1,4 @@
-"""The whole script on many ranks: losses and validation of all of them, and one that writes.
+"""Train on many ranks: losses and validation over all ranks, and files from rank 0 alone.
 
 torchrun --nproc-per-node=2 -m shardlab.train.core
 """
@@ -91,7 +91,7 @@ def main(
 
 
 def averaged(value):
-    """The mean of a number over all ranks."""
+    """Return the mean of a number over all ranks."""
     value = value / dist.get_world_size()
     dist.all_reduce(value)  # a scalar
     return value
@@ -99,7 +99,7 @@ def averaged(value):
 
 @torch.no_grad()
 def evaluate(model, windows, rank, world, size=64):
-    """The mean loss of a token, over all `windows`."""
+    """Return the mean loss per token over all `windows`."""
     model.eval()
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device)  # summed losses, tokens

@@ -1,8 +1,8 @@
-"""Ranks that train one model: a process group, a device, seeds, and a wrapper.
+"""Train one model on many ranks: a process group, a device, seeds, and DDP.
 
     torchrun --nproc-per-node=2 -m shardlab.train.ddp
 
-Each rank still reads all of the data, and writes as if it were alone: give each a folder.
+Each rank still reads all of the data and writes its own files: give each rank a folder.
 """
 
 import math

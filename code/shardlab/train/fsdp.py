@@ -1,4 +1,4 @@
-"""The whole script with FSDP2: each rank keeps its shard of weights, gradients and optimizer.
+"""Train with FSDP2: each rank keeps its shard of weights, gradients and optimizer states.
 
 torchrun --nproc-per-node=2 -m shardlab.train.fsdp
 """
@@ -21,7 +21,7 @@ from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train.core import averaged, evaluate
 from shardlab.train.one_gpu import generate, given
 
-# One state dict of whole tensors, on rank 0's host.
+# One state dict of whole tensors, in rank 0's host memory.
 FULL = by_name.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -56,7 +56,7 @@ def main(
     torch.manual_seed(seed + 1 + rank)
     mesh = init_device_mesh(device.type, (world,))
     for part in (*model.blocks, model):
-        # By default the outermost unit stays whole after a forward, and then takes no weights.
+        # By default the root module stays gathered after forward, and then cannot load weights.
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     done, best, losses = 0, (math.inf, math.inf), []

@@ -1,9 +1,9 @@
-"""The script for one GPU: train a small GPT on text.
+"""Train a small GPT on text, on one GPU.
 
     python one_gpu.py --folder runs/a
 
-Copy it, and take your copy to many GPUs, step by step: python -m shardlab steps my_train.py
-It needs PyTorch, and the model and the text of the course's package.
+Copy this script, and take your copy to many GPUs, step by step: python -m shardlab steps
+my_train.py The script needs PyTorch, and the model and the text of the course's package.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(
 
 @torch.no_grad()
 def evaluate(model, windows, size=64):
-    """The mean loss of a token, over all `windows`."""
+    """Return the mean loss per token over all `windows`."""
     model.eval()
     device = next(model.parameters()).device
     total = torch.zeros(2, device=device)  # summed losses, tokens
@@ -95,7 +95,7 @@ def evaluate(model, windows, size=64):
 
 @torch.no_grad()
 def generate(model, length, start="def ", seed=0):
-    """`start` and `length` more bytes, each drawn from what the model expects there."""
+    """Return `start` and `length` more bytes, each drawn from the model's prediction."""
     draw = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     tokens = torch.tensor([list(start.encode())])
@@ -107,7 +107,7 @@ def generate(model, length, start="def ", seed=0):
 
 
 def given(main):
-    """The options of `main`, from the command line: --steps 12 --folder runs/a."""
+    """Parse the options of `main` from the command line: --steps 12 --folder runs/a."""
     parser = argparse.ArgumentParser()
     for name, option in inspect.signature(main).parameters.items():
         parser.add_argument(f"--{name}", type=type(option.default), default=option.default)

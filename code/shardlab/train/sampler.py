@@ -1,4 +1,4 @@
-"""Each rank has a share of the data.
+"""Train on many ranks, each of which reads its own share of the data.
 
 torchrun --nproc-per-node=2 -m shardlab.train.sampler
 """

@@ -1,17 +1,16 @@
-"""ZeRO from scratch: data parallelism whose ranks do not all hold the same.
+"""ZeRO from scratch: data parallelism that shards what plain data parallelism replicates.
 
-In plain data parallelism every rank holds parameters, gradients and optimizer states of the whole
-model, and all hold the same. ZeRO's ranks own a shard each, of ever more of it:
+In plain data parallelism every rank holds the parameters, gradients and optimizer states of the
+whole model. With ZeRO each rank owns a shard of some of these:
 
-1. `Zero1`: of the optimizer's states;
-2. `Zero2`: of the gradients as well, which are reduce-scattered as they arrive;
-3. `Zero3`: of the parameters as well, which are gathered just before they are used.
+1. `Zero1`: the optimizer states;
+2. `Zero2`: also the gradients, which are reduce-scattered as they arrive;
+3. `Zero3`: also the parameters, which are gathered just before they are used.
 
-`shard(module, group, stage)` gives one of them. A step stands in two files: `core`, the stages, and
-`flat`, parameters and gradients side by side in one tensor that falls into N equal shards. torch's
-own optimizers see nothing but the shard. `units` is what stage 3 gathers together, `wrapper` what
-happens between steps, with `saved`, which makes tensors of pieces and pieces of tensors; `predict`
-what a rank holds and sends.
+`shard(module, group, stage)` makes one of them. A training step is in two files: `core` has the
+stages, `flat` the flat tensors of N equal shards. torch's optimizers see only this rank's shard.
+`units` decides what stage 3 gathers together; `wrapper` does the work between steps, with `saved`,
+which converts between flat pieces and whole tensors; `predict` has what a rank holds and sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -52,7 +51,7 @@ STAGES = {1: Zero1, 2: Zero2, 3: Zero3}
 def shard(
     module: nn.Module, group: dist.ProcessGroup, stage: int, **options: Any
 ) -> Zero1 | Zero2 | Zero3:
-    """`module`, sharded over `group` in one of ZeRO's stages; options are those of its class."""
+    """Shard `module` over `group` in a ZeRO stage; options are those of the stage's class."""
     if type(stage) is not int or stage not in STAGES:
         raise ValueError(f"stage={stage!r}: allowed are 1, 2 and 3")
     return STAGES[stage](module, group, **options)

@@ -1,9 +1,9 @@
-"""ZeRO's three stages: when weights are gathered, when gradients are sent, and what is kept.
+"""ZeRO stages 1 to 3: when parameters are gathered, gradients are sent and memory is freed.
 
-`Zero1` and `Zero2` have the model whole, and gather it anew after each step; `Zero3` gathers each
-`Unit` of it just before it is used, and frees it behind. The methods of each stand in the order in
-which a step calls them. A step goes from here to `flat`, which gathers parameters and sends
-gradients; `wrapper` has what happens between steps. N ranks, P elements.
+`Zero1` and `Zero2` keep the whole model on every rank and gather its parameters after each
+optimizer step; `Zero3` gathers each `Unit` just before its use and frees it afterwards. Each class
+lists its methods in the order in which a training step calls them. `flat` gathers parameters and
+reduce-scatters gradients; `wrapper` does the work between steps. N ranks, P elements.
 
 Rajbhandari: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", SC 2020 (arXiv 1910.02054). Zhao: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
@@ -34,18 +34,18 @@ from .wrapper import Sharded
 
 
 class Zero1(Sharded):
-    """Stage 1: parameters and gradients are whole on every rank, the optimizer's states sharded.
+    """Stage 1: whole parameters and gradients on each rank, sharded optimizer states.
 
-    Buckets: flat tensors of `bucket_bytes`, the last parameters first, as gradients come; the first
-    is full at `first_bytes`. A bucket leaves while backward still computes the next ones. After
-    optimizer.step() a rank has new values of its own shards alone. This class gathers them late,
-    with the next forward, in which each module waits only for what it uses itself; until then
-    `module` holds old values outside the own shards. ZeRO itself gathers at the end of the step.
+    Buckets are flat tensors of `bucket_bytes` (the first: `first_bytes`) with the last
+    parameters first. A full bucket is sent while backward computes the next gradients. After
+    optimizer.step() a rank has new values of its own shards alone. The next forward gathers the
+    others, and each module waits only for the parameters that it uses itself. Until then
+    `module` has stale values there. (The paper gathers at the end of the step.)
 
-    Bytes on the wire: P(N-1)/N elements of gradients and as many of parameters, 2P together, as
-    much as one all-reduce of the gradients (Rajbhandari, section 7.1).
-    late: gradients stay where autograd puts them until `reduce` is called, once for a step.
-    See Sharded for the rest. Raises ValueError for sizes below 1, and for what cannot be sharded.
+    Bytes on the wire: P(N-1)/N elements each for gradients and parameters, 2P together, as many
+    as one all-reduce of the gradients sends (Rajbhandari, section 7.1). late: gradients stay in
+    `parameter.grad` until `reduce` is called, once per step. See Sharded for the rest. Raises
+    ValueError for sizes below 1 and unshardable modules.
     """
 
     keep = True
@@ -74,9 +74,9 @@ class Zero1(Sharded):
         buckets = [Gradients(flat, self.keep, self.ordered) for flat in self.flats]
         self.reducer = Reducer(buckets, group)
         self._synchronise = True
-        self._stepped = False  # pieces may have new values
+        self._stepped = False  # True: an optimizer has stepped since the last gather
         self._start_over()
-        notice = weakref.WeakMethod(self._notice)  # the hook shall not keep the model alive
+        notice = weakref.WeakMethod(self._notice)  # weak: the hook must not keep the model alive
         hook = register_optimizer_step_post_hook(
             lambda optimizer, *_: (method := notice()) and method(optimizer)
         )
@@ -95,22 +95,22 @@ class Zero1(Sharded):
                 parameter.register_post_accumulate_grad_hook(arrived)
 
     def _start_over(self) -> None:
-        """Reset the bookkeeping of gradients before a new backward."""
+        """Reset the gradient bookkeeping before a new backward pass."""
         self._backward.over()
         self._unsent = list(self.reducer.gradients)  # in one fixed order on all ranks
         self._pending = {bucket: len(bucket.flat.parameters) for bucket in self._unsent}
 
     def _pre_forward(self, *_: Any) -> None:
-        """Before the module's forward: start to gather what the optimizer has changed."""
-        if in_backward():  # recomputing
+        """Forward pre-hook: start to gather parameters after an optimizer step."""
+        if in_backward():  # inside backward: checkpointing recomputes this forward
             return
-        self._await(self.flats)  # in case an error ended the last forward halfway
+        self._await(self.flats)  # an error may have ended the last forward halfway
         if self._backward.unfinished:  # an error ended the last backward halfway
             self.reducer.forget()
             self._start_over()
         news = any(flat.shard._version != self._versions[flat] for flat in self.flats)
         if news and not self._stepped:
-            # Whoever sees it may be the only one who does, and would wait for ever for the others.
+            # A rank that gathers alone would wait for ever for the ranks that saw no change.
             raise RuntimeError("pieces were changed by hand: call changed() on all ranks")
         for flat in reversed(self.flats) if self._stepped else ():  # in the order of forward
             flat.gather()
@@ -124,7 +124,7 @@ class Zero1(Sharded):
                 self._versions[flat] = flat.shard._version
 
     def _arrived(self, bucket: Gradients, index: int, _parameter: Tensor) -> None:
-        """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
+        """Count a final gradient (autograd hook); send the buckets that are full."""
         self._backward.begins(self._finish)
         bucket.place(index)
         self._pending[bucket] -= 1
@@ -132,21 +132,21 @@ class Zero1(Sharded):
             self.reducer.send(self._unsent.pop(0))
 
     def _finish(self) -> None:
-        """When backward is over: send what missing gradients have held up, and wait for all."""
+        """Send the remaining buckets at the end of backward; wait for all."""
         while self._synchronise and self._unsent:
             self.reducer.send(self._unsent.pop(0))
         self.reducer.finish()
         self._start_over()
 
     def reduce(self) -> None:
-        """With `late`: average the gradients that are there, and give pieces their parts."""
+        """Average the gradients and fill those of the pieces: only with `late`."""
         self._finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to this rank's own full gradients and sends nothing.
+        """Accumulate full local gradients without sending, inside this context.
 
-        Put all micro-batches of a step inside but the last.
+        Wrap all micro-batches of a step but the last.
         """
         before, self._synchronise = self._synchronise, False
         try:
@@ -155,25 +155,26 @@ class Zero1(Sharded):
             self._synchronise = before
 
     def changed(self) -> None:
-        """Pieces have new values: on some rank, so it has to be called on all.
+        """Tell this rank that pieces have new values on some rank; all ranks call this.
 
-        The steps of torch's optimizers are noticed; only who changes pieces by hand calls this.
+        Steps of torch's optimizers are noticed automatically; only code that writes to pieces
+        itself has to call this.
         """
         self._stepped = True
 
     def _notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step of any optimizer: if it trains pieces, they have changed on some rank."""
+        """Mark pieces as changed if the optimizer that stepped trains them."""
         own = {id(p) for p in self.parameters()}
         if any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
             self.changed()
 
 
 class Zero2(Zero1):
-    """Stage 2: as stage 1, but of the gradients, too, a rank keeps its shard alone.
+    """Stage 2: as stage 1, but each rank also keeps only its shard of the gradients.
 
-    A bucket's full gradients live from the first of them to the end of its reduce-scatter. With
-    several micro-batches in a step each has to send its own, and shards add up: m micro-batches
-    send m times the gradients of one; there is no `no_sync`, whose full gradients are stage 1's.
+    A bucket's full gradients live from its first gradient to the end of its reduce-scatter.
+    Each micro-batch sends its own gradients, and the shards add up, so m micro-batches send m
+    times as much as one. `no_sync` is refused: it would keep full gradients.
 
     Bytes on the wire: 2P(N-1)/N elements as well (Rajbhandari, section 7.2.1).
     """
@@ -183,42 +184,42 @@ class Zero2(Zero1):
 
 
 class Unit:
-    """Parameters that are gathered, used and freed together, and how far they are in this step.
+    """Parameters that are gathered, used and freed together, with their step state.
 
     Parameters: sharded -> gathering (`launch`) -> full (`wait`) -> sharded (`free`). Gradients:
-    `enter` with each forward, `arrive` one by one, `leave` with each backward, `send` after the
-    last of these; `reset` ends the step.
+    `enter` on each forward, `arrive` for each gradient, `leave` on each backward, `send` after
+    the last of these; `reset` ends the step.
     """
 
     def __init__(self, flats: list[Flat], ordered: bool):
-        self.flats = flats  # one for each kind of parameter in it
+        self.flats = flats  # one for each dtype, device and requires_grad
         self.gradients = [Gradients(f, keep=False, ordered=ordered) for f in flats if f.trainable]
         self.elements = sum(sum(g.flat.sizes) for g in self.gradients)
         self.reset()
 
     def launch(self) -> None:
-        """Start to gather, unless it is gathered already."""
+        """Start to gather the parameters that are sharded."""
         for flat in self.flats:
             if flat.state == "sharded":
                 flat.gather()
 
     def wait(self) -> None:
-        """Have it whole."""
+        """Wait until all parameters of the unit are gathered."""
         self.launch()
         for flat in self.flats:
             flat.wait()
 
     def free(self) -> None:
-        """Give its memory back."""
+        """Free the memory of the gathered parameters."""
         for flat in self.flats:
             flat.free()
 
     def enter(self) -> None:
-        """Count a forward, whose backward is to come."""
+        """Count a forward whose backward is still to come."""
         self.uses += 1
 
     def arrive(self, parameter: Tensor) -> bool:
-        """Count a gradient; return True for the one with which half of the elements are there."""
+        """Count a gradient; return True if it completes half of the unit's elements."""
         if self.sent:
             raise RuntimeError(
                 "a unit's gradient came after its backward: its parameters are used outside of its "
@@ -228,12 +229,12 @@ class Unit:
         return before < self.elements / 2 <= self.arrived
 
     def leave(self) -> bool:
-        """Count a backward; return True for the last, that of the first forward."""
+        """Count a backward; return True for the last: the first forward's."""
         self.uses -= 1
         return self.uses == 0
 
     def send(self, reducer: Reducer) -> None:
-        """Free it, and send its gradients, once for each step."""
+        """Free the parameters and send the gradients, once per step."""
         if not self.sent:
             self.free()
             self.sent = True
@@ -241,29 +242,28 @@ class Unit:
                 reducer.send(gradients)
 
     def reset(self) -> None:
-        """Keep this rank's shard alone, and begin to count anew."""
+        """Free the gathered parameters and reset the counters."""
         self.free()
         self.uses, self.arrived, self.sent = 0, 0, False
 
 
 class Zero3(Sharded):
-    """Stage 3: a rank owns a shard of parameters, gradients and optimizer states, and no more.
+    """Stage 3: each rank owns one shard of parameters, gradients and optimizer states.
 
-    units: modules, or lists of modules, that are gathered one after another: just before their
-    forward, and again before their backward; after either they are freed, and after backward their
-    gradients are reduce-scattered at once. By default each of `module.blocks`. The rest of the
-    module is gathered once, and whole from the beginning of forward to the end of backward; with
-    units=[] this is all of it.
+    units: modules, or lists of modules (by default each of `module.blocks`). Each unit is
+    gathered just before its forward and again before its backward, and freed after either;
+    after backward its gradients are reduce-scattered at once. The rest of the module (with
+    units=[] all of it) stays gathered from the start of forward to the end of backward.
 
-    prefetch: while a unit computes, gather the next one, in the order of the last forward (before
-    the first one, that of `units`); in backward the one before. Then two units are whole at a time
-    (Zhao, section 3.3). reshard: free units after forward. If not, they stay until their backward.
+    prefetch: while a unit computes, gather the next one in the order of the last forward (at
+    first, of `units`), and in backward the previous one. Two units are then whole at a time
+    (Zhao, section 3.3). reshard: free units after forward, not only after backward.
 
-    Bytes on the wire: P(N-1)/N elements in forward, in backward, and of gradients, 3P together
-    (Rajbhandari, section 7.2.2), less what the rest does not need in backward.
+    Bytes on the wire: P(N-1)/N elements each in forward, in backward and for gradients, 3P
+    together (Rajbhandari, section 7.2.2), less the rest, which is gathered only once.
 
-    All ranks have to run the same units in the same order. See Sharded for the rest. Raises
-    ValueError for units outside the module or inside one another, and for what cannot be sharded.
+    All ranks must run the same units in the same order. See Sharded for the other arguments.
+    Raises ValueError for units outside the module or nested ones, and unshardable modules.
     """
 
     def __init__(
@@ -287,8 +287,8 @@ class Zero3(Sharded):
         ]
         *self.units, self.rest = units_and_rest
         self.reducer = Reducer([g for unit in units_and_rest for g in unit.gradients], group)
-        self._order = list(self.units)  # of the last forward
-        self._ran: list[Unit] = []  # in this one
+        self._order = list(self.units)  # units in the order of the last forward
+        self._ran: list[Unit] = []  # units in the order of this forward
 
         for unit, modules in zip(units_and_rest, [*parts, [module]], strict=True):
             for part in modules:
@@ -304,17 +304,17 @@ class Zero3(Sharded):
             unit.reset()
 
     def _pre_forward(self, unit: Unit, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before a unit's forward: have it whole, start on the next, and see when it is through.
+        """Forward pre-hook: gather the unit, prefetch the next one, hook its backward.
 
-        The rest's is the module's own: a step begins.
+        The pre-hook of the rest is that of the whole module, so it begins the step.
         """
-        if in_backward():  # recomputing
+        if in_backward():  # checkpointing recomputes this forward in backward
             return unit.wait()
         if unit is self.rest:
             if self._backward.unfinished:  # an error ended the last backward halfway
                 self.reducer.forget()
                 self._start_over()
-            self._free_all()  # in case an error ended the last forward halfway
+            self._free_all()  # an error may have ended the last forward halfway
             self._order, self._ran = self._ran or self._order, []
         elif unit not in self._ran:
             self._ran.append(unit)
@@ -323,8 +323,8 @@ class Zero3(Sharded):
         unit.wait()
         if unit is self.rest or not torch.is_grad_enabled():
             return None
-        # Autograd has gone through the unit when it has the gradients of all that went into it.
-        # Inputs become aliases, one step later in its graph, which are told from their other uses.
+        # Autograd is through the unit once all of the unit's inputs have gradients. A view of
+        # each input gets the hook, because other modules may use the input itself.
         aliases: dict[int, Tensor] = {}
 
         def alias(x: Tensor) -> Tensor:
@@ -332,53 +332,53 @@ class Zero3(Sharded):
 
         args, kwargs = tree_map_only(Tensor, alias, (args, kwargs))
         unit.enter()
-        if aliases:  # otherwise nobody tells, and the unit is through when backward is
+        if aliases:  # without them, `_finish` sends the unit's gradients
             register_multi_grad_hook(list(aliases.values()), partial(self._post_backward, unit))
         return args, kwargs
 
     def _post_forward(self, unit: Unit, part: nn.Module, args: Any, output: Any) -> None:
-        """After a unit's forward: free it, and hear when backward comes to it."""
+        """Forward hook: free the unit, and hook the gradients of its outputs."""
         if in_backward():
             return
         tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         for tensor in tensors:
             tensor.register_hook(partial(self._pre_backward, unit))
-        if unit is self.rest and not tensors:  # no backward is to come
+        if unit is self.rest and not tensors:  # no backward will follow
             self._free_all()
         elif (self.reshard and unit is not self.rest) or not torch.is_grad_enabled():
             unit.free()
 
     def _pre_backward(self, unit: Unit, _gradient: Tensor) -> None:
-        """Before a unit's backward: have it whole, and start on the one before."""
+        """Gather the unit before its backward, and prefetch the previous one."""
         self._backward.begins(self._finish)
         unit.wait()
         if unit is self.rest or not self.ordered:
             self._prefetch(self._ran[::-1], unit)
 
     def _arrived(self, unit: Unit, parameter: Tensor) -> None:
-        """Autograd calls this when a gradient is complete, all uses of its parameter added up."""
+        """Count a final gradient of the unit (autograd hook)."""
         self._backward.begins(self._finish)
-        # What an ordered reduce-scatter receives takes up to as much memory as what it sends. So
-        # the first half of a unit's backward hides the gradients of the unit behind it, the second
-        # half the parameters of the unit ahead.
+        # An ordered reduce-scatter receives up to as many bytes as it sends. So the first half
+        # of a unit's backward hides the gradients of the unit before it in backward, and the
+        # second half hides the gather of the next unit.
         if unit.arrive(parameter) and unit is not self.rest and self.ordered:
             self.reducer.receive()
             self._prefetch(self._ran[::-1], unit)
 
     def _post_backward(self, unit: Unit, _gradients: Any) -> None:
-        """After a unit's backward: free it, and send its gradients."""
+        """Free the unit after its backward, and send its gradients."""
         if unit.leave():
             unit.send(self.reducer)
 
     def _finish(self) -> None:
-        """When backward is over: send whatever came first in forward, and the rest."""
+        """At the end of backward, send what is unsent: first unit, rest."""
         for unit in [*self._ran[::-1], self.rest]:
             unit.send(self.reducer)
         self.reducer.finish()
         self._start_over()
 
     def _prefetch(self, order: list[Unit], unit: Unit) -> None:
-        """Start to gather what follows `unit` in `order`, in which the rest comes first."""
+        """Start to gather the unit after `unit` in `order`, rest first."""
         order = [self.rest, *order]
         following = order[order.index(unit) + 1 :] if unit in order else []
         if self.prefetch and following:

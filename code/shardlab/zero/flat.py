@@ -1,12 +1,12 @@
-"""One flat tensor: parameters that are gathered and freed, gradients that go to their owners.
+"""Flat tensors: parameters that are gathered and freed, gradients that are reduce-scattered.
 
-N ranks. A flat tensor is padded to a multiple of N and falls into N equal shards; shard r belongs
-to rank r. Equal shards are what collectives want; the padding is less than N elements. When any of
-this happens is what ZeRO's stages differ in: see `core`.
+N ranks. A flat tensor is padded to a multiple of N and split into N equal shards, because
+collectives need equal shards; the padding is less than N elements. Shard r belongs to rank r. The
+ZeRO stages in `core` differ in when they gather and send.
 
-1. `Flat`, parameters side by side, and `all_gather`;
-2. `ReduceScatter`, one message of gradients to everyone;
-3. `Gradients` of a flat tensor, and `Reducer`, the order in which they leave and come in.
+1. `Flat`, parameters in one flat tensor, and `all_gather`;
+2. `ReduceScatter`, one message of gradients to all ranks;
+3. `Gradients` of a flat tensor, and `Reducer`, which sends and receives them in order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardlab import ranks
 from shardlab.data_parallel.buckets import copy_from_rank_0
 from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
 
-State = Literal["sharded", "gathering", "full"]  # what of the parameters is on this rank
+State = Literal["sharded", "gathering", "full"]  # the state of the parameters on this rank
 
 
 class Flat:
-    """Some parameters side by side in one tensor, of which each rank owns a shard.
+    """Parameters in one flat tensor, of which each rank owns a shard.
 
-    full [size]: what the module computes with; its parameters are views into it. shard [size / N]:
-    what this rank owns of it, in `master`, the parameters' own dtype. pieces: the shard, cut where
-    parameters begin, for the optimizer. `full` may have another dtype, and may be empty: its memory
-    is given back and taken again behind the tensor's back (`resize_`), so that what autograd has
-    saved for backward points into it, and finds what was gathered last.
+    full [size]: the tensor for computing; the module's parameters are views into it. shard [size /
+    N]: this rank's elements, in `master`, the parameters' original dtype. pieces: the shard, split
+    at parameter boundaries, for the optimizer. `full` may have another dtype and may be empty:
+    `resize_` frees and reallocates its storage in place, so tensors that autograd saved for
+    backward point into it and see the values that were gathered last.
     """
 
     state: State
@@ -44,10 +44,10 @@ class Flat:
         dtype: torch.dtype,
         stay: bool,
     ):
-        """Own a shard of `parameters`, as they are on rank 0; stay: `full` is there for good."""
+        """Shard `parameters` as they are on rank 0; stay: `full` is never freed."""
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.group, self.dtype = group, dtype
-        first = self.parameters[0]  # all are of one kind
+        first = self.parameters[0]  # all have the same dtype, device and requires_grad
         self.master, self.device, self.trainable = first.dtype, first.device, first.requires_grad
         self.shapes = [p.shape for p in self.parameters]
         self.sizes = [p.numel() for p in self.parameters]
@@ -58,8 +58,8 @@ class Flat:
         self.own = slice(begin, begin + self.shard_size)
         wide = self.join([p.detach() for p in self.parameters])
         copy_from_rank_0([wide], group)
-        self.full = wide.to(dtype)  # the same tensor where it has that dtype
-        self._apart = not stay or self.full is not wide  # the shard has memory of its own
+        self.full = wide.to(dtype)  # the same tensor if it has that dtype already
+        self._apart = not stay or self.full is not wide  # the shard has its own memory
         self.shard = wide[self.own].clone() if self._apart else wide[self.own]
         self.pieces = [nn.Parameter(cut, self.trainable) for cut in self.cut(self.shard)]
         self._views, self._nothing = self.views(self.full), self.full.new_empty(0)
@@ -69,27 +69,27 @@ class Flat:
             self.free()
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """A flat tensor [size] with its padding at zero."""
+        """Return an uninitialised flat tensor [size] whose padding is zero."""
         flat = torch.empty(self.size, dtype=dtype, device=self.device)
         flat[sum(self.sizes) :] = 0
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """`flat` [size], seen as the parameters in their own shapes."""
+        """Return views of `flat` [size] in the shapes of the parameters."""
         pieces = flat[: sum(self.sizes)].split(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def join(self, tensors: Iterable[Tensor]) -> Tensor:
-        """A flat tensor [size] of the masters' dtype with `tensors`, one for each parameter."""
+        """Return a flat tensor [size] of dtype `master` with `tensors`, one per parameter."""
         flat = self.empty(self.master)
         for view, tensor in zip(self.views(flat), tensors, strict=True):
             view.copy_(tensor)
         return flat
 
     def cut(self, shard: Tensor) -> list[Tensor]:
-        """This rank's `shard` [size / N], cut where parameters begin: a view for each of them.
+        """Split this rank's `shard` [size / N] at parameter boundaries, into views.
 
-        Of a parameter that lies in other ranks' shards altogether it is empty.
+        The view of a parameter that lies in other ranks' shards is empty.
         """
         cuts, end = [], 0
         for first, last in self.spans():
@@ -98,7 +98,7 @@ class Flat:
         return cuts
 
     def spans(self) -> list[tuple[int, int]]:
-        """Of each parameter, which of its numbers this rank owns: the first, and the end."""
+        """Return the range (first, end) of each parameter's elements that this rank owns."""
         found, end = [], 0
         for size in self.sizes:
             begin, end = end, end + size
@@ -108,15 +108,15 @@ class Flat:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start to fill `full` with all ranks' shards; nobody has parameters until `wait`."""
+        """Start to all-gather the shards into `full`; no parameters until `wait`."""
         self._show("gathering", [self._nothing] * len(self.sizes))
-        self.full.untyped_storage().resize_(self.full.nbytes)  # nothing to do where it has stayed
+        self.full.untyped_storage().resize_(self.full.nbytes)  # no effect if `full` was never freed
         if self._apart:
-            self.full[self.own] = self.shard  # in the dtype of computing
+            self.full[self.own] = self.shard  # converted to the dtype for computing
         self.works = [all_gather(self.full, self.own, self.group)]
 
     def wait(self) -> None:
-        """Have the parameters whole, if they are on their way."""
+        """Wait for a gather that has started, and show the parameters."""
         for work in self.works:
             work.wait()
         if self.state == "gathering":
@@ -124,7 +124,7 @@ class Flat:
             self._show("full", self._views)
 
     def free(self) -> None:
-        """Give the memory of `full` back, after what is under way."""
+        """Finish a gather that has started, and free the memory of `full`."""
         self.wait()
         if self.state == "full":
             self._show("sharded", [self._nothing] * len(self.sizes))
@@ -137,7 +137,7 @@ class Flat:
 
 
 def all_gather(flat: Tensor, own: slice, group: dist.ProcessGroup) -> dist.Work:
-    """Start to fill `flat` with every rank's shard; this rank's stands in its place already.
+    """Start to fill `flat` with every rank's shard; this rank's is already in place.
 
     Each rank sends (N-1)/N of the flat tensor's bytes (`collectives.bytes_sent`).
     """
@@ -150,13 +150,12 @@ def all_gather(flat: Tensor, own: slice, group: dist.ProcessGroup) -> dist.Work:
 
 
 class ReduceScatter:
-    """Starts to add up all ranks' `flat`; `wait` returns this rank's shard of the sum.
+    """An asynchronous sum of all ranks' `flat`; `wait` returns this rank's shard.
 
-    Ordered: every rank sends shard j straight to rank j, which adds up what it gets, in the order
-    of the ranks. It moves as much as any reduce-scatter, (N-1)/N of the bytes, and its sums have
-    the same bits as those of one process that goes through the ranks' shares in that order.
-    Otherwise the backend's own: the way to go on nccl; gloo's makes an all-reduce, of which each
-    rank throws most away.
+    ordered: every rank sends shard j directly to rank j, which adds up what it receives in rank
+    order. This moves as many bytes as any reduce-scatter, (N-1)/N, and the sums are bitwise those
+    of one process that adds the ranks' shares in that order. Otherwise the backend's
+    reduce-scatter: the right choice on nccl; gloo's is an all-reduce of which each rank drops most.
     """
 
     def __init__(self, flat: Tensor, group: dist.ProcessGroup, ordered: bool):
@@ -166,20 +165,20 @@ class ReduceScatter:
         self.works: list[Any] = []
         if not ordered:
             self.sum = torch.empty_like(self.shards[0])
-            # [size] to shard
+            # [size] to [size / N]
             work = reduce_scatter_single(self.sum, flat, group=group, async_op=True)
             self.works.append(work)
             return
         self.sum = None
         self.received = [torch.empty_like(self.shards[0]) for _ in range(self.size - 1)]
-        for step in range(1, self.size):  # to the next rank first: no rank is sent all at once
+        for step in range(1, self.size):  # the next rank first: no rank gets all at once
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             incoming = self.received[source - (source > self.rank)]
             # [size / N] each
             self.works.append(ranks.exchange(self.shards[to], to, incoming, source, group))
 
     def wait(self, output: Tensor | None = None) -> Tensor:
-        """The sum's shard [size / N], in `output`, which may be a part of `flat`, or in its own."""
+        """Return the sum's shard [size / N]: `output` (may be part of `flat`) if given."""
         for work in self.works:
             work.wait()
         if self.sum is not None:
@@ -195,12 +194,12 @@ class ReduceScatter:
 
 
 class Gradients:
-    """The gradients of a flat tensor's parameters, and this rank's pieces of their average.
+    """The gradients of a flat tensor's parameters, and of this rank's pieces.
 
-    `place` moves one of them into a flat tensor of their own, `send` starts the reduce-scatter,
-    `receive` gives each piece its part of the average. keep (stage 1): the sum is written where
-    this rank's shard stood, and the flat tensor stays for as long as the pieces have gradients.
-    Otherwise (stages 2 and 3) it is given back, and a shard is left.
+    `place` moves a parameter's gradient into a flat tensor, `send` starts the reduce-scatter,
+    `receive` gives each piece its part of the average. keep (stage 1): the sum overwrites this
+    rank's shard of the flat tensor, which lives as long as the pieces' gradients. Otherwise (stages
+    2 and 3) the flat tensor is freed and only the shard stays.
     """
 
     def __init__(self, flat: Flat, keep: bool, ordered: bool):
@@ -210,19 +209,19 @@ class Gradients:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what has been collected, and wait for what is under way."""
+        """Drop collected gradients, after waiting for a reduce-scatter in flight."""
         if self.sending is not None:
             self.sending.wait()
         for parameter in self.flat.parameters:
             parameter.grad = None
         self.sending = self.collected = self.unsettled = None
-        self.placed: set[int] = set()  # numbers of the parameters whose gradients have come
+        self.placed: set[int] = set()  # indices of the parameters whose gradients have arrived
 
     @torch.no_grad()
     def place(self, index: int) -> None:
-        """Move a parameter's gradient, times 1/N, to its place, or add it to what is there."""
+        """Move a parameter's gradient, times 1/N, into the flat tensor, or add it there."""
         parameter = self.flat.parameters[index]
-        gradient, parameter.grad = parameter.grad, None  # here autograd's tensor is given back
+        gradient, parameter.grad = parameter.grad, None  # frees autograd's tensor
         if self.collected is None:
             self._collect()
         view = self.views[index]
@@ -240,13 +239,13 @@ class Gradients:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start the reduce-scatter; a parameter without a gradient takes part with zeros."""
+        """Start the reduce-scatter; a parameter without a gradient contributes zeros."""
         for index, parameter in enumerate(self.flat.parameters):
             if parameter.grad is not None:
                 self.place(index)
         if self.collected is None:
             self._collect()
-        # Made where it is needed: a list that is copied to a GPU makes this process wait for it.
+        # Filled on the device: copying a list to a GPU would make this process wait.
         self.had_gradient = torch.ones(len(self.views), dtype=torch.uint8, device=self.flat.device)
         for index, view in enumerate(self.views):
             if index not in self.placed:
@@ -257,7 +256,7 @@ class Gradients:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the sum. Pieces get their gradients, but for parameters that had none here."""
+        """Wait for the sum; give the pieces gradients if their parameter had one here."""
         if self.sending is None:
             return
         output = self.sending.flat[self.flat.own] if self.keep else None
@@ -270,9 +269,9 @@ class Gradients:
 
     @torch.no_grad()
     def settle(self, had_gradient: Tensor) -> None:
-        """Give the others theirs, where any rank had one: `had_gradient` [parameters].
+        """Give gradients to the other pieces if any rank had one; had_gradient [params].
 
-        Reading it waits for a GPU: it happens only where a gradient is missing.
+        Reading `had_gradient` waits for the GPU, so this only happens if gradients are missing.
         """
         if self.unsettled is not None:
             shard, missing = self.unsettled
@@ -288,30 +287,30 @@ class Gradients:
 
 
 class Reducer:
-    """Sends `gradients` over the group during a backward, in the order in which it is told to.
+    """Sends and receives the `gradients` of a backward, in the order of the calls.
 
-    One reduce-scatter is under way at a time, so that only one takes memory.
+    Only one reduce-scatter is in flight at a time, so only one uses memory.
     """
 
     def __init__(self, gradients: Sequence[Gradients], group: dist.ProcessGroup):
         self.gradients, self.group = gradients, group
-        self.sent: list[Gradients] = []  # in this backward; all but the last are received
+        self.sent: list[Gradients] = []  # sent in this backward; all but the last are received
 
     def send(self, gradients: Gradients) -> None:
-        """Start a reduce-scatter, when the one before is through."""
+        """Start a reduce-scatter, after the previous one is received."""
         self.receive()
         gradients.send()
         self.sent.append(gradients)
 
     def receive(self) -> None:
-        """Wait for the reduce-scatter that is under way, if there is one."""
+        """Wait for the reduce-scatter in flight, if any."""
         if self.sent:
             self.sent[-1].receive()
 
     def finish(self) -> None:
-        """When backward is over: wait for the last one, and settle what is to have no gradient."""
+        """Wait for the last one after backward, and settle gradients missing here."""
         if self.sent:
-            # [trainable parameters]: did any rank have a gradient? Otherwise it is to stay None.
+            # [trainable parameters]: did any rank have a gradient? If not, the gradient stays None.
             had_gradient = torch.cat([g.had_gradient for g in self.sent])
             work = dist.all_reduce(had_gradient, dist.ReduceOp.MAX, self.group, async_op=True)
             self.receive()
@@ -322,7 +321,7 @@ class Reducer:
         self.sent = []
 
     def forget(self) -> None:
-        """Drop a backward that an error has ended halfway."""
+        """Drop all gradients of a backward that an error has ended halfway."""
         for gradients in self.gradients:
             gradients.forget()
         self.sent = []

@@ -1,4 +1,4 @@
-"""What a rank holds, and what it sends, by formula: exact, padding included."""
+"""Formulas for the bytes that a rank holds and sends: exact, padding included."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from .wrapper import Sharded
 
 
 def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]:
-    """Bytes of model states on this rank after a step: parameters, gradients, optimizer.
+    """Predict the bytes of model states on this rank after a step, by kind.
 
-    bytes_per_state: of the optimizer for each trained element, 8 for AdamW's two in float32.
+    bytes_per_state: optimizer bytes per trained element, 8 for AdamW's two states in float32.
 
-    Of P trained elements, in float32 and up to padding (Rajbhandari et al., arXiv 1910.02054,
-    Figure 1 and section 5): stage 1 4P + 4P + 8P/N, stage 2 4P + 4P/N + 8P/N, stage 3 16P/N.
-    With 16 bits to compute in: 2P + 4P + 12P/N, 2P + 16P/N, and 16P/N, master weights included.
+    For P trained elements in float32, up to padding (Rajbhandari et al., arXiv 1910.02054, Figure 1
+    and section 5): stage 1 4P + 4P + 8P/N, stage 2 4P + 4P/N + 8P/N, stage 3 16P/N. With 16-bit
+    computing: 2P + 4P + 12P/N, 2P + 16P/N, and 16P/N, master weights included.
     """
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     found["parameters"] = sum(p.nbytes for p in model.frozen.values())
@@ -31,11 +31,11 @@ def predicted_states(model: Sharded, bytes_per_state: int = 8) -> dict[str, int]
 
 
 def predicted_sent(model: Sharded, backwards: int = 1) -> dict[str, int]:
-    """Bytes that this rank sends in a step of `backwards` micro-batches, by purpose.
+    """Predict the bytes that this rank sends in a step of `backwards` micro-batches, by purpose.
 
-    Each flat tensor's gradients, (N-1)/N of it, go out once per backward (in stage 1 once per
-    step, with `no_sync`). Parameters: in stages 1 and 2 once per step; in stage 3 once per
-    forward, and what is freed between forward and backward once more.
+    A flat tensor's gradients, (N-1)/N of it, are sent once per backward (in stage 1 once per step,
+    with `no_sync`). Parameters are sent once per step in stages 1 and 2; in stage 3 once per
+    forward, and once more if they were freed between forward and backward.
     """
     sends = 1 if model.keep else backwards
     found = {"gradients": 0, "parameters": 0}

@@ -1,4 +1,4 @@
-"""Which parts of a model stage 3 gathers together, and which parameters belong to each part."""
+"""Stage 3's units: the modules that are gathered together, and the parameters of each unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Choice = nn.Module | Sequence[nn.Module]
 def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[dict[str, nn.Module]]:
     """Return the modules of each unit by name; by default each of `module.blocks` is a unit.
 
-    Raises ValueError for what is not inside `module`, and where units overlap.
+    Raises ValueError for modules outside `module` and for overlapping units.
     """
     if units is None:
         units = list(getattr(module, "blocks", []))
@@ -26,7 +26,7 @@ def modules_of(module: nn.Module, units: Sequence[Choice] | None) -> list[dict[s
 
 
 def owners(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each unit, and at the end those of the rest.
+    """Return the parameters of each unit, and last those of the rest of the module.
 
     A parameter that two units share, or a unit and the rest, belongs to the rest.
     """

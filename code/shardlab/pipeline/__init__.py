@@ -1,16 +1,16 @@
-"""Pipeline parallelism: a model cut by layers over stages, and who works when.
+"""Pipeline parallelism: a model cut by layers over stages, and schedules for their work.
 
 - schedules: what each stage does, as plain data: `schedule`, `gpipe`, `one_f_one_b`, … `Action`;
-- core: one stage on its rank, which does what its list says: `Pipeline`.
+- core: one stage on its rank, which runs its list of actions: `Pipeline`.
 
-The rest stands around these two:
+The other modules support these two:
 
-- validate: whether a schedule can be run, and what is wrong if it cannot; `from_text`, `live`;
+- validate: checks that a schedule can run, and says what is wrong; `from_text`, `live`;
 - simulate: its timeline, from given times or measured; `balance`, for layers of unequal cost;
-- parts: a plain GPT in parts (`cut`), and what a rank holds of it;
+- parts: a plain GPT in parts (`cut`), and the parts that a rank holds;
 - pipelines: `distribute` (a GPT over ranks), `asleep` (stages that sleep instead of computing);
 - deferred: the split backward, `defer`;
-- picture, terminal: timelines drawn (`draw`), or in characters (`text`).
+- picture, terminal: timelines as figures (`draw`) or in characters (`text`).
 """
 
 from .schedules import (
@@ -28,7 +28,7 @@ from .schedules import (
 from .simulate import Span, Timeline, balance, simulate
 from .validate import from_text, live, validate
 
-__all__ = [  # beside what is in _LATER
+__all__ = [  # besides the names in _LATER
     "NAMES",
     "Schedule",
     "Span",
@@ -48,8 +48,8 @@ __all__ = [  # beside what is in _LATER
     "zb_h1",
 ]
 
-# What needs torch or matplotlib is loaded when it is first asked for: who only looks at schedules
-# does not wait for them. Names are whole, so that a recording's key finds the files.
+# Names that need torch or matplotlib are loaded on first use, so programs that only look at
+# schedules do not wait. Module names are complete, so that a recording's key finds the files.
 _LATER = {
     "Part": "shardlab.pipeline.parts",
     "Pipeline": "shardlab.pipeline.core",

@@ -1,12 +1,12 @@
-"""Backward in two halves: the input's gradient now, the weights' later.
+"""Backward in two halves: the input's gradient now, the weights' gradients later.
 
 A linear layer's backward is two products of the same size: dx = dy W, for which the stage before
-waits, and dW = dyᵀ x, which nobody waits for but the optimizer. Zero bubble schedules (Qi et al.
-2023, arXiv 2401.10241, section 2) put the second off to where a stage would stand idle.
+waits, and dW = dyᵀ x, for which only the optimizer waits. Zero bubble schedules (Qi et al. 2023,
+arXiv 2401.10241, section 2) defer the second one to a time when a stage would idle.
 
-`defer` does so for every nn.Linear in a module, from outside. Backward then frees all that it has
-used, but of each linear layer x and dy, which wait for `run`. Gradients of norms' and embeddings'
-weights still come at once: they are cheap, and come with the input's.
+`defer` splits every nn.Linear in a module, from outside. Backward then frees everything that it has
+used except each linear layer's x and dy, which are kept for `run`. Gradients of norms' and
+embeddings' weights are not deferred: they are cheap and come with the input's gradient.
 
 Shapes in names: N tokens (batch times sequence), I inputs, O outputs of a linear layer.
 """
@@ -26,17 +26,17 @@ Task = Callable[[], None]
 
 
 def run(tasks: list[Task]) -> None:
-    """Do it now, first come, first served; what a task holds is free when it is done."""
+    """Run deferred tasks in order, and release each task's tensors once it is done."""
     tasks.reverse()
     while tasks:
         tasks.pop()()
 
 
 def defer(module: nn.Module) -> list[Task]:
-    """From now on, backward through `module` leaves its linear layers' weights for later.
+    """Make backward through `module` defer the weight gradients of its linear layers.
 
-    Returns the list to which backward adds what it leaves undone. A module with an attribute
-    `later` is told of the list, and looks after itself.
+    Returns the list to which backward appends the deferred tasks. A module with an attribute
+    `later` gets this list and defers its own work.
     """
     later: list[Task] = []
     for part in module.modules():
@@ -48,7 +48,7 @@ def defer(module: nn.Module) -> list[Task]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward gives dx, and leaves dW and db for later."""
+    """A linear layer whose backward returns dx and defers dW and db."""
 
     @staticmethod
     def forward(
@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         y = F.linear(x, weight, bias)
         ctx.later, ctx.weight, ctx.bias = later, weight, bias
-        ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was really multiplied
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast, the dtype that was multiplied
         return y
 
     @staticmethod
@@ -84,7 +84,7 @@ def _weight_gradients(
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `parameter.grad`, as autograd does."""
+    """Add `gradient` to `parameter.grad`, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

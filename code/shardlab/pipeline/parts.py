@@ -1,9 +1,8 @@
-"""What a rank of a pipeline holds: parts of a plain GPT, or any modules that fit together.
+"""The parts of a model that a rank holds: parts of a plain GPT, or any modules that fit together.
 
-A part is some blocks in a row; the first has the embedding as well, the last the norm and the head.
-Its parameters keep the names that they have in the whole model, and stay the same tensors: nothing
-is copied, and the model does not know. `Held` is what a rank has of them, by those names, and
-whether the ranks agree about it.
+A part is a run of consecutive blocks; the first part also has the embedding, the last the norm and
+the head. Parameters keep their names and tensors from the whole model: nothing is copied, and the
+model does not change. `Held` is this rank's parts under those names, checked against other ranks.
 
 Shapes in names: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -29,11 +28,11 @@ from .schedules import Schedule
 from .simulate import balance
 from .validate import validate
 
-Form = tuple[torch.Size, torch.dtype]  # of what travels from part to part for some tokens
+Form = tuple[torch.Size, torch.dtype]  # of the tensors between parts, for given tokens
 
 
 class Part(nn.Module):
-    """Blocks in a row of `model`, with what stands before the first or behind the last of all."""
+    """Consecutive blocks of `model`; the first part has the embedding, the last norm and head."""
 
     def __init__(self, model: GPT, blocks: range, first: bool, last: bool):
         super().__init__()
@@ -45,7 +44,7 @@ class Part(nn.Module):
         self.head = model.head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S] tokens (first part) or [B, S, H], to [B, S, H] or [B, S, V] logits (last part)."""
+        """Map tokens [B, S] (first part) or x [B, S, H] to [B, S, H] or logits [B, S, V] (last)."""
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks.values():
@@ -55,14 +54,14 @@ class Part(nn.Module):
         return x
 
     def between(self, tokens_BS: Tensor) -> Form:
-        """Shape [B, S, H] and dtype of what travels from part to part for these tokens."""
+        """Return shape [B, S, H] and dtype of the tensors between parts, for these tokens."""
         return torch.Size((*tokens_BS.shape, self.hidden)), next(self.parameters()).dtype
 
 
 def compute_again(blocks: Sequence[nn.Module]) -> None:
-    """Keep of each of `blocks` its input alone, and compute the rest again in backward, in place.
+    """Keep only the input of each block, and recompute the rest in backward; changes `blocks`.
 
-    Chen et al. 2016 (arXiv 1604.06174). torch stops as soon as it has again what backward needs.
+    Chen et al. 2016 (arXiv 1604.06174). torch stops recomputing once backward has what it needs.
     """
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -71,10 +70,10 @@ def compute_again(blocks: Sequence[nn.Module]) -> None:
 def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
     """Cut `model` into parts, in order.
 
-    layers: how many parts, which get blocks as equally as possible; or how many blocks each part
-    gets. The first and the last may get 0: then they are the embedding or the head alone.
+    layers: the number of parts, which get blocks as equally as possible, or the number of blocks in
+    each part. The first and the last may get 0: they are then the embedding or the head alone.
 
-    Raises ValueError for more parts than blocks, and for blocks that are not those of the model.
+    Raises ValueError for more parts than blocks, and for numbers that do not add up to the blocks.
     """
     total = len(model.blocks)
     if isinstance(layers, int):
@@ -94,13 +93,13 @@ def cut(model: GPT, layers: int | Sequence[int]) -> list[Part]:
 
 
 class Held:
-    """The parts that a rank holds: one for each chunk. Rank and stage are the same number.
+    """The parts that a rank holds, one per chunk. Stage s is rank s.
 
-    between: see `Form`; by default what the first of the parts says. check: judge the schedule.
-    given: what else has to be the same on all ranks.
+    between: see `Form`; by default the first part's method. check: validate the schedule. given:
+    further values that must be the same on all ranks.
 
-    Raises ValueError on all ranks of the group alike, when one of them has not a part for each
-    chunk, or another schedule than the rest.
+    Raises ValueError on all ranks of the group if any of them has another number of parts than
+    chunks, or another schedule than the rest.
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class Held:
         if len(self.parts) != (chunks := schedule.chunks):
             wrong = f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
         check_same(group, wrong=wrong, schedule=f"{schedule.name} ({actions:08x})", **given)
-        self.numbers = schedule.placement[self.stage]  # of its parts
+        self.numbers = schedule.placement[self.stage]  # the numbers of its parts
         tensors = (t for part in self.parts for t in (*part.parameters(), *part.buffers()))
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters; those of a GPT under the names that they have in the model."""
+        """Yield this rank's parameters; those of a GPT under their names in the whole model."""
         seen = set()
         for part, prefix in self._named():
             for name, parameter in part.named_parameters():
@@ -135,12 +134,12 @@ class Held:
                     yield prefix + name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, each once."""
+        """Yield this rank's parameters, each once."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and buffers, under those names."""
+        """Return this rank's parameters and buffers, under the same names."""
         return {
             prefix + name: value
             for part, prefix in self._named()
@@ -148,20 +147,20 @@ class Held:
         }
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """All ranks' parameters and buffers, in the model's order; every rank has to call it."""
+        """Return all ranks' parameters and buffers, in the model's order; every rank calls this."""
         mine = {name: value.detach().clone() for name, value in self.state_dict().items()}
         numbered = zip(self._named(), self.numbers, strict=True)
         places = {prefix + n: i for (part, prefix), i in numbered for n in part.state_dict()}
         return named(mine, self.group, places)
 
     def _named(self) -> list[tuple[nn.Module, str]]:
-        """Parts, and what goes before their names: nothing where these are the model's own."""
+        """Return the parts with the prefix of their names: "" if names are the model's own."""
         numbered = zip(self.parts, self.numbers, strict=True)
         return [(p, "" if hasattr(p, "plain_names") else f"{number}.") for p, number in numbered]
 
 
 def stage_of(schedule: Schedule, group: dist.ProcessGroup) -> int:
-    """This rank's stage. Raises ValueError for a group that does not have a rank for each stage."""
+    """Return this rank's stage. Raises ValueError unless the group has one rank per stage."""
     rank, size = check_group(group)
     if size != schedule.stages:
         what = f"allowed are {schedule.stages}, one for each stage of {schedule.name}"

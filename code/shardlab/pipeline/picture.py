@@ -1,12 +1,12 @@
-"""Timelines as the papers draw them: a row for each stage, a box for each pass, time to the right.
+"""Timelines as the papers draw them: a row per stage, a box per pass, time from left to right.
 
-A forward is a plain box. A backward has its left corners cut, because gradients go back that way;
-the backward of the weights, which no neighbour waits for, is a low box, and a whole backward
-carries it as a band along its foot. So forms tell kinds apart where colours do not. The number is
-that of the micro-batch; later chunks are lighter. Where a stage idles its row is grey, and all the
-grey is the bubble.
+A forward is a plain box. A backward has its left corners cut, because gradients go back that way.
+The backward of the weights, for which no neighbour waits, is a low box; a whole backward shows it
+as a band at its foot. So shapes distinguish the kinds without colours. The number is that of the
+micro-batch; later chunks are lighter. An idle stage's row is grey, and all grey together is the
+bubble.
 
-Simulated and measured timelines are drawn by the same lines. Lengths are inches.
+Simulated and measured timelines are drawn by the same code. Lengths are in inches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardlab.common.show.drawing import canvas, on, title
 
 from .simulate import Span, Timeline
 
-# What is told apart is no rank; so these are not the first four colours.
+# Kinds are no ranks, so these are not the first four rank colours.
 KIND_COLORS = {
     "F": RANK_COLORS[4],
     "B": RANK_COLORS[5],
@@ -33,12 +33,12 @@ KIND_COLORS = {
     "W": RANK_COLORS[6],
 }
 WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
-TALL, GAP = 0.28, 0.06  # of a row, and between rows
-CUT = 0.05  # corners of a backward
-LINE, BOX = 0.3, 0.24  # of the legend: its lines, its boxes
+TALL, GAP = 0.28, 0.06  # height of a row, and between rows
+CUT = 0.05  # size of a backward's cut corners
+LINE, BOX = 0.3, 0.24  # the legend's line height and box width
 IDLE = {"fc": INK, "alpha": 0.12, "lw": 0}
-LOW = 0.66  # of a row, the box of a W
-WIDE = 6.4  # as wide as a page's text
+LOW = 0.66  # height of a W's box, as a share of the row
+WIDE = 6.4  # width of a page's text
 Corners = list[tuple[float, float]]
 
 
@@ -52,9 +52,9 @@ def draw(
 ) -> Figure:
     """Draw one timeline, or several under each other on one time axis.
 
-    `titles`: one for each, what it is and how much of it is bubble unless given; `notes`: for each
-    a text for each stage, at the right, under its word in `heads`; `width` in inches; `label` names
-    the unit of the times.
+    `titles`: one per timeline, by default its name and bubble. `notes`: for each timeline one text
+    per stage, shown at the right under the timeline's word in `heads`. `width`: inches. `label`:
+    the name of the time axis, with its unit.
     """
     shown = timelines if isinstance(timelines, Sequence) else [timelines]
     titles = [summary(timeline) for timeline in shown] if titles is None else titles
@@ -90,7 +90,7 @@ def draw(
 
 
 def summary(timeline: Timeline) -> str:
-    """What a timeline shows, in a line: `1f1b, 4 stages, 8 micro-batches: bubble 27.3 %`."""
+    """Describe a timeline in one line: `1f1b, 4 stages, 8 micro-batches: bubble 27.3 %`."""
     of = timeline.schedule
     chunks = f" of {of.chunks} chunks" if of.chunks > 1 else ""
     return (
@@ -101,18 +101,18 @@ def summary(timeline: Timeline) -> str:
 
 
 def rows(axes: Axes, timeline: Timeline, x: float, y: float, unit: float) -> None:
-    """The rows of a timeline alone, its first begin at x, `unit` inches for a unit of time.
+    """Draw only the rows of a timeline, from x on, with `unit` inches per unit of time.
 
-    Stage s stands at y + s (TALL + GAP), and is as long as the step costs; where it idles it is
-    grey: that is the bubble, neither more nor less. A number that does not fit into its box is left
-    out.
+    The row of stage s begins at y + s (TALL + GAP), and is as long as the cost of the step. Idle
+    time is grey, and all grey is exactly the bubble. Numbers that do not fit into their boxes are
+    left out.
     """
     first, _ = _ends(timeline)
     chunks = timeline.schedule.chunks
-    outlines: dict[str, list[Corners]] = {}  # by colour; a path for each keeps the file small
+    outlines: dict[str, list[Corners]] = {}  # by colour; one path per colour keeps the file small
     for stage, spans in enumerate(timeline.spans):
         top = y + stage * (TALL + GAP)
-        # A stage that begins late ends late, or has waited for so long.
+        # A stage that begins late ends late; otherwise it was idle before its first pass.
         now = min(spans[0].begin, max(first, spans[-1].end - timeline.cost))
         over = spans[-1]._replace(begin=now + timeline.cost)
         for span in (*spans, over):
@@ -131,7 +131,7 @@ def rows(axes: Axes, timeline: Timeline, x: float, y: float, unit: float) -> Non
 def box(
     x: float, y: float, wide: float, tall: float, span: Span, chunks: int = 1
 ) -> list[tuple[str, Corners]]:
-    """The box of a pass, whose left upper corner is (x, y): polygons and their colours."""
+    """Return the polygons and colours of a pass whose upper left corner is (x, y)."""
     color = shade(span.kind, span.chunk, chunks)
     right, foot = x + wide, y + tall
     if span.kind in "FW":
@@ -149,7 +149,7 @@ def box(
 def _fill(axes: Axes, outlines: dict[str, list[Corners]]) -> None:
     for color, shapes in outlines.items():
         paths = [Path([*corners, corners[0]], closed=True) for corners in shapes]
-        # The same edge on light pages and dark ones: it has to part one box from the next.
+        # The same edge on light and dark pages: it has to separate one box from the next.
         axes.add_patch(PathPatch(Path.make_compound_path(*paths), fc=color, ec="#222222", lw=0.5))
 
 
@@ -160,14 +160,14 @@ def _number(axes: Axes, x: float, y: float, wide: float, span: Span, chunks: int
         return
     foot = y + TALL - CUT * (span.kind == "B")
     top = foot - LOW * TALL if span.kind == "W" else y
-    # Centred by hand: matplotlib would centre the line, with its room for descenders.
+    # Centred by hand: matplotlib would centre the line with its room for descenders.
     base = (top + foot) / 2 + 0.35 * size / 72
     color = on(shade(span.kind, span.chunk, chunks))
     axes.text(x + wide / 2, base, words, color=color, ha="center", va="baseline", fontsize=size)
 
 
 def shade(kind: str, chunk: int = 0, chunks: int = 1) -> str:
-    """The colour of a pass: that of its kind, the lighter, the later its chunk."""
+    """Return the colour of a pass: that of its kind, lighter for later chunks."""
     white = 0.6 * chunk / max(1, chunks - 1)
     return to_hex([part * (1 - white) + white for part in to_rgb(KIND_COLORS[kind])])
 
@@ -191,7 +191,7 @@ def _axis(axes: Axes, x: float, y: float, unit: float, long: float, label: str) 
 def _entries(
     shown: Sequence[Timeline], x: float, width: float
 ) -> list[tuple[float, float, list[Span], str]]:
-    """The legend: (x, y, boxes, words) of each entry, y from 0; what does not fit goes below."""
+    """Return the legend's entries (x, y, boxes, words), wrapped into lines, with y from 0."""
     kinds = [k for k in WORDS if any(s.kind == k for t in shown for row in t.spans for s in row)]
     chunks = max(timeline.schedule.chunks for timeline in shown)
     whole = {"B": "backward, whole"} if "I" in kinds else {}

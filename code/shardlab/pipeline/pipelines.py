@@ -1,7 +1,7 @@
-"""Pipelines, ready to run: of a plain GPT, and of stages that sleep instead of computing.
+"""Pipelines that are ready to run: a plain GPT, and stages that sleep instead of computing.
 
-Four ranks on two cores cannot show how four GPUs would overlap: they take the cores from each
-other. Sleeping takes none. What is real then are the ranks, the messages and the waiting.
+Four ranks on two cores cannot show how four GPUs overlap, because the ranks compete for the cores.
+Sleeping needs no core. The ranks, the messages and the waits are then still real.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def distribute(
     back: dist.ProcessGroup | None = None,
     check: bool = True,
 ) -> Pipeline:
-    """Cut `model` into the parts of `schedule`, and keep those of this rank.
+    """Cut `model` into the parts of `schedule`, and keep this rank's parts.
 
-    Every rank of `group` calls it with a model of the same shape. layers: blocks in each part, in
-    the order of the parts; by default as equal as possible, whatever embedding and head cost.
-    recompute: keep of each block its input alone, and compute the rest again in backward. A tied
-    embedding whose head is on another stage is there twice and kept equal, as `twin`. For the other
+    Every rank of `group` calls this with a model of the same shape. layers: blocks in each part, in
+    the order of the parts; by default as equal as possible, without regard to embedding and head.
+    recompute: keep only each block's input, and recompute the rest in backward. A tied embedding
+    whose head is on another stage exists twice and is kept equal, as `twin`. For the other
     arguments see Pipeline.
 
-    The model's own modules are used and changed (recompute, split backward): let go of it, so that
-    what this rank does not hold is freed. Raises ValueError as `cut` and Pipeline do, and on every
-    rank when models or layers differ.
+    The model's own modules are used and changed (recompute, split backward): drop other references
+    to the model, so that parts on other ranks are freed. Raises ValueError as `cut` and Pipeline
+    do, and on every rank when models or layers differ.
     """
     stage = stage_of(schedule, group)
     parts = cut(model, schedule.parts if layers is None else list(layers))
@@ -77,10 +77,10 @@ def distribute(
 
 
 class Sleeping(nn.Module):
-    """A part of a model that takes its time and gives on what it was given.
+    """A part of a model that sleeps for its passes' times and returns its input.
 
-    forward, backward_input, backward_weight: seconds of a micro-batch's passes. What travels is
-    `size` numbers of float32 for each sequence. Its one weight's gradient counts the backwards.
+    forward, backward_input, backward_weight: seconds per micro-batch. Messages have `size` float32
+    numbers per sequence. The gradient of its only weight counts the backwards.
 
     Raises ValueError for times below 0 and sizes below 1.
     """
@@ -91,10 +91,10 @@ class Sleeping(nn.Module):
         super().__init__()
         self.seconds, self.size = (forward, backward_input, backward_weight), size
         self.weight = nn.Parameter(torch.zeros(()))
-        self.later: list[Task] | None = None  # where `defer` wants the weights' share
+        self.later: list[Task] | None = None  # list of `defer` for the weights' backward
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, ...] of any dtype (the first part) or [B, size] float32, to [B, size]."""
+        """Map [B, ...] of any dtype (the first part) or [B, size] float32 to [B, size]."""
         begin = time.perf_counter()
         if not x.is_floating_point() or x.shape[1:] != (self.size,):
             x = torch.zeros(len(x), self.size)
@@ -103,7 +103,7 @@ class Sleeping(nn.Module):
         return y
 
     def between(self, tokens: Tensor) -> Form:
-        """Shape and dtype of what travels from part to part."""
+        """Return shape and dtype of the tensors that are sent from part to part."""
         return torch.Size((len(tokens), self.size)), torch.float32
 
 
@@ -126,14 +126,14 @@ class _Sleep(torch.autograd.Function):
 
 @torch.no_grad()
 def _backward_weights(part: Sleeping) -> None:
-    """Count this backward, and take its time."""
+    """Count this backward in the weight's gradient, and sleep for its time."""
     begin, one = time.perf_counter(), torch.ones(())
     part.weight.grad = one if part.weight.grad is None else part.weight.grad + one
     _sleep(begin, part.seconds[2])
 
 
 def _sleep(begin: float, seconds: float) -> None:
-    """Until so many seconds after `begin`: what was done since then is part of them."""
+    """Sleep until `seconds` after `begin`, so that work since `begin` is part of the time."""
     time.sleep(max(0.0, begin + seconds - time.perf_counter()))
 
 
@@ -146,13 +146,13 @@ def asleep(
     size: int = 1,
     **options: Any,
 ) -> Pipeline:
-    """A pipeline of stages that sleep; times in seconds, as in `simulate`.
+    """Make a pipeline of stages that sleep; times in seconds, as in `simulate`.
 
-    Times are those of a micro-batch in a whole stage, a number for all or one for each; a chunk
-    takes 1/v of it. size: see Sleeping. options: those of Pipeline. Its `step` takes anything with
-    as many rows as there are to be sequences: step(torch.zeros(8, 1), torch.zeros(8, 1)).
+    Times are per micro-batch and whole stage, one number for all stages or one for each; a chunk
+    takes 1/v of them. size: see Sleeping. options: for Pipeline. Its `step` takes any tensors with
+    as many rows as there are sequences: step(torch.zeros(8, 1), torch.zeros(8, 1)).
 
-    Raises ValueError for times below 0, lists that are not one for each stage, a size below 1.
+    Raises ValueError for times below 0, lists that are not one per stage, and sizes below 1.
     """
     stage = stage_of(schedule, group)
     names = "forward", "backward_input", "backward_weight"

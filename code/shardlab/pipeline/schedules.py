@@ -1,7 +1,8 @@
-"""Schedules are data: what each stage of a pipeline does, action by action.
+"""Pipeline schedules as data: the list of actions of each stage.
 
 A model is cut into `parts`, in order. Each of p stages (ranks of one pipeline) holds v of them, its
-chunks; a batch is cut into m micro-batches, and each has to pass every part forward and backward.
+chunks; a batch is cut into m micro-batches, and each of these passes every part forward and
+backward.
 
 An action is one such pass, or one message:
 
@@ -10,9 +11,9 @@ An action is one such pass, or one message:
     I   backward, of the input alone          RB  receive the gradient that a B or an I needs
     W   backward, of the weights alone        SB  send the gradient that a B or an I made
 
-I and W are what the zero bubble paper calls B and W. From top to bottom: what a schedule is; naive,
-GPipe and 1F1B as loops; where messages stand; the schedules with several chunks or a split
-backward. The standard library alone: whoever only looks at schedules does not have to load torch.
+The zero bubble paper calls I and W "B" and "W". In order: the schedule; naive, GPipe and 1F1B as
+loops; the positions of messages; schedules with several chunks or a split backward. The standard
+library alone: programs that only look at schedules do not have to load torch.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does, in order."""
+    """The list of actions of every stage."""
 
     name: str
     stages: int  # [p]
     microbatches: int  # [m]
-    chunks: int  # [v] on each stage
+    chunks: int  # [v] per stage
     placement: tuple[tuple[int, ...], ...]  # [stage][chunk] -> part
-    orders: tuple[tuple[Action, ...], ...]  # by stage: passes alone (F B I W)
-    # By stage: passes and messages. None: `with_messages` puts the messages in, which is always
-    # right. Whoever wants to see wrong ones says so: dataclasses.replace(schedule, given=…).
+    orders: tuple[tuple[Action, ...], ...]  # by stage: the passes alone (F B I W)
+    # By stage: passes and messages. None: `with_messages` adds the messages, always correctly. A
+    # test of wrong messages sets them: dataclasses.replace(schedule, given=…).
     given: tuple[tuple[Action, ...], ...] | None = None
 
     @property
     def parts(self) -> int:
-        """Parts of the model: p · v."""
+        """The number of parts of the model: p · v."""
         return self.stages * self.chunks
 
     @property
     def splits(self) -> bool:
-        """Whether the backward is split into I and W."""
+        """True if the backward is split into I and W."""
         return any(action.kind == "W" for order in self.orders for action in order)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """By stage, what its rank executes: passes and messages."""
+        """By stage, the actions that its rank executes: passes and messages."""
         return with_messages(self) if self.given is None else self.given
 
     @cached_property
@@ -79,42 +80,41 @@ class Schedule:
         }
 
     def owner(self, part: int) -> tuple[int, int]:
-        """(stage, chunk) of a part."""
+        """Return the (stage, chunk) that holds a part."""
         return self._owners[part]
 
     def name_of(self, action: Action) -> str:
-        """`F3`, or `F3.1` where stages have several chunks."""
+        """Return the name of an action: `F3`, or `F3.1` if stages have several chunks."""
         return f"{action.kind}{action.microbatch}" + (f".{action.chunk}" if self.chunks > 1 else "")
 
     def __str__(self) -> str:
-        """A line for each stage, which `from_text` reads back."""
+        """Return one line per stage, which `from_text` can parse."""
         return "\n".join(" ".join(map(self.name_of, order)) for order in self.orders)
 
 
 def loop(stages: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Placement round and round: chunk c of stage s is part c · p + s."""
+    """Return the round-robin placement: chunk c of stage s is part c · p + s."""
     return tuple(tuple(c * stages + s for c in range(chunks)) for s in range(stages))
 
 
 def vee(stages: int) -> tuple[tuple[int, ...], ...]:
-    """Placement down and up again: the first stage holds the first part and the last."""
+    """Return the V-shaped placement: stage s holds parts s and 2p - 1 - s."""
     return tuple((s, 2 * stages - 1 - s) for s in range(stages))
 
 
 def check_size(stages: int, microbatches: int, chunks: int = 1) -> None:
-    """Raise ValueError for numbers below 1, and for so many passes that nobody has them."""
+    """Raise ValueError for numbers below 1, and for more passes than the course allows."""
     check_count(stages=stages, microbatches=microbatches, chunks=chunks)
     check_whole(1, RANKS // (stages * chunks), microbatches=microbatches)
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule called `name` for p `stages` and m `microbatches`.
+    """Return the schedule called `name` for p `stages` and m `microbatches`.
 
-    `chunks` is v, how many parts of the model each stage holds: any number above 0 for interleaved
-    (2 unless given), 2 for zb-v, 1 for all others.
+    `chunks` is v, the number of model parts per stage: any number above 0 for interleaved (by
+    default 2), 2 for zb-v, 1 for all others.
 
-    Raises ValueError for an unknown name, for numbers below 1, for chunks that a schedule cannot
-    have.
+    Raises ValueError for an unknown name, numbers below 1, and chunks that a schedule cannot have.
     """
     if name not in NAMES:
         raise ValueError(f"schedule={told(name)}: allowed are {', '.join(NAMES)}")
@@ -132,9 +132,9 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
 
 
 def naive(stages: int, microbatches: int) -> Schedule:
-    """Each micro-batch passes all stages forward and backward before the next one begins.
+    """Make a schedule in which each micro-batch passes all stages before the next begins.
 
-    One stage works at a time: the bubble is (p-1)/p, whatever m is.
+    One stage works at a time: the bubble is (p-1)/p for every m.
     """
 
     def order(stage: int) -> list[Action]:
@@ -147,11 +147,11 @@ def naive(stages: int, microbatches: int) -> Schedule:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, first micro-batch first.
+    """Make a schedule of all forwards, then all backwards, first micro-batch first.
 
     Huang et al. 2019 (arXiv 1811.06965). The bubble is (p-1)/(m+p-1); every stage keeps the
-    activations of all m micro-batches. Backwards run in the order of the micro-batches, so that
-    gradients add up in the order in which one process would add them.
+    activations of all m micro-batches. Backwards run in micro-batch order, so that gradients add up
+    in the order of one process.
     """
 
     def order(stage: int) -> list[Action]:
@@ -163,10 +163,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward, once the first micro-batch has come back.
+    """Make a schedule that alternates forward and backward after a warm-up.
 
-    Narayanan et al. 2019 and 2021 (PipeDream-Flush; arXiv 2104.04473, section 2.2). Stage s runs
-    p-1-s forwards before. The bubble is that of `gpipe`, but a stage keeps the activations of at
+    Narayanan et al. 2019 and 2021 (PipeDream-Flush; arXiv 2104.04473, section 2.2). Stage s warms
+    up with p-1-s forwards. The bubble is that of `gpipe`, but a stage keeps the activations of at
     most p-s micro-batches.
     """
 
@@ -188,23 +188,23 @@ def _by_stage(
     order: Callable[[int], list[Action]],
     chunks: int = 1,
 ) -> Schedule:
-    """The schedule in which each stage has its `order`, parts placed round and round."""
+    """Make a schedule from each stage's `order`, with round-robin placement."""
     check_size(stages, microbatches)
     orders = tuple(tuple(order(stage)) for stage in range(stages))
     return Schedule(name, stages, microbatches, chunks, loop(stages, chunks), orders)
 
 
-# Messages. What a pass made is sent at once, to the stage that holds the next part (or the one
-# before). A part that follows on the same stage (the turn of the V) needs no message.
+# Messages. The result of a pass is sent at once, to the stage with the next part (or the part
+# before). No message is needed if that part is on the same stage (the turn of the V).
 
 
 def needed(schedule: Schedule, stage: int, action: Action) -> Action | None:
-    """The receive that `action` waits for; None if what it needs was made on its own stage."""
+    """Return the receive that `action` waits for; None if its input is made on its own stage."""
     return _message("R", schedule, stage, action)
 
 
 def sent(schedule: Schedule, stage: int, action: Action) -> Action | None:
-    """The send of what `action` made; None if no other stage waits for it."""
+    """Return the send of the result of `action`; None if no other stage needs it."""
     return _message("S", schedule, stage, action)
 
 
@@ -220,7 +220,7 @@ def _message(side: str, schedule: Schedule, stage: int, action: Action) -> Actio
 
 
 def other_end(schedule: Schedule, stage: int, message: Action) -> tuple[int, Action]:
-    """Where a message of `stage` goes to, or comes from: the stage, and what that stage calls it.
+    """Return the other end of a message: its stage, and that stage's action.
 
     SF3 of stage 0 is RF3 on stage 1.
     """
@@ -232,15 +232,15 @@ def other_end(schedule: Schedule, stage: int, message: Action) -> tuple[int, Act
 
 
 def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action, ...], ...]:
-    """By stage, its passes and its messages. By these rules a pipeline ends if its passes can:
+    """Return each stage's passes and messages, without deadlock if the passes have none.
 
-    1. A send stands right behind the pass that makes what is sent.
-    2. Receives from a stage stand in the order in which that stage sends. Messages have no names on
-       the wire: tags exist, but nccl ignores them, so order is all there is.
-    3. A receive stands one pass before the one that needs it, so that the message travels while the
-       stage computes; earlier where rule 2 wants it. Without `early`, right before that pass.
+    1. A send follows immediately after the pass whose result it sends.
+    2. Receives from a stage are in the order of that stage's sends. Messages have no names on the
+       wire: tags exist, but nccl ignores them, so only the order identifies a message.
+    3. A receive is one pass before the pass that needs it, so that the message travels while the
+       stage computes; earlier if rule 2 requires it. Without `early`, right before that pass.
     """
-    # What each stage receives from each other, in the order of the sends (rule 2).
+    # Each stage's receives from each other stage, in the order of the sends (rule 2).
     incoming: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
     for stage, order in enumerate(schedule.orders):
         for action in order:
@@ -262,12 +262,12 @@ def with_messages(schedule: Schedule, early: bool = True) -> tuple[tuple[Action,
 def _posted(
     schedule: Schedule, stage: int, incoming: dict[int, list[Action]], early: bool
 ) -> list[list[Action]]:
-    """Before each pass of a stage, and at its end, the receives that are posted there (rule 3)."""
+    """Return the receives to post before each pass of a stage, and at its end (rule 3)."""
     order = schedule.orders[stage]
     wanted = {needed(schedule, stage, action): max(0, i - early) for i, action in enumerate(order)}
     posted: list[list[Action]] = [[] for _ in range(len(order) + 1)]
     for peer in sorted(incoming):
-        # From the last one back: nothing may be posted after what follows it.
+        # From the last one back: no receive may be posted after its successor.
         place, places = len(order), []
         for receive in reversed(incoming[peer]):
             place = min(place, wanted.get(receive, len(order)))
@@ -277,14 +277,14 @@ def _posted(
     return posted
 
 
-# Several chunks, or a split backward. In every step a stage may do one pass of each kind; the kinds
-# begin at different steps, and each then takes micro-batch after micro-batch.
+# Several chunks, or a split backward. In every step a stage may do one pass of each kind. The kinds
+# begin at different steps, and each then takes one micro-batch after the other.
 
 
 def in_steps(begins: dict[str, int], passes: dict[str, list[tuple[int, int]]]) -> list[Action]:
-    """An order in steps: `begins` says with which step each kind begins to take its `passes`.
+    """Return an order in steps; `begins` is the step at which each kind starts its `passes`.
 
-    passes: for each kind, (micro-batch, chunk) in the order in which they are taken. 1F1B is
+    passes: for each kind, (micro-batch, chunk) in the order in which they run. 1F1B is
     in_steps({"F": 0, "B": p - 1 - stage}, …).
     """
     order = []
@@ -296,14 +296,14 @@ def in_steps(begins: dict[str, int], passes: dict[str, list[tuple[int, int]]]) -
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B over v chunks a stage: a shorter way to the last stage, and v times the messages.
+    """Make 1F1B with v chunks per stage: a smaller bubble, but v times the messages.
 
-    Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Micro-batches go in groups; a group
-    passes a stage's chunks in turn, forward from the first, backward from the last. For m a
-    multiple of p the bubble is (p-1)/(vm+p-1). Other m are allowed: groups are then as equal as
-    they can be, none smaller than p (or one, of all, if m < 2p), and the bubble is the same for any
-    m from p on. Where torch's ScheduleInterleaved1F1B takes m, this is its order. With one chunk it
-    fills the pipeline further than `one_f_one_b`, for nothing.
+    Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Micro-batches form groups; a group passes
+    a stage's chunks in turn, forward from the first, backward from the last. For m a multiple of p
+    the bubble is (p-1)/(vm+p-1). Other m are allowed: groups are then as equal as possible, none
+    smaller than p (or a single one, if m < 2p), and the bubble is the same for any m from p on.
+    Where torch's ScheduleInterleaved1F1B accepts m, this is its order. With one chunk it warms up
+    with more forwards than `one_f_one_b`, without a benefit.
     """
     check_size(stages, microbatches, chunks)
     rounds = max(1, microbatches // stages)
@@ -324,11 +324,11 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with its backward split: I at once, because a neighbour waits for it; W later.
+    """Make 1F1B with a split backward: I at once, because a neighbour waits for it; W later.
 
-    Qi et al. 2023 (arXiv 2401.10241), section 2.1: the bubble takes (p-1)(F+I-W), at 1F1B's p
-    micro-batches of activations. W lags s micro-batches behind I on stage s: on all stages it
-    begins at step p-1.
+    Qi et al. 2023 (arXiv 2401.10241), section 2.1: the bubble is (p-1)(F+I-W), with 1F1B's p
+    micro-batches of activations. On stage s, W lags s micro-batches behind I, so it begins at step
+    p-1 on all stages.
     """
 
     def order(stage: int) -> list[Action]:
@@ -339,9 +339,9 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice the forwards before the first backward; W waits until nothing else can be done.
+    """Make a schedule with twice 1F1B's warm-up forwards, whose W runs only to fill idle time.
 
-    Qi et al. 2023 (arXiv 2401.10241), section 2.2: the bubble takes (p-1)(F+I-2W), none for equal
+    Qi et al. 2023 (arXiv 2401.10241), section 2.2: the bubble is (p-1)(F+I-2W), zero for equal
     times, with the activations of up to 2p-1 micro-batches.
     """
 
@@ -353,13 +353,13 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """Two chunks a stage, placed as a V: no bubble for equal times, at 1F1B's memory.
+    """Make a schedule of two chunks per stage, placed as a V: no bubble at 1F1B's memory.
 
-    Qi et al. 2023 (arXiv 2401.10241), section 6. The first stage holds the first part and the
-    last: the first backward begins where the first forward began. A row below is a number of
-    rounds, and what a round does; each kind takes the micro-batches of its chunk in order. It wants
-    2p-1 micro-batches or more; for fewer, those that do not exist are left out. It is the order of
-    torch's ScheduleZBVZeroBubble.
+    Qi et al. 2023 (arXiv 2401.10241), section 6, for equal times of F, I and W. The first stage
+    holds the first part and the last, so the first backward begins where the first forward began.
+    Each row below is a number of rounds and the passes of a round; each kind takes its chunk's
+    micro-batches in order. Needs 2p-1 micro-batches; with fewer, those that do not exist are left
+    out. This is the order of torch's ScheduleZBVZeroBubble.
     """
     check_size(stages, microbatches)
     p, n = stages, max(microbatches, 2 * stages - 1)
@@ -369,9 +369,9 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
             (2 * (p - s) - 1, "F0"),  # the first part, until the turn of the V has come back
             (s, "F1 F0"),
             (p - s, "F1 I1 W1"),
-            (n - 2 * p + s + 1, "F0 I0 W0 F1 I1 W1"),  # steady: nobody waits
+            (n - 2 * p + s + 1, "F0 I0 W0 F1 I1 W1"),  # steady state: no stage waits
             (p - s - 1, "I0 W0 F1 I1 W1"),
-            (s, "I0 I1"),  # others wait for these: W can wait
+            (s, "I0 I1"),  # other stages wait for these, so W is deferred
             (p - s, "I0 W0"),
             (s, "W1"),
             (s, "W0"),

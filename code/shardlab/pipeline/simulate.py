@@ -1,11 +1,11 @@
-"""A step of a schedule, in time: who works when, who waits, what is kept.
+"""The timeline of one step of a schedule: busy and idle times, and live activations.
 
     simulate(schedule("1f1b", 8, 24), forward=18.522, backward_input=18.086,
              backward_weight=9.337, hop=0.601).bubble        # 0.2431
 
-`simulate` predicts it and computes nothing; a `Clock` measures it in a real step, and what it noted
-is drawn and judged as the same `Timeline`. The slowest stage sets the pace: `balance` cuts layers
-of unequal cost so that it is as fast as it can be. The standard library alone, but for the clock.
+`simulate` predicts a step without computing; a `Clock` measures a real step, and its times make the
+same `Timeline`. The slowest stage sets the pace: `balance` cuts layers of unequal cost so that the
+slowest stage is as fast as possible. Needs the standard library alone, except for the clock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-Times = float | Sequence[float]  # one for all stages, or one for each
+Times = float | Sequence[float]  # one time for all stages, or one for each
 
 
 class Span(NamedTuple):
-    """A pass and its time, in whatever unit was given; a measured one is in seconds."""
+    """A pass and its time, in the unit of the given times; measured times are in seconds."""
 
     kind: str  # F, B, I or W
     microbatch: int
@@ -44,28 +44,28 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every stage did what: simulated, or measured in a real run."""
+    """The begin and end of every pass of every stage, simulated or measured."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]  # by stage, in order
 
     @cached_property
     def cost(self) -> float:
-        """What the step takes: the longest any stage takes from its first begin to its last end.
+        """The time of a step: the longest time of any stage from its first begin to its last end.
 
-        The convention of the zero bubble paper (arXiv 2401.10241, Table 5): a stage that began
-        late may go on with the next step late, so the slant of the pipeline is no loss.
+        The convention of the zero bubble paper (arXiv 2401.10241, Table 5): a stage that began late
+        may also begin the next step late, so the slant of the pipeline is no loss.
         """
         return max(spans[-1].end - spans[0].begin for spans in self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """By stage, the time that it computes."""
+        """The time that each stage computes."""
         return tuple(sum(span.end - span.begin for span in spans) for spans in self.spans)
 
     @cached_property
     def bubble(self) -> float:
-        """Share of the cost that a stage, on average, does not compute.
+        """The share of the cost during which a stage, on average, does not compute.
 
         (cost - m(F+B+W)) / cost for equal stages, which is the paper's bubble rate.
         """
@@ -73,7 +73,7 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """By stage, most live activations, in micro-batches of a whole stage: see `live`."""
+        """The peak of each stage's activations, in micro-batches of a whole stage: see `live`."""
         return live(self.schedule)
 
 
@@ -84,15 +84,15 @@ def simulate(
     backward_weight: Times = 1.0,
     hop: Times = 0.0,
 ) -> Timeline:
-    """The timeline of `schedule` when every pass and every message takes the time given.
+    """Return the timeline of `schedule` for the given times of passes and messages.
 
-    Times of a micro-batch's passes through a whole stage, a number for all stages or one for each;
-    a chunk takes 1/v of it, a whole backward both of its parts. `hop` is what a message takes from
-    a stage to another; while it travels, both go on. A pass begins when its stage is free and what
-    it needs has come.
+    Times are for a micro-batch's passes through a whole stage, one number for all stages or one for
+    each; a chunk takes 1/v of them, a whole backward the sum of its two halves. `hop` is the time
+    of a message between stages, during which both go on. A pass begins once its stage is free and
+    its inputs have arrived.
 
-    Raises ValueError for times below 0 or infinite, for lists that are not one for each
-    stage, for a schedule that does not pass `validate`.
+    Raises ValueError for times below 0 or infinite, for lists that are not one per stage, and for a
+    schedule that does not pass `validate`.
     """
     times = {
         "F": each_stage("forward", forward, schedule),
@@ -104,9 +104,9 @@ def simulate(
     validate(schedule)
     ends: dict[tuple[int, Action], float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    # Every round, each stage goes on as far as what it needs has an end. Rounds that get nowhere
-    # cannot be: a valid schedule has no deadlock.
-    # From first to last, and back: so a round takes a pass through all stages.
+    # In every round, each stage advances as long as the ends of its inputs are known. No round
+    # fails to advance, because a valid schedule has no deadlock. Rounds go from the first stage to
+    # the last or back, so one round can take a pass through all stages.
     turn = list(enumerate(schedule.orders))
     while any(len(spans[s]) < len(order) for s, order in turn):
         known = len(ends)
@@ -128,7 +128,7 @@ def simulate(
 
 
 def each_stage(name: str, given: Times, schedule: Schedule) -> list[float]:
-    """Return `given` for every stage. Raises ValueError for lists that are not one for each."""
+    """Return `given` for every stage. Raises ValueError for lists that are not one per stage."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         values = list(given)
         if len(values) != schedule.stages:
@@ -145,10 +145,10 @@ def each_stage(name: str, given: Times, schedule: Schedule) -> list[float]:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:
-    """How many layers in a row each of `parts` gets, so that the most expensive part is cheapest.
+    """Return the number of consecutive layers per part that minimises the most expensive part.
 
-    costs: of each layer, in any unit. Where several ways are equally good, the parts come out as
-    equal as possible, and larger ones first, because the last part has the loss beside its layers.
+    costs: per layer, in any unit. Among equally good cuts the parts are as equal as possible, with
+    larger ones first, because the last part computes the loss besides its layers.
 
     Dynamic programming: the best cut of the first i layers into k parts is a best cut of the first
     j < i into k - 1 parts, and one part more; parts · layers² steps.
@@ -156,21 +156,21 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
     Raises ValueError for costs below 0 or not finite, and for fewer layers than parts.
     """
     check_whole(1, len(costs), parts=parts)
-    # Whole numbers, in a unit that fits all: rounded sums would tell equal ways apart, and so would
-    # the rounding of 4/7 to a float. So costs are the nearest simple shares of the largest one.
+    # Integers in a common unit: rounded sums would make equal cuts differ, and so would the
+    # rounding of 4/7 to a float. So costs are the nearest simple fractions of the largest one.
     largest = max(costs) or 1
     exact = [Fraction(cost / largest).limit_denominator(10**6) for cost in costs]
     unit = math.lcm(*(cost.denominator for cost in exact))
     upto = [0, *accumulate(int(cost * unit) for cost in exact)]  # the cost of the first i layers
     many = range(len(upto))
-    # Of the best cut of the first i layers, its largest part.
+    # The largest part of the best cut of the first i layers.
     most: list[float] = [0, *[math.inf] * len(costs)]
     for _ in range(parts):
         most = [
             min((max(most[j], upto[i] - upto[j]) for j in range(i)), default=math.inf) for i in many
         ]
-    # Once more among the cuts whose parts all stay below that: the least sum of squares is the most
-    # even one. Sizes are kept negative, so that of equals the first part with more layers wins.
+    # Once more, among the cuts whose parts all stay within this limit: the least sum of squares is
+    # the most even one. Sizes are negative, so among equal sums more layers come first.
     limit = most[-1]
     even: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(parts):
@@ -183,20 +183,20 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 
 
 class Clock:
-    """Notes begin and end of passes, in seconds since a moment that all ranks share.
+    """A clock for the begin and end of passes, in seconds since a moment that all ranks share.
 
-    That moment is the end of a barrier, which ranks leave within a fraction of a millisecond. On a
-    GPU the times are those of the stream, where the work is done, and not of the calls.
+    This moment is the end of a barrier, which ranks leave within a fraction of a millisecond. On a
+    GPU the times are those of the work on the stream, not of the calls.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup):
-        import torch  # here, so that who only simulates does not have to load it
+        import torch  # imported here, so that simulations need no torch
 
         self.torch, self.device, self.group = torch, device, group
         self._noted: list[tuple[Action, Any, Any]] = []
 
     def start(self) -> None:
-        """Begin to count, all ranks at once."""
+        """Start the clock, on all ranks at once."""
         self._idle()
         self.torch.distributed.barrier(group=self.group)
         self._noted = []
@@ -204,13 +204,13 @@ class Clock:
 
     @contextmanager
     def __call__(self, action: Action) -> Iterator[None]:
-        """Note the time that passes inside."""
+        """Record the time spent inside."""
         begin = self._now()
         yield
         self._noted.append((action, begin, self._now()))
 
     def spans(self) -> list[Span]:
-        """What was noted since `start`."""
+        """Return the passes recorded since `start`."""
         self._idle()
         return [Span(*a, self._seconds(begin), self._seconds(end)) for a, begin, end in self._noted]
 

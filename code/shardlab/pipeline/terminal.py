@@ -1,4 +1,4 @@
-"""A timeline drawn in characters, for a terminal: `text`."""
+"""Timelines drawn in characters, for a terminal: `text`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import groupby
 
 from .simulate import Span, Timeline
 
-# How `text` draws a timeline in characters.
+# Characters and words of a drawn timeline.
 FILL = {"F": "░", "B": "▓", "I": "▓", "W": "▒"}
 WORDS = {"F": "forward", "B": "backward", "I": "backward of input", "W": "backward of weights"}
 IDLE = "·"
 
 
 def text(timeline: Timeline, width: int = 80) -> str:
-    """`timeline`, drawn in characters, no line longer than `width`.
+    """Draw `timeline` in characters, with lines no longer than `width`.
 
-    A column is a stretch of time, and shows what the stage does in the middle of it; a pass is
-    named where its columns suffice, and is one letter where they do not.
+    A column is a stretch of time and shows the stage's pass at its middle. A pass shows its name if
+    it has enough columns, and one letter otherwise.
     """
     of = timeline.schedule
     first = min(spans[0].begin for spans in timeline.spans)
@@ -36,7 +36,7 @@ def text(timeline: Timeline, width: int = 80) -> str:
     kinds = [kind for kind in WORDS if any(s.kind == kind for row in timeline.spans for s in row)]
     key = [f"{kind}{FILL[kind]} {WORDS[kind]}" for kind in kinds]
     entries = [*key, f"{IDLE} idle", f"a column is {each:.3g} of time"]
-    for entry in entries:  # as many to a line as it holds
+    for entry in entries:  # as many to a line as fit
         if entry is entries[0] or len(lines[-1]) + 3 + len(entry) > width:
             lines.append(entry)
         else:
@@ -45,7 +45,7 @@ def text(timeline: Timeline, width: int = 80) -> str:
 
 
 def _column(timeline: Timeline, long: float, room: int) -> float:
-    """Time of a column: the least that fits, and if possible every pass has whole columns."""
+    """Return the time per column: the least that fits, with whole columns per pass if possible."""
     times = [span.end - span.begin for spans in timeline.spans for span in spans]
     shortest = min((time for time in times if time > 0), default=0.0)
     if not shortest:
@@ -56,7 +56,7 @@ def _column(timeline: Timeline, long: float, room: int) -> float:
 
 
 def _row(spans: tuple[Span, ...], first: float, each: float, columns: int, chunks: int) -> str:
-    """What the stage does in the middle of every column."""
+    """Return the characters of a stage: its pass at the middle of every column."""
     begins = [span.begin for span in spans]
     shown: list[Span | None] = []
     for column in range(columns):

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run, and what is wrong with it if it cannot; schedules from text.
+"""Check that a schedule can run, or say what is wrong with it; parse schedules from text.
 
 The standard library alone.
 """
@@ -12,21 +12,22 @@ from itertools import product
 
 from .schedules import COMPUTE, MESSAGES, Action, Schedule, loop, needed, other_end, sent
 
-Where = tuple[int, Action]  # a stage, and something that it does
+Where = tuple[int, Action]  # a stage, and one of its actions
 
 
 def validate(schedule: Schedule, blocking: bool = False) -> None:
-    """Return if every stage can do all that `schedule` says; raise ValueError if not.
+    """Raise ValueError unless every stage can run all actions of `schedule`.
 
-    In this order: every micro-batch passes every part once forward and once backward (B, or I and
-    then W), backward after forward; every message has both its ends, after the pass that makes it
-    and before the pass that needs it; each stage receives from another in the order in which that
-    one sends; nobody waits for ever. The error names the stage, the action, and what is wrong.
+    Checked in this order: every micro-batch passes every part once forward and once backward (B, or
+    I and then W), backward after forward; every message has both its ends, after the pass that
+    makes it and before the pass that needs it; each stage receives from another in the order of
+    that stage's sends; no stage waits for ever. The error names the stage, the action, and the
+    problem.
 
-    `blocking`: judge the messages as if a send returned only when its receive has been posted, and
-    a receive only when the message has come, as `dist.send` and `dist.recv` may. The course's own
-    pipeline posts them and goes on. (Receives posted early are then waited for early: what a loop
-    of blocking calls would do is `with_messages(schedule, early=False)`.)
+    blocking: assume that a send returns only once its receive is posted, and a receive only once
+    the message has arrived, as `dist.send` and `dist.recv` may. The course's pipeline posts
+    messages and goes on. (Early receives then block early: for blocking calls use `early=False` in
+    `with_messages`.)
     """
     finders = _passes, _messages, _pairs, lambda schedule: _Walk(schedule, blocking).problems()
     for problems in finders:
@@ -35,11 +36,10 @@ def validate(schedule: Schedule, blocking: bool = False) -> None:
 
 
 def live(schedule: Schedule) -> tuple[float, ...]:
-    """By stage, the most activations it keeps at once, in micro-batches of a whole stage.
+    """Return each stage's peak of live activations, in micro-batches of a whole stage.
 
-    They live from the forward of a micro-batch through a chunk until its whole backward, or its W:
-    as the zero bubble paper counts, though what W does not need could go with I. A chunk's are 1/v
-    of the stage's.
+    Activations live from a micro-batch's forward through a chunk to its whole backward, or its W,
+    as the zero bubble paper counts (some could be freed after I). A chunk's are 1/v of the stage's.
     """
     peaks = []
     for order in schedule.orders:
@@ -52,12 +52,12 @@ def live(schedule: Schedule) -> tuple[float, ...]:
 
 
 def result(action: Action) -> Action:
-    """What a pass leaves behind; that of an I is that of a B: the gradient of the input."""
+    """Return the action that stands for a pass's result: B for an I, whose result is the same."""
     return Action("B", *action[1:]) if action.kind == "I" else action
 
 
 def before(schedule: Schedule, stage: int, action: Action) -> list[Where]:
-    """Whose results a pass needs: (stage, result), on its own stage or on another."""
+    """Return the (stage, result) pairs that a pass needs, from its own stage or from others."""
     part = schedule.placement[stage][action.chunk]
     if action.kind == "F":
         return [_at(schedule, part - 1, "F", action)] if part else []
@@ -73,11 +73,11 @@ def _at(schedule: Schedule, part: int, kind: str, action: Action) -> Where:
     return stage, Action(kind, action.microbatch, chunk)
 
 
-# What is wrong, in sentences; only the first one of them is asked for.
+# Generators of problems, as sentences; only the first problem is used.
 
 
 def _passes(schedule: Schedule) -> Iterator[str]:
-    """Each micro-batch once through each chunk of a stage, forward and then backward."""
+    """Yield errors unless each micro-batch passes each chunk once forward, then once backward."""
     name = schedule.name_of
     for stage, order in enumerate(schedule.orders):
         each = product(range(schedule.microbatches), range(schedule.chunks))
@@ -95,7 +95,7 @@ def _passes(schedule: Schedule) -> Iterator[str]:
 
 
 def _messages(schedule: Schedule) -> Iterator[str]:
-    """Messages of a stage: those that its passes make and need, each once, and in time."""
+    """Yield errors unless a stage's passes have all their messages, each once and in time."""
     name = schedule.name_of
     for stage, (actions, order) in enumerate(zip(schedule.actions, schedule.orders, strict=True)):
         if tuple(action for action in actions if action.kind in COMPUTE) != order:
@@ -117,7 +117,7 @@ def _messages(schedule: Schedule) -> Iterator[str]:
 
 
 def _pairs(schedule: Schedule) -> Iterator[str]:
-    """Each stage posts its receives from another in the order in which that one sends."""
+    """Yield errors unless each stage posts receives from another in the order of its sends."""
     name = schedule.name_of
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -140,7 +140,7 @@ def _pairs(schedule: Schedule) -> Iterator[str]:
 
 
 class _Walk:
-    """All stages go as far as they can. at: by stage, its next action; done: results that exist."""
+    """All stages advance as far as they can. at: next action by stage; done: finished results."""
 
     def __init__(self, schedule: Schedule, blocking: bool):
         self.schedule, self.blocking = schedule, blocking
@@ -148,7 +148,7 @@ class _Walk:
         self.done: set[Where] = set()
 
     def problems(self) -> Iterator[str]:
-        """A circle of stages that wait for each other, if some do not get to the end."""
+        """Yield a cycle of stages that wait for each other, if some do not reach the end."""
         moved, turn = True, list(enumerate(self.schedule.actions))
         while moved:
             moved = False
@@ -156,14 +156,14 @@ class _Walk:
                 while self.at[stage] < len(actions) and not self.waits(stage):
                     self.go(stage, actions[self.at[stage]])
                     moved = True
-            turn.reverse()  # and back: a round takes a pass through all stages
+            turn.reverse()  # alternating directions: one round can take a pass through all stages
         stuck = [stage for stage, actions in turn if self.at[stage] < len(actions)]
         if stuck:
             yield self.circle(min(stuck))
 
     def go(self, stage: int, action: Action) -> None:
-        """One action further."""
-        if self.blocking and action.kind in MESSAGES:  # both ends stand at it, and both go on
+        """Run one action of a stage."""
+        if self.blocking and action.kind in MESSAGES:  # blocking: both ends of the message advance
             peer, theirs = other_end(self.schedule, stage, action)
             self.done.add((peer, theirs))
             self.at[peer] += 1
@@ -171,12 +171,12 @@ class _Walk:
         self.at[stage] += 1
 
     def next(self, stage: int) -> Action | None:
-        """Where a stage stands; None at the end."""
+        """Return the next action of a stage; None at the end."""
         actions = self.schedule.actions[stage]
         return actions[self.at[stage]] if self.at[stage] < len(actions) else None
 
     def waits(self, stage: int) -> Where | None:
-        """What the next action of a stage waits for, and on which stage; None if nothing."""
+        """Return the (stage, result) that the next action of a stage waits for; None if none."""
         action = self.next(stage)
         if action.kind in MESSAGES:
             peer, theirs = other_end(self.schedule, stage, action)
@@ -189,7 +189,7 @@ class _Walk:
         return None
 
     def circle(self, stage: int) -> str:
-        """Who waits for whom."""
+        """Describe the cycle of waiting stages that is reached from `stage`."""
         circle: list[int] = []
         while stage not in circle:
             circle.append(stage)
@@ -201,7 +201,7 @@ class _Walk:
         return "\n".join([f"deadlock: {what}", *map(self.words, circle)])
 
     def words(self, stage: int) -> str:
-        """What a stage waits for."""
+        """Describe the result that a stage waits for."""
         name = self.schedule.name_of
         peer, what = self.waits(stage)
         return (
@@ -211,12 +211,12 @@ class _Walk:
 
 
 def from_text(*rows: str) -> Schedule:
-    """A schedule written by hand, a row for each stage: from_text("F0 F1 B0 B1", "F0 B0 F1 B1").
+    """Parse a schedule, one row per stage: from_text("F0 F1 B0 B1", "F0 B0 F1 B1").
 
-    Written F3.1 for chunk 1 of a stage, placed round and round. Rows may hold messages, too: then
-    every message is theirs. Nothing is judged here but the writing: `validate` does that.
+    F3.1 is for chunk 1 of a stage, with parts placed as in `loop`. Rows may contain messages; then
+    no messages are added. Only the syntax is checked here; `validate` checks the rest.
 
-    Raises ValueError for a word that is no action.
+    Raises ValueError for a word that is not an action.
     """
     stages = [tuple(_parsed(word, row) for word in text.split()) for row, text in enumerate(rows)]
     everything = [action for order in stages for action in order]

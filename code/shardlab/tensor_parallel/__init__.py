@@ -1,18 +1,18 @@
-"""Tensor parallelism from scratch: every rank has a part of each matrix, and all have every token.
+"""Tensor parallelism from scratch: every rank holds a part of each matrix, and all have all tokens.
 
-A transformer block is two regions, attention and feed-forward network. Each begins with matrices
-cut by columns and ends with one cut by rows, so that nothing has to be sent in between. One sum at
-its end, and in backward one at its beginning, make it what one process computes.
+A transformer block has two regions, attention and feed-forward network. Each begins with
+column-parallel matrices and ends with a row-parallel one, and sends nothing in between. One
+all-reduce at its end, and in backward one at its beginning, give the results of one process.
 
 - `core`: the operators at the edges of a region, the layers inside, the plain GPT cut in place:
   what the lesson teaches;
-- `cross_entropy`: the loss, of logits that no rank has whole;
-- `overlap`: the first layers of a region at once, so that backward sends while it computes; heads
-  of keys and values that several ranks have;
-- `dropout`: a seed for each rank, where activations are cut;
+- `cross_entropy`: the loss of logits that are cut by vocabulary;
+- `overlap`: the first layers of a region together, so that backward sends while it computes;
+  key-value heads that several ranks hold;
+- `dropout`: a seed for each rank, for activations that are cut;
 - `states`: whole state dicts in and out, models too large for one rank, and the norm of gradients;
 - `gather`: two more operators, for other orders of cuts;
-- `predict`: which numbers of ranks will do, and what a rank holds and sends.
+- `predict`: the degrees that divide a model, and the bytes that a rank holds and sends.
 
 Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro, "Megatron-LM: Training Multi-Billion Parameter
 Language Models Using Model Parallelism", 2019 (arXiv 1909.08053).

@@ -1,4 +1,4 @@
-"""The loss from logits of which each rank has a part of the vocabulary: three numbers a token.
+"""The loss of logits that are cut by vocabulary: three numbers per token are sent.
 
 Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup
 
 
 def own_rows(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
-    """Where `numbers` stand in this rank's part, and which do not: these get row 0."""
+    """Return the rows of `numbers` in this rank's part, and a mask of those elsewhere (row 0)."""
     rows = numbers - own.start
     elsewhere = (rows < 0) | (numbers >= own.stop)
     return rows.masked_fill_(elsewhere, 0), elsewhere
@@ -41,10 +41,10 @@ def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
 class _CrossEntropy(Operator):
     """The losses [B, S] of tokens: log(sum of exp(logit)) - logit of the target; 0 if ignored.
 
-    mean: divide each by the number of those that are not.
+    mean: divide each loss by the number of tokens that are not ignored.
 
-    Of each rank that takes three numbers a token. Keeps one tensor of the logits' shape, which
-    becomes their gradient in place: backward can be done once.
+    Each rank contributes three numbers per token. Saves one tensor of the logits' shape, which
+    becomes their gradient in place, so backward can run only once.
     """
 
     words = "V, R -> I"
@@ -57,20 +57,20 @@ class _CrossEntropy(Operator):
         width = logits_BSv.shape[-1]
         largest_BS1 = logits_BSv.amax(-1, keepdim=True)
         if logits_BSv.dtype in (torch.bfloat16, torch.float16):
-            largest_BS1 = largest_BS1.float()  # and so is all that is computed with it
+            largest_BS1 = largest_BS1.float()  # and everything computed from it
         if ranks > 1:
             dist.all_reduce(largest_BS1, dist.ReduceOp.MAX, group=group)  # [B, S, 1]
         own = slice(rank * width, (rank + 1) * width)
         own_BS1, elsewhere_BS1 = own_rows(targets_BS[..., None], own)
         target_BS1 = logits_BSv.gather(-1, own_BS1) - largest_BS1
-        target_BS1 = target_BS1.masked_fill_(elsewhere_BS1, 0)  # one rank has it
+        target_BS1 = target_BS1.masked_fill_(elsewhere_BS1, 0)  # one rank has the target
         exp_BSv = (logits_BSv - largest_BS1).exp_()
         sums_2BS1 = torch.stack((exp_BSv.sum(-1, keepdim=True), target_BS1))
         if ranks > 1:
             dist.all_reduce(sums_2BS1, group=group)  # [2, B, S, 1]
         sum_BS1, target_BS1 = sums_2BS1
         losses_BS1 = sum_BS1.log() - target_BS1
-        weight_BS1 = target_BS1.copy_((targets_BS != IGNORED)[..., None])  # kept in its place
+        weight_BS1 = target_BS1.copy_((targets_BS != IGNORED)[..., None])  # reuses memory
         if mean:
             weight_BS1 /= weight_BS1.sum()
         ctx.dtype = logits_BSv.dtype
@@ -88,15 +88,15 @@ class _CrossEntropy(Operator):
 
 
 def loss(logits_BSv: Tensor, targets_BS: Tensor, group: Group, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
+    """Return the cross-entropy over all tokens, the same on all ranks; reduction "mean" or "sum".
 
-    logits_BSv: of this rank's part of the vocabulary. targets_BS: numbers in the whole vocabulary,
-    or IGNORED, the same on all ranks. Logits of 16 bits are widened to float32. Two all-reduces, of
-    [B, S] and [2, B, S]; backward, which can be done once, sends nothing: softmax - target is known
-    for each entry where it is. The [B, S, V] logits never exist on any rank.
+    logits_BSv: this rank's part of the vocabulary. targets_BS: indices into the whole vocabulary,
+    or IGNORED, the same on all ranks. 16-bit logits are widened to float32. Sends two all-reduces,
+    of [B, S] and [2, B, S]; backward, which can run only once, sends nothing, because each rank
+    knows softmax - target for its own entries. The [B, S, V] logits never exist on any rank.
 
-    Raises ValueError for other reductions, and (on the CPU; a GPU would have to be waited for, and
-    gives nan) for targets that are not in the vocabulary.
+    Raises ValueError for other reductions, and on the CPU for targets outside the vocabulary; on a
+    GPU, which would have to be waited for, these give nan.
     """
     check_one_of(("mean", "sum"), reduction=reduction)
     vocabulary = logits_BSv.shape[-1] * check_group(group)[1]

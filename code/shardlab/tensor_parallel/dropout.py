@@ -1,8 +1,8 @@
-"""Dropout of tensors that differ between ranks: each rank draws from a seed of its own.
+"""Dropout of tensors that differ between ranks: each rank draws from its own seed.
 
-Outside the cut regions all ranks have the same activations and must drop the same elements: their
-generators are in the same state. Inside attention, and between the regions where the sequence is
-cut as well, each rank needs a mask of its own, and the generators must agree again afterwards.
+Outside the cut regions all ranks have the same activations and must drop the same elements, so
+their generators are in the same state. Inside attention, and between the regions if the sequence is
+cut, each rank needs a mask of its own; afterwards the generators must be equal again.
 
 Shoeybi et al. 2019 (arXiv 1909.08053), appendix B.2.
 """
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup
 
 
 def draw_apart(module: nn.Module, group: Group) -> None:
-    """Let `module` draw other random numbers on each rank of `group` when it is called."""
+    """Make the forward of `module` draw different random numbers on each rank of `group`."""
     if group.size() > 1:
         module.forward = partial(_forward, module, group)
 
@@ -37,9 +37,9 @@ def _forward(module: nn.Module, group: Group, x: Tensor) -> Tensor:
 
 @contextmanager
 def own_seed(group: Group, device: torch.device) -> Iterator[None]:
-    """Seed this rank's generator by its rank, and restore the generator afterwards."""
-    # All ranks draw the same number here, so their generators stay in step. Recomputation, which
-    # sets the generator back to where it was, draws the same again.
+    """Give this rank's generator a seed of its own inside, and restore its state afterwards."""
+    # All ranks draw the same number here, so their generators stay equal. Recomputation restores
+    # the generator's state first, and so draws the same number again.
     seed = int(torch.randint(2**62, (), device="cpu")) + dist.get_rank(group)
     generator = torch.default_generator
     if gpu.is_on(device):

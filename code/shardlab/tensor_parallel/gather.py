@@ -1,12 +1,12 @@
-"""The other conjugate pair: all ranks' features side by side, and this rank's slice of them.
+"""The other conjugate pair of operators: gather along the last dimension, or keep a slice of it.
 
     operator       forward            backward
     gather_last    all-gather         keep own slice
     split_last     keep own slice     all-gather
 
-With them a matrix can be cut by rows first and by columns afterwards, for more bytes; and what a
-column-parallel layer leaves cut becomes whole. On a group of one rank nothing is sent and nothing
-is copied.
+With them a matrix can be cut by rows first and by columns afterwards, at the cost of more bytes,
+and the output of a column-parallel layer can be made whole. On a group of one rank nothing is sent
+or copied.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .core import Group, shard_slice
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """All ranks' `x` [..., n] side by side: [..., t n]."""
+    """Concatenate all ranks' `x` [..., n] along the last dimension: [..., t n]."""
     return _GatherLast.apply(x, group) if check_group(group)[1] > 1 else x
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
-    """This rank's slice [..., n / t] of `x` [..., n], which all ranks have.
+    """Return this rank's slice [..., n / t] of `x` [..., n], which all ranks have.
 
-    Raises ValueError where the ranks do not divide n.
+    Raises ValueError if the ranks do not divide n.
     """
     shard_slice("last dimension of x", x.shape[-1], group)
     return _SplitLast.apply(x, group) if check_group(group)[1] > 1 else x

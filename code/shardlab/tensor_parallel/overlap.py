@@ -1,12 +1,12 @@
-"""The layers that a region begins with, as one: what backward sends hides behind products.
+"""The first layers of a region as one autograd node, to overlap its backward's communication.
 
-Queries, keys and values see the same x, and so do up and gate. Backward owes two things: the
-gradient of x, which is a sum over all ranks and for which the layers before wait, and the gradients
-of the weights, for which nobody waits. So x's is computed first and sent, and while it is under way
-the others are computed. Megatron-LM does the same for one matrix.
+Queries, keys and values share their input x, and so do up and gate. Backward computes the gradient
+of x, which is summed over all ranks and for which earlier layers wait, and those of the weights,
+for which nothing waits. So the gradient of x is computed and sent first, and the others meanwhile.
+Megatron-LM does the same for one matrix.
 
-It computes what `enter` and the layers one by one do, whatever stands at the edges of the region.
-Shapes in names: N tokens (batch times sequence), I inputs, o this rank's share of the outputs.
+The result is that of `enter` and the single layers, for any operators at the region's edges. Shapes
+in names: N tokens (batch times sequence), I inputs, o this rank's share of the outputs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Finish = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Edges:
-    """The two operators around a region: how activations get in, and how they get out.
+    """The two operators at the edges of a region, through which activations enter and leave.
 
-    `enter` stands in front of an attention, a feed-forward network or the head, `leave` behind the
-    product that ends one, and behind the embedding. `leave` may change the tensor that it is given.
+    `enter` precedes an attention, a feed-forward network or the head; `leave` follows the last
+    product of a region, and the embedding. `leave` may overwrite the tensor that it is given.
 
-    begin, back: start what `enter` does forward and backward, and return a function that waits and
-    gives the result; `back` may change what it is given. With them, `columns` sends while it
-    computes; None: `enter` and the layers behind it stand one after the other. keep: hold on to
-    what has entered until backward; otherwise to what was there before, which enters once more.
-    uncut: what a parameter that no rank cuts is over the ranks, in the words of `tensor_types`.
+    begin, back: start the communication of `enter` in forward and in backward, and return a
+    function that waits and returns the result; `back` may overwrite its input. With them `columns`
+    computes while it sends; None: `enter` and the layers run one after the other. keep: save the
+    entered tensor for backward; otherwise save its input, which enters again in backward. uncut:
+    type of uncut parameters over the ranks (`tensor_types`).
     """
 
     enter: Edge
@@ -52,12 +52,12 @@ class Edges:
 
 
 def handed_on(x: Tensor, _: Group) -> Finish:
-    """`begin` where all ranks have x: nothing is sent."""
+    """Return `x`: the `begin` for activations that all ranks have, which sends nothing."""
     return lambda: x
 
 
 def added_up(dx: Tensor, group: Group) -> Finish:
-    """`back` where all ranks have x: start to add up the ranks' gradients of it, in place."""
+    """Start to all-reduce `dx` in place: the `back` for activations that all ranks have."""
     if group.size() == 1:
         return lambda: dx
     work = dist.all_reduce(dx, group=group, async_op=True)  # of dx's shape
@@ -70,39 +70,39 @@ def added_up(dx: Tensor, group: Group) -> Finish:
 
 
 class Entrance:
-    """Column-parallel layers that are called with the same x: it enters once, for all of them.
+    """Column-parallel layers that share an input x, which enters the region once for all of them.
 
-    The first that is called with an x has all outputs computed, and each of the others, called with
-    the same x, takes its own. Called with another x, a layer has them computed anew.
+    The first layer called with an x computes all outputs; the others, called with the same x, take
+    theirs. A layer that is called with another x computes all anew.
     """
 
     def __init__(self, layers: Sequence[nn.Module], group: Group, edges: Edges):
-        """From now on the `layers`, which have a weight and a bias or None, ask this."""
-        self.layers = [weakref.ref(layer) for layer in layers]  # they have this, and no circle
+        """Register this object with `layers`, which have a weight and a bias (or None)."""
+        self.layers = [weakref.ref(layer) for layer in layers]  # they refer to this object
         self.group, self.edges = group, edges
-        self.x: Tensor | None = None  # what the outputs below are of
-        self.outputs: dict[nn.Module, Tensor] = {}  # by layer, those not yet taken
+        self.x: Tensor | None = None  # the input of `outputs`
+        self.outputs: dict[nn.Module, Tensor] = {}  # by layer: outputs not yet taken
         for layer in layers:
             layer.entrance = self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy of the model, which has layers of its own."""
+        """Return the state for a copy of the model, which has layers of its own."""
         layers = [reference() for reference in self.layers]
         return {"layers": layers, "group": self.group, "edges": self.edges}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What is kept between two layers' calls is not copied."""
+        """Restore the state of a copy; outputs kept between two layers' calls are not copied."""
         self.layers = [weakref.ref(layer) for layer in state["layers"]]
         self.group, self.edges, self.x, self.outputs = state["group"], state["edges"], None, {}
 
     def output(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """That of `layer` for x [..., I]: [..., o]."""
+        """Return the output [..., o] of `layer` for x [..., I]."""
         if x is not self.x or layer not in self.outputs:
             layers = [reference() for reference in self.layers]
             self.x, self.outputs = x, dict(zip(layers, self._compute(x, layers), strict=True))
         y = self.outputs.pop(layer)
         if not self.outputs:
-            self.x = None  # which is not to stay alive for this
+            self.x = None  # release x
         return y
 
     def _compute(self, x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
@@ -120,14 +120,14 @@ def columns(
     group: Group,
     edges: Edges,
 ) -> tuple[Tensor, ...]:
-    """edges.enter(x) [..., I] @ weight.T + bias, [..., o], for each weight [o, I] and bias [o]."""
+    """Return edges.enter(x) @ weight.T + bias, [..., o], for x [..., I] and each weight [o, I]."""
     return _Columns.apply(x, group, edges, *weights, *biases)
 
 
 class _Columns(Operator):
     @staticmethod
     def plainly(x: Tensor, group: Group, edges: Edges, *parameters: Tensor | None) -> Any:
-        """The same, one after the other: `tensor_types` follows this, whose operators it knows."""
+        """Compute the same with operators that `tensor_types` knows, one after the other."""
         entered = edges.enter(x, group)
         return tuple(F.linear(entered, w, b) for w, b in zip(*_halves(parameters), strict=True))
 
@@ -137,7 +137,7 @@ class _Columns(Operator):
         entered = edges.begin(x, group)()
         ys = tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
         kept = entered if edges.keep else x
-        ctx.save_for_backward(kept.to(ys[0].dtype), *weights)  # under autocast, what was multiplied
+        ctx.save_for_backward(kept.to(ys[0].dtype), *weights)  # autocast's dtype, if any
         ctx.group, ctx.edges = group, edges
         return ys
 
@@ -155,7 +155,7 @@ class _Columns(Operator):
             for dy_No, weight_oI in zip(dys_No[1:], weights_oI[1:], strict=True):
                 dx_NI.addmm_(dy_No, weight_oI.to(kept.dtype))
             arrive = ctx.edges.back(dx_NI.view(*dys[0].shape[:-1], dx_NI.shape[-1]), ctx.group)
-            del dx_NI  # `arrive` has it as long as it is needed
+            del dx_NI  # `arrive` holds the tensor as long as necessary
         dweights: list[Tensor | None] = [None] * len(weights_oI)
         if come is not None:
             x_NI = come().reshape(-1, kept.shape[-1])
@@ -173,19 +173,19 @@ class _Columns(Operator):
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Those of the weights, and those of the biases."""
+    """Split a list into the weights' and the biases' halves."""
     return values[: len(values) // 2], values[len(values) // 2 :]
 
 
-# Heads of keys and values that several ranks have: their gradients are sums over these ranks.
+# Key-value heads that several ranks hold: their gradients are summed over these ranks.
 #
-# Llama 3 has eight of them, Qwen3's models with experts four. Sixteen ranks have them twice or four
-# times, each rank the one that its heads of queries look at. All copies begin alike, and each has a
-# gradient that knows of its own rank's queries. What their sum is applied to stays alike.
+# Llama 3 has eight key-value heads, Qwen3's mixture-of-experts models four, so of sixteen ranks two
+# or four hold each head: the one that their query heads use. All copies start equal, and each has
+# the gradient of its own rank's queries. Updates with the summed gradient keep them equal.
 #
-# The sum is one all-reduce of all heads, in which a rank's own stand at their place and the others
-# are zeros: no group of ranks is needed beside the tensor group. It is a message of K*D*H numbers
-# for each of the two matrices, in each backward: as an activation of K*D tokens.
+# The sum is one all-reduce of all heads, in which each rank fills its own head and leaves zeros for
+# the others; no group besides the tensor group is needed. It sends K*D*H numbers for each of the
+# two matrices in each backward: as much as an activation of K*D tokens.
 
 
 def used(layer: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,6 @@
-"""What a rank holds and sends, by formula: exact, where the ranks divide everything.
+"""Formulas for what a rank holds and sends: exact if the ranks divide all sizes.
 
-t ranks, L layers, b sequences of s tokens, h hidden, e bytes an element.
+t ranks, L layers, b sequences of s tokens, h hidden, e bytes per element.
 
     all-reduces            forward   backward   bytes handed to each
     each block             2         2          bshe
@@ -26,18 +26,18 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.layout.entries import COPIED
 
-WIDTHS = "heads", "ffn_width", "vocab"  # what the ranks divide, besides what follows
+WIDTHS = "heads", "ffn_width", "vocab"  # sizes that the ranks must divide, besides key-value heads
 
 
 def predicted_states(
     config: Config, t: int, itemsize: int = 4, bytes_per_state: int = 8
 ) -> dict[str, int]:
-    """Bytes of model states on each of t ranks after a step: parameters, gradients, optimizer.
+    """Predict the bytes of model states on each of t ranks after a step, by kind.
 
-    itemsize: bytes an element of parameters and gradients. bytes_per_state: of the optimizer for
-    each element, 8 for AdamW's two in float32; its step counters are not in it.
+    itemsize: bytes per element of parameters and gradients. bytes_per_state: optimizer bytes per
+    element, 8 for AdamW's two states in float32; its step counters are not included.
 
-    Raises ValueError for a t that is none of `degrees`.
+    Raises ValueError for a t that is not in `degrees`.
     """
     check_degree(config, t)
     held = sum(memory.parameters(config, Layout(tp=t)).values())
@@ -49,7 +49,7 @@ def predicted_states(
 
 
 def predicted_calls(config: Config, t: int) -> dict[str, int]:
-    """All-reduces of one step, by purpose."""
+    """Predict the number of all-reduces in one step, by purpose."""
     check_degree(config, t)
     several = int(t > 1)
     blocks = sum(in_layer(config, layer, config.experts) for layer in range(config.layers))
@@ -64,10 +64,10 @@ def predicted_calls(config: Config, t: int) -> dict[str, int]:
 def predicted_sent(
     config: Config, t: int, batch: int, seq: int, itemsize: int = 4
 ) -> dict[str, int]:
-    """Bytes that a rank hands to all-reduce in one step, by purpose; see `on_wire`.
+    """Predict the bytes that a rank hands to all-reduce in one step, by purpose; see `on_wire`.
 
-    batch: sequences of `seq` tokens. itemsize: of activations; the loss's numbers have 4 bytes.
-    Experts with a capacity may leave tokens out: then it is the most.
+    batch: sequences of `seq` tokens. itemsize: bytes per element of activations; the loss's numbers
+    have 4. With an expert capacity the result is an upper bound, because tokens may be dropped.
     """
     calls = predicted_calls(config, t)
     stream = batch * seq * config.hidden * itemsize  # [B, S, H]
@@ -83,14 +83,14 @@ def predicted_sent(
 
 
 def entering(config: Config) -> list[int]:
-    """Numbers of a token that enter attention's region, by message."""
+    """Return the elements per token that enter attention's region, for each message."""
     if config.latent is None:
         return [config.hidden]
     return [config.query_latent or config.hidden, config.latent, config.rotary]
 
 
 def weights_added(config: Config, t: int) -> list[int]:
-    """Numbers of a layer's gradients of weights that are added up in backward, by message."""
+    """Return the elements of a layer's weight gradients all-reduced in backward, per message."""
     norms = [config.head_size] * (2 if config.qk_norm else 0)
     heads = config.key_value_heads * config.head_size
     if parts_of(COPIED, config.key_value_heads, t) == t:
@@ -99,35 +99,35 @@ def weights_added(config: Config, t: int) -> list[int]:
 
 
 def in_layer(config: Config, layer: int, experts: int) -> int:
-    """Sums of a layer's forward: attention's, and its network's or that many experts'."""
+    """Return the number of all-reduces in a layer's forward, with `experts` experts in use."""
     if not config.experts or layer < config.dense_layers:
         return 2
     return 1 + experts + bool(config.shared_experts)
 
 
 def on_wire(payload: int, t: int) -> float:
-    """Bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
+    """Return the bytes that each of t ranks sends when it hands `payload` bytes to all-reduce."""
     return 2 * (t - 1) / t * payload
 
 
 def widths(config: Config) -> tuple[str, ...]:
-    """What the ranks have to divide."""
+    """Return the names of the sizes that the ranks must divide."""
     return (*WIDTHS, "expert_width") if config.experts else WIDTHS
 
 
 def degrees(config: Config) -> list[int]:
-    """The numbers of ranks that divide heads, width and vocabulary, and fit key-value heads.
+    """Return the tensor-parallel degrees that fit a model.
 
-    These they divide, or have copies of: then key-value heads divide the ranks.
+    They divide heads, widths and vocabulary, and divide the key-value heads or are multiples.
     """
     common, some = gcd(*(getattr(config, name) for name in widths(config))), config.key_value_heads
     return [t for t in range(1, common + 1) if common % t == 0 and 0 in (some % t, t % some)]
 
 
 def parts_of(name: str, size: int, t: int) -> int:
-    """Into how many parts t ranks cut `size` heads: as many as ranks, or as heads, with copies.
+    """Return the number of parts into which t ranks cut `size` heads: the smaller of the two.
 
-    Raises ValueError unless one of the two numbers divides the other.
+    Raises ValueError unless one number divides the other.
     """
     if size % t == 0 or t % size == 0:
         return min(size, t)
@@ -135,7 +135,7 @@ def parts_of(name: str, size: int, t: int) -> int:
 
 
 def check_degree(config: Config, t: int) -> None:
-    """Raise ValueError unless t ranks divide this shape: what they do not, and what would do."""
+    """Raise ValueError unless t ranks divide this shape, and name the degrees that would."""
     for name in (*widths(config), COPIED):
         if (value := getattr(config, name)) % t and (name != COPIED or t % value):
             fits = ", ".join(map(str, degrees(config)))

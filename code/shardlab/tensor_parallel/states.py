@@ -1,7 +1,7 @@
-"""Full weights into shards, and back; a model too large to be whole anywhere; its norm.
+"""State dicts of sharded models: whole to shards and back, from meta, and the gradient norm.
 
-Which parameters are cut, and how, stands in the layers (`Cut.cut`). Names are the plain GPT's, so
-that a state dict of one process fits any number of ranks, and the other way round.
+The layers say which parameters are cut, and how (`Cut.cut`). Names are the plain GPT's, so a state
+dict of one process fits any number of ranks, and the other way round.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardlab.ranks.gather import joined
 
 from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take
 
-Piece = tuple[str, nn.Parameter, int | None, int]  # name, itself, dimension of its cut, parts
+Piece = tuple[str, nn.Parameter, int | None, int]  # name, parameter, cut dimension, parts
 
 
 def cuts(model: nn.Module) -> dict[str, int | None]:
-    """Parameter -> the dimension along which it is cut; None: it is whole on every rank.
+    """Map each parameter to the dimension along which it is cut; None: whole on every rank.
 
-    A tied parameter stands here once, under its first name.
+    A tied parameter appears once, under its first name.
     """
     found = {}
     for prefix, module in model.named_modules():
@@ -36,9 +36,9 @@ def cuts(model: nn.Module) -> dict[str, int | None]:
 
 
 def parts(model: GPT) -> dict[str, int]:
-    """Parameter -> into how many parts it is cut: 1, one for each rank, or fewer, with copies.
+    """Map each parameter to its number of parts: 1, one per rank, or fewer with copies.
 
-    Of r ranks and p parts, rank i has part i * p // r, and every (r / p)-th is the first that does.
+    With r ranks and p parts, rank i has part i * p // r; every (r / p)-th rank has the first copy.
     """
     _, size = check_group(_group(model))
     some = {
@@ -51,22 +51,22 @@ def parts(model: GPT) -> dict[str, int]:
 
 
 def words(model: nn.Module) -> dict[str, str]:
-    """Parameter -> what it is over the ranks: for `tensor_types.declare_parameters`."""
+    """Map each parameter to its type over the ranks, for `tensor_types.declare_parameters`."""
     _group(model)
-    # Norms of heads see all tokens, whatever stands at the edges.
+    # Norms of heads see all tokens, whatever operators are at the edges.
     own = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, HeadNorm)}
     uncut = {name: "I" if name in own else model.edges.uncut for name in cuts(model)}
     return {name: uncut[name] if d is None else "V" for name, d in cuts(model).items()}
 
 
 def pieces(model: GPT) -> list[Piece]:
-    """Each parameter once."""
+    """Return name, parameter, cut and number of parts of each parameter, once."""
     parameters, several = dict(model.named_parameters()), parts(model)
     return [(name, parameters[name], d, several[name]) for name, d in cuts(model).items()]
 
 
 def full_shapes(model: GPT) -> dict[str, torch.Size]:
-    """Shapes of the plain GPT's parameters, by name."""
+    """Return the shapes of the plain GPT's parameters, by name."""
     shapes = {}
     for name, parameter, dimension, several in pieces(model):
         shape = list(parameter.shape)
@@ -78,10 +78,10 @@ def full_shapes(model: GPT) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
-    """The plain GPT's state dict, from all ranks' shards: every rank of the group calls it.
+    """Return the plain GPT's state dict, from all ranks' shards; all ranks of the group call this.
 
-    to: the rank of the group that gets it, the others get {}; None: all of them do. A parameter
-    after the other, so that beside the result no more than one is in memory whole.
+    to: the rank of the group that gets the dict, while the others get {}; None: all ranks get it.
+    One parameter is gathered at a time, so only one is whole in memory beside the result.
 
     Raises ValueError for a model that is not parallelized.
     """
@@ -91,19 +91,19 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
         full = joined(parameter.detach(), dimension, group, to, several)
         if full is not None:
             found[name] = full
-    if found:  # what no gradient trains is the same on all ranks: a router's bias of the choice
+    if found:  # untrained buffers (a router's bias) are the same on all ranks
         found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     return {name: found[first] for name, first in _aliases(model).items() if first in found}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
-    """Fill this rank's shards from a plain GPT's `state`; sends nothing.
+    """Load this rank's shards from a plain GPT's `state`; sends nothing.
 
-    Parameters on meta become real ones, with the dtype and on the device of `state`'s embedding.
+    Parameters on meta become real, with dtype and device of the embedding in `state`.
 
-    Raises ValueError for a model that is not parallelized, names that are missing or too many, and
-    other shapes than the plain GPT's.
+    Raises ValueError for a model that is not parallelized, for missing or unknown names, and for
+    shapes that differ from the plain GPT's.
     """
     group = _group(model)
     shapes = full_shapes(model) | {n: buffer.shape for n, buffer in model.named_buffers()}
@@ -120,7 +120,7 @@ def load_full_state_dict(model: GPT, state: Mapping[str, Tensor]) -> None:
 def initialize(
     model: GPT, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Give a model on meta this rank's share of the numbers that GPT(config) would have drawn.
+    """Fill a model on meta with this rank's share of the values that GPT(config) would draw.
 
         with torch.device("meta"):
             model = GPT(config)
@@ -128,10 +128,10 @@ def initialize(
         torch.manual_seed(0)
         initialize(model)
 
-    Shards that each rank drew on its own would be no halves of one matrix. So every rank draws each
-    matrix whole, one after the other, and keeps its part: the time of drawing all of it, the memory
-    of the largest. Layers draw twice, as they do in GPT: when they are made, and when GPT fills
-    them. Afterwards the generator is where GPT(config) would leave it.
+    Shards drawn independently on each rank would not be parts of one matrix. So every rank draws
+    each whole matrix in turn, and keeps its part, in the time of drawing all and the memory of the
+    largest. Layers are drawn twice, as in GPT: when they are made, and when GPT fills them.
+    Afterwards the generator is in the state in which GPT(config) would leave it.
 
     device: by default this rank's (`ranks.device`); drawn on the CPU. dtype: by default float32.
 
@@ -158,22 +158,22 @@ def initialize(
         elif name.endswith("bias"):
             full = torch.zeros(shapes[name])
         else:
-            full = torch.ones(shapes[name])  # of norms
+            full = torch.ones(shapes[name])  # weights of norms
         _fill(piece, full, group)
     if model.head.weight is model.embedding.weight:  # GPT fills its head before it ties it
         nn.init.normal_(torch.empty(shapes["embedding.weight"]), std=0.02)
 
 
 def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
-    """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm before.
+    """Scale gradients down to a joint norm of at most `limit`; return the norm before.
 
-    Squares of cut parameters are added up over the ranks; those of whole ones, which all ranks
-    have, count once, and so do those of copies. torch's own `nn.utils.clip_grad_norm_` would find
-    another norm on every rank, and whole parameters would drift apart. Every rank of the group
-    calls it; one number is sent.
+    Squares of cut parameters are added up over the ranks; whole parameters, which all ranks have,
+    and copies count once. torch's own `nn.utils.clip_grad_norm_` would compute another norm on
+    every rank, and whole parameters would diverge. Every rank of the group calls this; one number
+    is sent.
 
     Raises ValueError for a limit below 0, a model that is not parallelized, and on every rank when
-    the first call's limits differ.
+    the first limits differ.
     """
     group = _group(model)
     rank, ranks = check_group(group)
@@ -187,7 +187,7 @@ def clip_grad_norm_(model: GPT, limit: float) -> Tensor:
 
 
 def _make_real(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a model on meta memory, not yet filled; a tied head stays tied."""
+    """Allocate uninitialised memory for a model on meta; a tied head stays tied."""
     if model.embedding.weight.is_meta:
         tied = model.head.weight is model.embedding.weight
         model.to(dtype).to_empty(device=device)
@@ -196,7 +196,7 @@ def _make_real(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _fill(piece: Piece, full: Tensor, group: Group) -> None:
-    """Copy this rank's share of a whole parameter into it."""
+    """Copy this rank's share of a whole tensor into the parameter."""
     name, parameter, dimension, several = piece
     if dimension is not None:
         full = take(full, dimension, shard_slice(name, full.shape[dimension], group, several))
@@ -204,7 +204,7 @@ def _fill(piece: Piece, full: Tensor, group: Group) -> None:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every name in the plain GPT's state dict -> the first name of the same parameter."""
+    """Map every name in the plain GPT's state dict to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(tensor), name)

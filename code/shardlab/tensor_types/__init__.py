@@ -1,13 +1,13 @@
-"""Tensor types: what a tensor is over ranks, its gradient included, and a checker of programs.
+"""Tensor types: what tensors and their gradients are over the ranks, and a checker for programs.
 
-- `core`: the table of what goes with what, and the checker: what the lesson teaches;
-- `operator`: the base class of operators that send;
-- `declared`: saying what a tensor is;
-- `functions`: what torch's functions do with addends;
-- `messages`: the line, the operation, and what would be right;
-- `check`: a step on a pretended mesh, checked in one call;
-- `adjoint`: whether an operator is what its words say, by numbers, on real ranks;
-- `programs`: random programs, and by finite differences whether their gradients are right.
+- `core`: the table of matching types, and the checker: what the lesson teaches;
+- `operator`: the base class of communicating operators;
+- `declared`: declarations of types;
+- `functions`: the effect of torch's functions on summands;
+- `messages`: errors with the line, the operation, and the fix;
+- `check`: a step on a simulated mesh, checked in one call;
+- `adjoint`: a numerical test of an operator's words, on real ranks;
+- `programs`: random programs, whose gradients finite differences check.
 """
 
 # ruff: noqa: F401 - the names of the package

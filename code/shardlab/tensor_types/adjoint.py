@@ -1,13 +1,13 @@
-"""Whether an operator is what its words say: numbers decide, on real ranks.
+"""A numerical test, on real ranks, that an operator has the types that its words claim.
 
 An operator y = A(x) over ranks and its backward dx = A'(dy) belong together when
 
     ⟨y, dy⟩ = ⟨x, dx⟩    for any x and dy
 
-with products taken over all that ranks hold: once for I, which all of them have, and added up over
-the ranks for R with P, V with V, P with R. Beside it, what has to be equal on all ranks must be,
-and the one value that the ranks' tensors make must stay. No other words pass for Megatron's f and g
-or the course's other operators.
+with products over all tensors that the ranks hold: once for I, of which all ranks have a copy, and
+summed over the ranks for R with P, V with V, P with R. In addition, I and R must be equal on all
+ranks, and the one value that the ranks' tensors represent must not change. For Megatron's f and g
+and the course's other operators, no other words pass this test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardlab.ranks.gather import joined
 
 from .declared import DUAL, parse
 
-_ROUNDING = 1e-9  # of float64 sums of some hundred products of size 1
+_ROUNDING = 1e-9  # rounding of float64 sums of some hundred products of size 1
 
 
 def disproof(
@@ -33,11 +33,11 @@ def disproof(
     shape: tuple[int, ...] = (2, 4, 8),
     dimension: int = -1,
 ) -> list[str]:
-    """What speaks against `words`, as in "I -> R", of operator(x, group); [] where nothing does.
+    """Return the evidence against `words`, such as "I -> R", for operator(x, group); [] if none.
 
-    shape: of a rank's x, of which the ranks divide `dimension`. dimension: along which V is cut.
-    Every rank of the group calls it, with real ranks behind; all find the same.
-    Raises ValueError for words that are none, and for operators of several tensors.
+    shape: of a rank's x; the ranks divide `dimension`, along which V is cut. Every rank of the
+    group calls this, on real ranks; all return the same. Raises ValueError for invalid words, and
+    for operators of several tensors.
     """
     (src, *more), dst = parse(words)
     if more:
@@ -61,14 +61,14 @@ def disproof(
 
 
 def drawn(word: str, shape: tuple[int, ...], group: dist.ProcessGroup, seed: int) -> Tensor:
-    """Numbers of this word: the same on all ranks for I and R, others for V and P."""
+    """Draw a tensor of this type: the same on all ranks for I and R, different for V and P."""
     other = 0 if word in "IR" else 1000 * (1 + group.rank())
     generator = torch.Generator().manual_seed(seed + other)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(ranks.device())
 
 
 def _paired(word: str, x: Tensor, dx: Tensor, group: dist.ProcessGroup) -> float:
-    """The product of x and its gradient over all ranks. I is one tensor, and all have copies."""
+    """Return the product of x and its gradient over all ranks; I counts once, all have copies."""
     product = (x * dx).sum()
     if word != "I":
         dist.all_reduce(product, group=group)
@@ -76,7 +76,7 @@ def _paired(word: str, x: Tensor, dx: Tensor, group: dist.ProcessGroup) -> float
 
 
 def _apart(x: Tensor, group: dist.ProcessGroup) -> float:
-    """How far the ranks' tensors are from those of rank 0, at most."""
+    """Return the largest difference between any rank's tensor and rank 0's."""
     first = x.contiguous().clone()
     dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
     gap = (x - first).abs().max()
@@ -85,7 +85,7 @@ def _apart(x: Tensor, group: dist.ProcessGroup) -> float:
 
 
 def _value(word: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Tensor:
-    """The one tensor that the ranks hold together."""
+    """Return the one tensor that the ranks' tensors represent together."""
     if word in "IR":
         return x
     if word == "P":

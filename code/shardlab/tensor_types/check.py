@@ -32,7 +32,7 @@ from .messages import Mismatch
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found. judged: operations; sent: those that send; backwards: calls of it."""
+    """The result of `check`. judged: operations; sent: communicating ones; backwards: calls."""
 
     ok: bool
     message: str
@@ -48,14 +48,13 @@ class Verdict:
 
 
 def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> Verdict:
-    """Call `step` with a process group for each axis, and follow what it computes: see above.
+    """Call `step` with a process group for each axis, and check its operations: see above.
 
-    degrees: how many ranks each axis has. There is one process, which takes itself for rank 0 of
-    the mesh; its messages move nothing. The verdict is true, or says the line, the operation and
-    what would be right.
+    degrees: the number of ranks of each axis. A single process acts as rank 0 of the mesh; its
+    messages move no data. The verdict is true, or names the line, the operation and the fix.
 
-    Raises ValueError, before anything starts, for degrees that are no whole numbers of at least 2,
-    and for a step that does not take these axes. What else `step` raises comes as RankError.
+    Raises ValueError before anything starts for degrees that are not whole numbers of at least 2,
+    and for a step that does not take these axes. Other errors of `step` are raised as RankError.
     """
     check_whole(2, RANKS, **degrees)
     try:

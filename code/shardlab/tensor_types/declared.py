@@ -1,4 +1,4 @@
-"""Saying what a tensor is: a word for each axis of the mesh, which the tensor carries with it."""
+"""Declared types: a word for each axis of the mesh, which a tensor carries as an attribute."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .messages import Mismatch, located
 Type = dict[str, str]  # axis -> word
 Some = TypeVar("Some", bound=Tensor)
 WORDS = ("I", "R", "V", "P")
-DUAL = {"I": "I", "R": "P", "V": "V", "P": "R"}  # a tensor's word -> its gradient's
-meshes: list[tuple[str, ...]] = []  # the axes of those that are being followed, the last one's last
+DUAL = {"I": "I", "R": "P", "V": "V", "P": "R"}  # a tensor's word -> its gradient's word
+meshes: list[tuple[str, ...]] = []  # axes of the active checks, innermost last
 
 
 def type_of(x: Tensor) -> Type | None:
-    """The words of `x` by axis; None where nobody knows."""
+    """Return the words of `x` by axis; None if its type is unknown."""
     return getattr(x, "over_ranks", None)
 
 
 def declare(x: Some, **words: str) -> Some:
-    """Say what `x` is on each axis, or hold it against what is known; returns `x`.
+    """Declare the type of `x` on each axis, or check it against the known type; return `x`.
 
-    Beyond what is known, V may be said to be P, as a local loss is a summand of the joint one; and
-    a leaf that is the same on all ranks may be said to be I, R or V: no gradient is behind it.
-    Raises ValueError for an unknown word or axis, Mismatch where more is known.
+    V may be declared P, because a local loss is a summand of the joint loss. A leaf without
+    gradient that is the same on all ranks may be declared I, R or V. Raises ValueError for an
+    unknown word or axis, and Mismatch if the known type contradicts.
     """
     _check_words(words)
     known = type_of(x) or {}
@@ -41,9 +41,9 @@ def declare(x: Some, **words: str) -> Some:
 
 
 def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> None:
-    """Say what each parameter is: one word for all, or one by name. Buffers are the same: R.
+    """Declare the type of each parameter: one word for all, or one by name. Buffers become R.
 
-    Messages name these parameters. Raises ValueError for names that are missing or too many.
+    Messages then name the parameters. Raises ValueError for missing or unknown names.
     """
     for x in module.buffers():
         declare(x, **dict.fromkeys(words, "R"))
@@ -59,7 +59,7 @@ def declare_parameters(module: nn.Module, **words: str | Mapping[str, str]) -> N
 
 
 def believe(x: Some, **words: str) -> Some:
-    """Overwrite what is known of `x`: for what hooks did to a gradient, where nobody looked."""
+    """Overwrite the type of `x`, for example after hooks that changed a gradient unseen."""
     _check_words(words)
     x.over_ranks = {**(type_of(x) or {}), **words}
     return x
@@ -75,7 +75,7 @@ def _check_words(words: Mapping[str, str]) -> None:
 
 
 def parse(words: str) -> tuple[list[str], str]:
-    """("V", "R"), "I" of "V, R -> I"; ValueError for anything else."""
+    """Parse "V, R -> I" to ["V", "R"], "I". Raises ValueError for anything else."""
     left, _, dst = (part.strip() for part in str(words).partition("->"))
     takes = [word.strip() for word in left.split(",")]
     if not {*takes, dst} <= set(WORDS):

@@ -1,30 +1,30 @@
-"""How torch's functions treat addends of a sum that is still to be made.
+"""Classes of torch functions, by their effect on summands of a sum that is not yet made.
 
-Whatever a function computes, what is the same on all ranks gives what is the same, and one part of
-a rank's own makes the result the rank's own. Addends alone ask what the function is: f(a) + f(b)
-is f(a + b) for sums, for views and for products with what all ranks have, and for little else.
+For any function, equal inputs on all ranks give equal results, and an input that differs between
+ranks makes the result differ. Only for summands (P) does the function matter: f(a) + f(b) is f(a +
+b) for sums, views and products with a tensor that all ranks have, and for few others.
 
-Functions go by their names, which torch.add, Tensor.add and operators share.
+Functions are listed by name, which torch.add, Tensor.add and the operator share.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Of addends alone, addends: a sum of sums, a part of a sum, a sum with another sign.
+# Summands in, summands out: sums, views and parts, changes of sign.
 SUMS = {
     "add", "add_", "sub", "sub_", "neg", "neg_", "sum", "mean", "clone", "zeros_like", "cat",
     "stack", "detach", "detach_", "view", "view_as", "reshape", "reshape_as", "transpose",
     "permute", "flatten", "unflatten", "t", "squeeze", "unsqueeze", "expand", "expand_as",
     "movedim", "__getitem__", "narrow", "split", "chunk", "contiguous",
 }  # fmt: skip
-# Of one addend and what all ranks have, an addend.
+# A summand times tensors that all ranks have gives a summand.
 PRODUCTS = {"mul", "mul_", "matmul", "mm", "bmm", "einsum"}
-# The same for the first argument: a quotient, and a product to which something may be added.
+# The same for the first argument alone: quotients, and products with an added bias.
 FIRST = {"div", "div_", "linear"}
-# Of the second argument these take the shape, or the dtype.
+# These read only the shape or the dtype of the second argument.
 SHAPE_OF = {"view_as", "reshape_as", "expand_as", "type_as"}
-# These take no part in what is computed, or give numbers and no tensors.
+# These compute nothing, or return no tensors.
 ASIDE = {
     "requires_grad_", "size", "dim", "numel", "stride", "element_size", "__len__", "item",
     "is_contiguous", "is_floating_point", "is_complex", "storage_offset", "untyped_storage",
@@ -32,12 +32,12 @@ ASIDE = {
     "__format__", "register_hook", "register_post_accumulate_grad_hook", "is_same_size",
     "retain_grad", "get_device", "__set__",
 }  # fmt: skip
-# What these make is the same on all ranks.
+# The results of these are the same on all ranks.
 EQUAL = {
     "arange", "zeros", "ones", "full", "tensor", "eye", "linspace", "new_zeros", "new_ones",
     "new_full", "new_tensor", "ones_like", "full_like",
 }  # fmt: skip
-# What these make is not known, or any: memory as it comes, random numbers, zeros in place.
+# The results of these have no known type: uninitialised memory, random numbers.
 UNKNOWN = {
     "empty", "empty_like", "new_empty", "rand", "randn", "randint", "randperm", "rand_like",
     "randn_like", "randint_like", "bernoulli", "normal", "normal_", "uniform_", "random_",
@@ -48,10 +48,10 @@ VIEWS = {"T", "mT", "H", "mH", "data", "real"}
 
 
 def manner(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """How a function treats addends: "sum", "product", "first", or "other": it wants none."""
+    """Return the class of a function for summands: "sum", "product", "first" or "other" (none)."""
     numbers = [x for x in args[:2] if isinstance(x, int | float) and not isinstance(x, bool)]
     if name in SUMS:
-        # A number that is added to an addend is added once by each rank.
+        # Every rank would add the number to its summand.
         return "other" if numbers and name.rstrip("_") in ("add", "sub") else "sum"
     if name in FIRST:
         first = isinstance(args[0], int | float) or kwargs.get("rounding_mode")
@@ -60,5 +60,5 @@ def manner(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def in_place(name: str) -> bool:
-    """Whether a function changes its first argument."""
+    """Return True if a function changes its first argument in place."""
     return name == "__setitem__" or name.endswith("_") and not name.endswith("__")

@@ -1,8 +1,8 @@
-"""The same by Meta's `spmd_types`: its rules for the course's operators, made from their words.
+"""The same checks with Meta's `spmd_types`: its rules for the course's operators, from their words.
 
-The package gives a tensor the same four words, checks the same table, and comes with operators of
-its own. What it does not know it asks: an autograd Function says what it does in `spmd_typecheck`.
-Written for spmd_types 0.3.1 (22 October 2026), a beta whose interface changes.
+The package types tensors with the same four words, checks with the same table, and has operators of
+its own. An autograd Function that it does not know states its rule in `spmd_typecheck`. Written for
+spmd_types 0.3.1 (22 October 2026), a beta whose interface changes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .declared import parse
 
 
 def attach(operator: type, dimension: int = -1) -> None:
-    """Give an autograd Function with `words` the rule that `spmd_types` looks for.
+    """Give an autograd Function with `words` the typing rule that `spmd_types` looks for.
 
-    dimension: along which V is cut. Raises ValueError for words that are none.
+    dimension: along which V is cut. Raises ValueError for invalid words.
     """
     (src, *_), dst = parse(operator.words)
     rule = _rule(src, dst, dimension)
-    # It is called with the arguments of `forward` that its signature names.
+    # The rule is called with those arguments of `forward` that its signature names.
     ctx, *given = inspect.signature(operator.forward).parameters.values()
     named = [each.replace(kind=each.KEYWORD_ONLY, annotation=each.empty) for each in given]
     first = ctx.replace(name="out", annotation=ctx.empty)
@@ -41,7 +41,7 @@ def _rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
         group = next(value for value in given.values() if isinstance(value, dist.ProcessGroup))
         others = [v for v in given.values() if isinstance(v, Tensor) and v is not x]
         word = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "V": spmd.S(dimension)}
-        if src == "P" or others:  # as here, V may be meant as P
+        if src == "P" or others:  # as in `core`, V may stand for P
             known = spmd.maybe_get_axis_local_type(x, group)
             pending = spmd.P if known is spmd.P else spmd.V
             move = rules.all_reduce if dst == "I" else rules.reduce_scatter
@@ -62,16 +62,16 @@ def _rule(src: str, dst: str, dimension: int) -> Callable[..., None]:
 def verdict(
     step: Callable[[Any], Any], make: Callable[[], Any], axes: Mapping[str, dist.ProcessGroup]
 ) -> str:
-    """What `spmd_types` says of step(make()): "" where it passes. `make` declares tensors.
+    """Return the error of `spmd_types` for step(make()); "" if it passes. `make` declares tensors.
 
-    The first line of its error, whose context is long. Raises ImportError where it is not there.
+    Only the first line of the error, which has a long context. Raises ImportError if not installed.
     """
     import spmd_types as spmd
     from spmd_types.checker import typecheck
 
     mesh = {axis: spmd.MeshAxis.of(group) for axis, group in axes.items()}
     with spmd.set_current_mesh(mesh):
-        made = make()  # a random number is none of its business yet
+        made = make()  # outside of `typecheck`: random numbers would fail
         try:
             with typecheck():
                 step(made)
@@ -81,7 +81,7 @@ def verdict(
 
 
 def declare(x: Tensor, **words: str) -> Tensor:
-    """`tensor_types.declare`, in the package's words; within `verdict`."""
+    """Declare the type of `x`, as `tensor_types.declare` does; call it within `verdict`."""
     import spmd_types as spmd
 
     kinds = {"I": spmd.I, "R": spmd.R, "V": spmd.V, "P": spmd.P}

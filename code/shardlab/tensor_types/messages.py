@@ -1,4 +1,4 @@
-"""What the checker says: the line, the operation with its operands' words, and what would be right.
+"""The checker's errors: the line, the operation with its operands' types, and the fix.
 
 train.py:31: y = F.linear(x, up)
 linear(tensor tp:I, up tp:V): on tp I meets V: each rank would find another gradient for what is
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 _HERE = Path(__file__).parent
-# Lines of these are nobody's mistake: the checker, torch, and the run of ranks, which logs.
+# Innermost lines in these are not the mistake: the checker, `ranks`, which logs, and torch.
 _INSIDE = str(_HERE), str(_HERE.with_name("ranks")), str(Path(torch.__file__).parent), "<frozen"
 
 _MAKE_THE_SUM = "make the sum first: reduce_from (P -> I), or an all-reduce (P -> R)"
 _ONE_SUM = "leave it out: all ranks have it, and a sum would count it once for each of them"
-# What an operator wants, and what it is given -> what would be right.
+# (the operator's input type, the given type) -> the fix.
 _MOVES = {
     ("P", "I"): _ONE_SUM,
     ("P", "R"): _ONE_SUM,
@@ -44,10 +44,10 @@ _BACKWARD = {
 
 
 class Mismatch(RuntimeError):
-    """An operation that does not fit what it is given, or a tensor of which nobody said what it is.
+    """An operation whose operands' types do not match, or a tensor without a declared type.
 
-    Not a TypeError: inside of x * y Python would make "unsupported operand" of that. `right`: what
-    would be right; `line`: where it stands; `operation`: what it is, with its operands' words.
+    Not a TypeError: in x * y Python would replace it by "unsupported operand". `right`: the fix;
+    `line`: file and line; `operation`: its name, with its operands' types.
     """
 
     def __init__(self, what: str, culprit: int | None = None, right: str = ""):
@@ -57,7 +57,7 @@ class Mismatch(RuntimeError):
 
     @classmethod
     def of(cls, case: str, words: Sequence[str]) -> Mismatch:
-        """What is wrong and what would be right: a word that meets others, or an operator's."""
+        """Make the error for a case: a word that meets others, or an operator's input type."""
         if case == "I":
             other = next(word for word in words if word != "I")
             why = "each rank would find another gradient for what is I, and nothing adds these up"
@@ -82,7 +82,7 @@ class Mismatch(RuntimeError):
     @classmethod
     @contextmanager
     def on(cls, axis: str) -> Iterator[None]:
-        """Add the axis on which it is."""
+        """Add the axis to a Mismatch raised inside."""
         try:
             yield
         except cls as error:
@@ -95,7 +95,7 @@ class Mismatch(RuntimeError):
         lines = [self.line, what, f"right: {self.right}" if self.right else ""]
         return "\n".join(line for line in lines if line)
 
-    def __reduce__(self) -> Any:  # between processes: as it is
+    def __reduce__(self) -> Any:  # pickled between processes with all attributes
         return _again, (dict(self.__dict__),)
 
 
@@ -107,7 +107,7 @@ def _again(values: dict[str, Any]) -> Mismatch:
 
 @contextmanager
 def located(func: Callable[..., Any], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Add the line and the operation to what is raised inside."""
+    """Add the line and the operation to a Mismatch raised inside."""
     try:
         yield
     except Mismatch as error:
@@ -128,9 +128,9 @@ def _told(x: Tensor) -> str:
 
 
 def _line() -> str:
-    """File, number and text of the innermost line that is neither torch's nor the checker's.
+    """Return file, number and text of the innermost line outside of torch and the checker.
 
-    Where that is a line of the course's, also the place of the reader's that led there.
+    If that line is the course's, also the line of the reader's program that called it.
     """
     frame = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith((*_INSIDE, contextlib.__file__)):
@@ -146,6 +146,6 @@ def _line() -> str:
 
 
 def _place(frame: FrameType) -> str:
-    # A notebook's cell is a file of another name in each session.
+    # A notebook's cell is a file with a different name in each session.
     path = Path(frame.f_code.co_filename)
     return f"{path.name if path.exists() else 'cell'}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""The base class of operators that send: autograd Functions that a checker can see."""
+"""The base class of communicating operators: autograd Functions that the checker can see."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .declared import meshes
 
 
 class Operator(torch.autograd.Function):
-    """An autograd Function that states its types in `words`, as in "I -> R".
+    """An autograd Function that states its types in `words`, such as "I -> R".
 
-    torch hands an ordinary Function to no TorchFunctionMode. While a check goes on, `apply` of this
-    one is handed over like a function of torch's, and the checker goes by the words. An operator
-    that is several in one has `plainly` in their place: the same, made of operators with words.
+    torch passes no calls of ordinary Functions to a TorchFunctionMode. During a check, `apply` of
+    this class is passed like a torch function, and the checker uses the words. An operator that
+    combines several has `plainly` instead: the same computation, from operators with words.
     """
 
     words: str
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """Same as Function.apply, but visible to the checker."""
+        """Call Function.apply, visibly to the checker."""
         tensors = tuple(x for x in args if isinstance(x, Tensor))
         if meshes and has_torch_function(tensors):
             return handle_torch_function(cls.apply, tensors, *args)

@@ -1,13 +1,13 @@
-"""Random programs of operators that send and operators that do not: is what passes right?
+"""Random programs of communicating and local operations, to test that accepted ones are right.
 
 A program is a list of steps, each of which changes one tensor of four numbers. Its loss is a sum
-over the ranks. Finite differences say what the gradient of each parameter is; the checker says,
-without a number, whether backward finds it.
+over the ranks. Finite differences give the gradient of each parameter; the checker decides without
+numbers whether backward computes it.
 
     I, R, V, P  a parameter of this word     f, g         I -> R, P -> I
     gather      V -> I, halves added         split        I -> V, one half twice
     enter       V -> R, halves added         leave        P -> V, one half twice
-    addend      V is said to be an addend    gelu         of each number
+    addend      V is declared P              gelu         of each number
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SIZE = 4
 
 
 def draw(number: int, seed: int = 0, care: float = 0.9, shortest: int = 5) -> list[Program]:
-    """`number` programs of one to `shortest` steps or some more, no two the same.
+    """Draw `number` different programs of one to `shortest` steps or a few more.
 
-    Of programs drawn blindly one in seventy passes. care: the chance with which a step that does
-    not fit is drawn again, and with which an end without a sum to be made is not the end. With 0.9
+    Of programs drawn without care, one in seventy passes. care: the probability of redrawing a step
+    that does not fit, and of going on if the program would end without a sum to make. With 0.9
     every second program passes.
     """
     chance, found = random.Random(seed), dict[Program, None]()
@@ -56,7 +56,7 @@ def draw(number: int, seed: int = 0, care: float = 0.9, shortest: int = 5) -> li
 
 
 def _after(word: str, step: str) -> str | None:
-    """What a step makes of this word; None where it does not fit."""
+    """Return the word that a step makes of `word`; None if the step does not fit."""
     try:
         if step in SENT:
             return moved(word, *SENT[step])
@@ -69,7 +69,7 @@ def _after(word: str, step: str) -> str | None:
 
 
 def parameters(seed: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """By name, four numbers each: on a rank. The same on all for I and R."""
+    """Return this rank's parameters by name, four numbers each; equal on all ranks for I and R."""
     return {
         name: drawn(word, (_SIZE,), group, 17 * seed + i).requires_grad_()
         for i, (name, word) in enumerate(PARAMETERS.items())
@@ -83,10 +83,10 @@ def run(
     operators: Mapping[str, Operator],
     addend: Callable[[Tensor], Tensor] = lambda y: y,
 ) -> Tensor:
-    """What the program makes of `given`: four numbers, summed over the ranks.
+    """Run the program on `given`, and return four numbers, summed over the ranks.
 
-    operators: by the names in `SENT`; all work along the only dimension. addend: says that a tensor
-    is one, to whom it concerns.
+    operators: by the names in `SENT`; all work along the only dimension. addend: declares its
+    tensor a summand.
     """
     y = given["x"] * 1.0
     for step in program:
@@ -106,7 +106,7 @@ def run(
 
 
 def refusal(program: Program, group: dist.ProcessGroup, operators: Mapping[str, Operator]) -> str:
-    """Why the checker refuses the program; "" where it passes."""
+    """Return the checker's error for the program; "" if it passes."""
     given = parameters(0, group)
     for name, word in PARAMETERS.items():
         declare(given[name], group=word)
@@ -124,10 +124,10 @@ def wrong_gradients(
     group: dist.ProcessGroup,
     operators: Mapping[str, Operator],
 ) -> list[str]:
-    """The parameters whose gradient is not what finite differences say. Every rank calls it.
+    """Return the parameters whose gradient contradicts finite differences. Every rank calls this.
 
-    Of I each rank has to have all of the gradient, of R and P's own words what DUAL says: R's
-    gradients add up to it, V's and P's are each for its own numbers.
+    For I each rank must have the whole gradient. R's gradients must add up to it over the ranks;
+    V's and P's gradients belong to each rank's own numbers.
     """
     given = parameters(seed, group)
     weights = torch.arange(1.0, _SIZE + 1, dtype=torch.float64, device=ranks.device())
@@ -152,7 +152,7 @@ def wrong_gradients(
             below = loss()
             parameter += width * way
         truth = (above - below) / (2 * width)
-        # Central differences of float64: 1e-9 of the loss, whose third derivatives are some tens.
+        # Central differences in float64: 1e-9 of the loss, with third derivatives of a few tens.
         off = ((claim - truth).abs() > 1e-4 * (1 + truth.abs())).double()
         dist.all_reduce(off, group=group)
         if off > 0:

@@ -1,9 +1,9 @@
-"""A sharded model's tensors for `shardlab.checkpoint`: rows of each, by the plain module's names.
+"""A sharded model's tensors for `shardlab.checkpoint`: row shards under the plain module's names.
 
-A rank's own pieces are stretches of a flat tensor, which no library can place in a parameter. So
-one flat tensor at a time is gathered, and each rank keeps its rows of every parameter in it: with
-these, a checkpoint is the same as that of `fully_shard` or of one process, and any of them reads
-it. Beside its own N-th of everything a rank needs memory for one flat tensor.
+A rank's pieces are ranges of a flat tensor, which checkpoint libraries cannot place in a parameter.
+So one flat tensor at a time is gathered, and each rank keeps its rows of every parameter in it.
+These checkpoints equal those of `fully_shard` or of one process, and any of them can read them.
+Beyond its own 1/N of everything, a rank needs memory for one flat tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .flat import Flat, all_gather
 
 
 def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Have states for every piece: a step at rate 0 with gradients of 0 makes them, and no more."""
+    """Create missing optimizer states of pieces: a step at learning rate 0 with zero gradients."""
     pieces = list(pieces)
     if all(p in optimizer.state for p in pieces):
         return
@@ -32,7 +32,7 @@ def warm(pieces: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> No
     before = {p: p.grad for p in pieces}
     steps = [v for s in optimizer.state.values() for v in s.values() if not v.dim()]
     made = float(steps[0]) if steps else 0.0
-    for p in pieces:  # those that have states already take no part
+    for p in pieces:  # pieces that have states already are skipped
         p.grad = None if p in optimizer.state else torch.zeros_like(p)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -52,12 +52,12 @@ def states(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
 ) -> dict[str, dict[str, Tensor]]:
-    """By name, the states that any rank has: scalars and those of frozen weights whole, else rows.
+    """Return the states that any rank has, by name: as rows; scalars and frozen weights' whole.
 
-    A rank without an element of a parameter steps nothing, and its counter stays behind.
+    A rank without elements of a parameter makes no step for it, so its step counter stays behind.
     """
     dealt = {name for flat in flats for name in flat.names}
-    mine: dict[str, dict[str, Any]] = {}  # None for a number for each element
+    mine: dict[str, dict[str, Any]] = {}  # None: one number per element
     wrong = None
     for name, piece in pieces.items():
         state = optimizer.state.get(piece, {}) if piece.numel() else {}
@@ -83,10 +83,10 @@ def states(
 
 
 def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """By name, whole and in the masters' dtype, what pieces of a flat tensor have on all ranks.
+    """Return whole tensors by name, in the masters' dtype, from all ranks' values for their pieces.
 
     values: this rank's, one for each piece and of its shape; None stands for zeros. Every rank of
-    the flat tensor's group calls it.
+    the flat tensor's group calls this.
     """
     full = flat.empty(flat.master).zero_()
     for value, place in zip(values, flat.cut(full[flat.own]), strict=True):
@@ -97,7 +97,7 @@ def assembled(flat: Flat, values: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Copy what this rank owns of `values`, whole tensors or rows by name, into its `targets`."""
+    """Copy this rank's part of `values` (whole tensors or rows, by name) into its `targets`."""
     if targets.keys().isdisjoint(flat.names):
         return
     full = flat.empty(flat.master)
@@ -110,7 +110,7 @@ def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Ten
 
 
 def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[Piece]:
-    """What this rank owns of a flat tensor; boxes: which part of a tensor each parameter is."""
+    """Yield this rank's pieces of a flat tensor; boxes: each parameter's, in the plain tensor."""
     for name, piece, (first, last) in zip(flat.names, flat.pieces, flat.spans(), strict=True):
         end = 0
         for box in stretch(boxes[name], first, last):
@@ -119,7 +119,7 @@ def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[Piece]:
 
 
 def rows(flats: Sequence[Flat], values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:
-    """By name, this rank's rows of what its pieces have `values` of, on this rank or another."""
+    """Return this rank's rows, by name, of the `values` that any rank has for its pieces."""
     found: dict[str | None, Tensor] = {}
     for flat in flats:
         if values.keys().isdisjoint(flat.names):

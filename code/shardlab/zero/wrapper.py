@@ -1,6 +1,6 @@
-"""A sharded model between steps: pieces for the optimizer, whole weights, one norm, checkpoints.
+"""The part of a sharded model that acts between steps: pieces, full weights, norm, checkpoints.
 
-It knows nothing of a step, which is in `core`: which part of a flat tensor is where, and when.
+A training step, with its gathers and reduce-scatters, is in `core`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .flat import Flat
 
 
 class Sharded(nn.Module):
-    """Wraps `module` so that this rank trains its own pieces of the parameters, over `group`.
+    """A wrapper of `module` with which this rank trains its own pieces of the parameters.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         loss(model(tokens), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    `parameters()` are pieces, one for each parameter of the module and under its name: flat, with
-    what this rank owns of it, which may be nothing. When backward returns, their gradients are
-    averages over the group; several backwards add up. What no rank has a gradient for keeps None,
-    as in one process, for which one byte per parameter travels with each backward. A sum over
-    `parameters()`, such as a norm, is that of the own pieces: see clip_grad_norm_.
+    `parameters()` are pieces, one per parameter of the module and under its name: flat tensors of
+    the elements that this rank owns, possibly none. After backward their gradients are averages
+    over `group`; several backwards add up. A parameter without a gradient on any rank keeps None,
+    as in one process; for this one byte per parameter is sent with each backward. A sum over
+    `parameters()`, such as a norm, covers this rank's pieces alone: see clip_grad_norm_.
 
-    Parameters and buffers start as rank 0's. Ranks have to call the same modules in the same order.
-    compute_dtype: the module's parameters have it, while pieces, gradients and the optimizer keep
-    the module's own, which is then that of master weights (Micikevicius et al., arXiv 1710.03740).
-    reduction: "ordered", "library", or "auto": ordered on the CPU; see ReduceScatter.
+    Parameters and buffers start as rank 0's. Ranks must call the same modules in the same order.
+    compute_dtype: dtype of the module's parameters, while pieces, gradients and optimizer keep the
+    module's original dtype as master weights (Micikevicius et al., arXiv 1710.03740). reduction:
+    "ordered", "library", or "auto": ordered on the CPU; see ReduceScatter.
 
     Raises ValueError on every rank when the ranks' modules, stages or arguments differ. (`own` are
-    a stage's own arguments.)
+    the arguments of the stage's class.)
     """
 
-    keep = False  # whether full gradients stay after the reduce-scatter
+    keep = False  # True: full gradients stay in memory after the reduce-scatter
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Sharded(nn.Module):
         copy_from_rank_0(module.buffers(), group)
 
     def _shard(self, parameters: Iterable[nn.Parameter], stay: bool, *limits: float) -> list[Flat]:
-        """Put parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
+        """Move parameters, as they are on rank 0, into flat tensors; limits: see `buckets.deal`."""
         flats = []
         for bucket in deal(parameters, *limits):
             named = {self._names[p]: p for p in bucket}
@@ -83,13 +83,13 @@ class Sharded(nn.Module):
         return flats
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, whose hooks gather what it uses."""
+        """Call the module, whose hooks gather its parameters."""
         return self.module(*args, **kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces, by the parameters' names in the module: for the optimizer."""
+        """Yield this rank's pieces under the parameters' names in the module, for the optimizer."""
         pieces = dict(self.frozen)
         for flat in self.flats:
             pieces |= zip(flat.names, flat.pieces, strict=True)
@@ -97,27 +97,27 @@ class Sharded(nn.Module):
             yield (f"{prefix}.{name}" if prefix else name), pieces[name]
 
     def no_sync(self) -> Any:
-        """Refused, but in stage 1: see Zero1."""
+        """Raise ValueError, except in stage 1: see Zero1."""
         raise ValueError(
             f"no_sync: {type(self).__name__} keeps a shard of the gradients, so each backward has "
             "to send them; allowed is Zero1, which keeps them whole"
         )
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
-        """Scale gradients down to a joint norm of `limit`, where it is larger; return the norm.
+        """Scale gradients down to a joint norm of at most `limit`; return the norm before.
 
-        Each rank knows its shard's share of the sum of squares: one number to add up over ranks.
-        The norm is torch.nn.utils.clip_grad_norm_'s of one process, up to the order of a sum.
-        Every rank calls it. Raises ValueError for a limit below 0, and on every rank when the
-        first call's limits differ.
+        Each rank computes its shard's share of the sum of squares; one number is summed over the
+        ranks. The norm equals torch.nn.utils.clip_grad_norm_'s in one process, up to summation
+        order. Every rank calls this. Raises ValueError for a limit below 0, and on every rank when
+        the first call's limits differ.
         """
         return clip_by_joint_norm(self, limit, [self.group], self.parameters())
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The plain module's state dict, in full and on every rank, in the masters' dtype.
+        """Return the plain module's full state dict on every rank, in the masters' dtype.
 
-        Every rank has to call it. Between steps it is the way to look at weights.
+        Every rank calls this. Between steps it is the way to look at weights.
         """
         tensors = {name: p.detach().clone() for name, p in self.frozen.items()}
         for flat in self.flats:
@@ -130,7 +130,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state dict of the plain module; every rank has to be given the same one."""
+        """Load a state dict of the plain module; every rank must be given the same one."""
         own = self.module.state_dict(keep_vars=True)
         shapes = {
             p: shape
@@ -149,11 +149,11 @@ class Sharded(nn.Module):
     def checkpoint_tensors(
         self, optimizer: torch.optim.Optimizer, to_load: bool
     ) -> Iterator[dict[str, Any]]:
-        """For `checkpoint`: weights and the optimizer's states as rows, by the module's names.
+        """Yield weights and optimizer states as row shards by the module's names: for `checkpoint`.
 
-        Buffers, scalars and frozen weights are whole. to_load: with states for all that the
-        optimizer trains, which are gone again afterwards. Raises ValueError for an optimizer whose
-        states are no numbers for each element.
+        Buffers, scalars and frozen weights are whole. to_load: make missing optimizer states first,
+        and remove them afterwards. Raises ValueError for an optimizer with states that are not one
+        number per element.
         """
         pieces = dict(self.named_parameters())
         made = [p for p in pieces.values() if to_load and p not in optimizer.state]
@@ -171,13 +171,13 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take over such tensors, saved by any number of ranks."""
+        """Load tensors of `checkpoint_tensors`, saved by any number of ranks."""
         pieces = dict(self.named_parameters())
         self._warm_up(optimizer)
         for name, piece in pieces.items():
             if name not in state["optimizer"]:
                 optimizer.state.pop(piece, None)
-        # A checkpoint fills what is whole in its place.
+        # The checkpoint has already filled whole tensors in place.
         for flat in self.flats:
             saved.deal_out(flat, state["model"], pieces)
         for key in sorted({key for of in state["optimizer"].values() for key in of}):
@@ -192,13 +192,13 @@ class Sharded(nn.Module):
     def _warm_up(self, optimizer: torch.optim.Optimizer) -> None:
         given = {p for group in optimizer.param_groups for p in group["params"]}
         saved.warm([p for p in self.parameters() if p in given and p.requires_grad], optimizer)
-        self.changed()  # it was a step: for one rank, for all
+        self.changed()  # it was an optimizer step, and then all ranks must gather
 
     def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[Piece]:
-        """What this rank trains, and buffers, as parts of the plain module's tensors: views.
+        """Return this rank's trained tensors and buffers as boxes of the plain module's tensors.
 
-        Who fills them calls `changed`, on all ranks. boxes: which part of a tensor the module has,
-        where it is cut itself.
+        The boxes are views: after filling them, call `changed` on all ranks. boxes: the part of
+        each plain tensor that the module has, if the module itself is cut.
         """
         parts = {name: whole(parameter.shape) for name, parameter in self.frozen.items()}
         for flat in self.flats:
@@ -209,16 +209,16 @@ class Sharded(nn.Module):
         return found + [piece for flat in self.flats for piece in saved.pieces_of(flat, parts)]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank's own tensors are no model."""
+        """Raise ValueError: the tensors of one rank are no model."""
         raise ValueError("state_dict: a rank has a shard alone; allowed is full_state_dict()")
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused as well."""
+        """Raise ValueError: one rank's tensors are no model."""
         raise ValueError("load_state_dict: allowed is load_full_state_dict()")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moving and converting, which would tear parameters out of their flat tensors."""
+        """Raise ValueError: a move or conversion would separate parameters from flat tensors."""
         raise ValueError("a sharded model stays where it is: move or convert the module before")
 
     def changed(self) -> None:
-        """Pieces have new values: nothing to do where each forward gathers them, as in stage 3."""
+        """Note that pieces have new values; a no-op in stage 3, where each forward gathers them."""

@@ -1,13 +1,13 @@
-"""How a model is split, in one value, and every tensor of it with the axes that may cut it.
+"""A model's layout over ranks, and the ledger of its tensors with the axes that may cut them.
 
-- `Layout`: how many copies and cuts, and what each rank does, in one value (core); `ALONE`: of
-  one rank;
-- `written`, `read`: a layout in words, and back (words);
-- `stages`: which layers stand on which stage of a pipeline (stages);
+- `Layout`: the number of replicas and cuts, and the work of each rank, in one value (core);
+  `ALONE`: the layout of one rank;
+- `written`, `read`: a layout as text, and back (words);
+- `stages`: the layers on each stage of a pipeline (stages);
 - `ledger`: every parameter of the plain model once, and how each axis may cut it (entries);
-- `Structure`: what any model is made of, as far as a count or a plan has to know (structure).
+- `Structure`: the parts of any model, as far as a count or a plan needs them (structure).
 
-The standard library alone. What is held, sent and saved is read from these.
+The standard library alone. Code that holds, sends and saves tensors reads these.
 """
 
 from .core import ALONE, AXES, Layout, computed_again, orders

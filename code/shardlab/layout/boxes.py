@@ -1,8 +1,8 @@
-"""Which part of a tensor: a first and an end along each of its dimensions.
+"""Boxes: the part of a tensor between a first and an end index along each dimension.
 
-What a rank holds of a matrix is a box of it where tensor parallelism has cut it, and a stretch of
-that box's numbers, counted row by row, where ZeRO has. A stretch is a few boxes again: the rest of
-a row, whole rows, the beginning of a row. So whatever two ranks hold, what both have is a box.
+After tensor parallelism a rank holds a box of a matrix; after ZeRO it holds a range of that box's
+elements, counted row by row. Such a range is again a few boxes: the rest of a row, whole rows, the
+beginning of a row. So whatever two ranks hold, their intersection consists of boxes.
 
 The standard library alone.
 """
@@ -17,36 +17,36 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Piece(NamedTuple):
-    """What a rank holds of a tensor."""
+    """A part of a tensor that a rank holds."""
 
-    name: str  # of the tensor, in the plain model
+    name: str  # name of the tensor in the plain model
     box: Box
-    tensor: Any  # with the numbers in that box, in its shape: a view, so that it can be filled
+    tensor: Any  # a writable view of the elements in `box`, in the box's shape
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor of that shape."""
+    """Return the box of a whole tensor of that shape."""
     return tuple((0, n) for n in shape)
 
 
 def shape(box: Box) -> tuple[int, ...]:
-    """Of a tensor that holds it alone."""
+    """Return the shape of a tensor that holds exactly the box."""
     return tuple(end - first for first, end in box)
 
 
 def elements(box: Box) -> int:
-    """Of it."""
+    """Return the number of elements in a box."""
     return prod(shape(box))
 
 
 def common(a: Box, b: Box) -> Box | None:
-    """What is in both; None: nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     found = tuple((max(m, n), min(i, j)) for (m, i), (n, j) in zip(a, b, strict=True))
     return found if all(first < end for first, end in found) else None
 
 
 def spanned(parts: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of whole tensors, by name, from all the boxes that there are of them."""
+    """Return the shapes of whole tensors, by name, from all boxes of them."""
     found: dict[str, tuple[int, ...]] = {}
     for name, box in parts:
         ends = tuple(end for _, end in box)
@@ -55,7 +55,7 @@ def spanned(parts: Iterable[tuple[str, Box]]) -> dict[str, tuple[int, ...]]:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `box` stands in a tensor that holds `outer` alone."""
+    """Return the slices of `box` in a tensor that holds exactly `outer`."""
     return tuple(
         slice(first - begin, end - begin)
         for (first, end), (begin, _) in zip(box, outer, strict=True)
@@ -63,7 +63,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def share(box: Box, dimension: int | None, number: int, of: int) -> Box:
-    """The part of that number of `of` equal ones along a dimension; None: all of it."""
+    """Return part `number` of `of` equal parts along a dimension; None: the whole box."""
     if dimension is None:
         return box
     first, end = box[dimension]
@@ -73,10 +73,10 @@ def share(box: Box, dimension: int | None, number: int, of: int) -> Box:
 
 
 def stretch(box: Box, first: int, end: int) -> Iterator[Box]:
-    """The boxes that are numbers `first` to `end` of `box`, counted row by row: in that order."""
+    """Yield, in order, the boxes of elements `first` to `end` of `box`, counted row by row."""
     if first >= end:
         return
-    if not box:  # a single number
+    if not box:  # a scalar
         yield ()
         return
     (begin, _), *rest = box

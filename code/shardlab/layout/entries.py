@@ -1,11 +1,11 @@
-"""Every tensor of a model, once: its name, its shape, and how each axis of a layout may cut it.
+"""A ledger of a model's tensors: names, shapes, and how each axis of a layout may cut them.
 
-Who holds what, who counts it in a norm, what stands in a checkpoint: all of it is read from here.
-Names and order are the plain GPT's. Of an entry, tensor parallelism cuts a dimension as Megatron
-does (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, up and gate by their
-outputs, out and down by their inputs, embedding and head by vocabulary; norms, what makes latents,
-the biases of out and down, and the router are whole on every rank. A pipeline deals out layers,
-expert parallelism experts. ZeRO cuts dimension 0, or what lies flat side by side in this order.
+Code that asks who holds a tensor, who counts it in a norm or what a checkpoint has reads this
+ledger. Names and order are the plain GPT's. Tensor parallelism cuts as Megatron does (Shoeybi et
+al. 2019, arXiv 1909.08053, section 3): queries, keys, values, up and gate by their outputs, out and
+down by their inputs, embedding and head by vocabulary; norms, the matrices that make latents, the
+biases of out and down, and the router are whole on every rank. Pipelines split layers, expert
+parallelism splits experts. ZeRO cuts dimension 0, or a flat tensor of parameters in this order.
 
 The standard library alone: a calculator needs no torch.
 """
@@ -23,7 +23,7 @@ from shardlab.common.shapes import Config
 from .boxes import Box, share, whole
 
 KINDS = "embedding", "attention", "ffn", "norms", "head"
-COPIED = "key_value_heads"  # where ranks are more than these, several have the same one
+COPIED = "key_value_heads"  # with more ranks than key-value heads, several ranks hold the same head
 
 
 @dataclass(frozen=True)
@@ -32,46 +32,46 @@ class Entry:
 
     name: str
     shape: tuple[int, ...]
-    kind: str  # one of KINDS; a router is its network's
+    kind: str  # one of KINDS; a router is "ffn"
     layer: int | None = None  # None: outside of the layers
-    tp: int | None = None  # the dimension that tensor parallelism cuts; None: whole on every rank
-    along: str | None = None  # what that size is called, as Config does
-    units: int | None = None  # how many of these there are: the degree has to divide them
-    partly: bool = False  # under sequence parallelism a rank's gradient knows of its tokens alone
-    expert: int | None = None  # its number, among those that are dealt out
-    tied: str | None = None  # the entry with the same numbers, where that one stands on the rank
-    table: bool = False  # a token reads a few of its rows, and computes with none of the others
+    tp: int | None = None  # dimension that tensor parallelism cuts; None: whole on every rank
+    along: str | None = None  # name of the size that is cut, as in Config
+    units: int | None = None  # number of heads or columns, which the degree must divide
+    partly: bool = False  # with sequence parallelism, gradients cover this rank's tokens alone
+    expert: int | None = None  # number of its expert, if it is one's
+    tied: str | None = None  # the entry with the same values, if on the same rank
+    table: bool = False  # a token reads only a few rows
 
     def parts(self, tp: int = 1) -> int:
-        """Into how many equal parts `tp` ranks cut it, each of which tp / parts of them have."""
+        """Return the number of equal parts over `tp` ranks; tp / parts ranks hold each part."""
         if self.tp is None:
             return 1
         return min(tp, self.units) if self.along == COPIED and self.units else tp
 
     def local(self, tp: int = 1) -> tuple[int, ...]:
-        """Its shape on one of `tp` ranks; what they do not divide is padded, as Megatron does."""
+        """Return the shape on one of `tp` ranks, padded as in Megatron if they do not divide it."""
         parts = self.parts(tp)
         return tuple(-(-n // parts) if d == self.tp else n for d, n in enumerate(self.shape))
 
     def box(self, rank: int = 0, tp: int = 1) -> Box:
-        """Which part of it that rank of `tp` has, where they divide it."""
+        """Return the box of `rank` of `tp` ranks, if they divide the size."""
         parts = self.parts(tp)
         return share(whole(self.shape), self.tp, rank * parts // tp, parts)
 
     def elements(self, tp: int = 1) -> int:
-        """Of that shape."""
+        """Return the number of elements on one of `tp` ranks."""
         return prod(self.local(tp))
 
 
 def ledger(config: Config) -> tuple[Entry, ...]:
-    """Every parameter of GPT(config), in the model's order; a tied head stands there as such."""
+    """Return all parameters of GPT(config), in the model's order; a tied head has an entry."""
     first, *last = outside(config)
     blocks = (e for layer in range(config.layers) for e in in_layer(config, layer))
     return (first, *blocks, *last)
 
 
 def in_layer(config: Config, layer: int, experts: range | None = None) -> Iterator[Entry]:
-    """The entries of one layer, with all experts or with those of these numbers."""
+    """Yield the entries of one layer, with all experts or with the given ones."""
     numbers = range(config.experts) if experts is None else experts
     alike = of_kind(config, config.experts > 0 and layer >= config.dense_layers)
     own = [entry for entry in alike if entry.expert is not None]
@@ -86,17 +86,17 @@ def in_layer(config: Config, layer: int, experts: range | None = None) -> Iterat
 
 @lru_cache(maxsize=256)
 def of_kind(config: Config, sparse: bool) -> tuple[Entry, ...]:
-    """A layer of that kind, with one expert that stands for all: for those who only count.
+    """Return the entries of a kind of layer, with one expert that stands for all, for counting.
 
-    256 experts in each of 58 layers are 45,000 entries, but two kinds of layer. Names begin inside,
-    as "ffn_norm.weight".
+    256 experts in each of 58 layers are 45,000 entries, but only two kinds of layer. Names are
+    relative to the layer: "ffn_norm.weight".
     """
     return tuple(_layer(config, sparse))
 
 
 @lru_cache(maxsize=256)
 def outside(config: Config) -> tuple[Entry, ...]:
-    """What stands outside of the layers: embedding, last norm, head."""
+    """Return the entries outside of the layers: embedding, last norm, head."""
     vocabulary, tied = (config.vocab, config.hidden), "embedding.weight" if config.tied else None
     cut = {"tp": 0, "along": "vocab", "units": config.vocab}
     first = Entry("embedding.weight", vocabulary, "embedding", **cut)
@@ -124,13 +124,13 @@ def _attention(c: Config) -> Iterator[Entry]:
     for name in ("key", "value"):
         yield from _columns(c, f"attention.{name}", "attention", narrow, "key_value_heads")
     for name in ("query_norm", "key_norm") if c.qk_norm else ():
-        # Its gradient is made whole where it enters the region, from all ranks' heads.
+        # Its gradient is all-reduced over all ranks' heads where the weight enters the region.
         yield Entry(f"attention.{name}.weight", (c.head_size,), "norms")
     yield from _rows(c, "attention.out", "attention", wide, "heads")
 
 
 def _latent_attention(c: Config) -> Iterator[Entry]:
-    """What makes the latents is whole on every rank, and sees the tokens of the stream."""
+    """Yield latent attention's entries; those that make the latents are whole on every rank."""
     enters = c.hidden
     if c.query_latent is not None:
         enters = c.query_latent
@@ -168,5 +168,5 @@ def _columns(c: Config, name: str, kind: str, outputs: int, along: str) -> Itera
 def _rows(c: Config, name: str, kind: str, inputs: int, along: str) -> Iterator[Entry]:
     units = getattr(c, along)
     yield Entry(f"{name}.weight", (c.hidden, inputs), kind, tp=1, along=along, units=units)
-    if c.bias:  # behind the sum
+    if c.bias:  # added after the sum
         yield Entry(f"{name}.bias", (c.hidden,), kind, partly=True)

@@ -1,6 +1,6 @@
-"""Which layers stand on which stage of a pipeline.
+"""The assignment of layers to the stages of a pipeline.
 
-Blocks stand in the order embedding, layers, last norm and head. Rules:
+The model's blocks are, in order, embedding, layers, last norm and head. Rules:
 
     equal     the same number of layers on each stage, the embedding on the first, the head on the
               last; other numbers are refused
@@ -10,9 +10,9 @@ Blocks stand in the order embedding, layers, last norm and head. Rules:
     nanotron  a layer costs its weights, 4h² + 3hF as that library counts them, the head Vh, all
               else nothing; a stage ends with the block at which the running cost passes its share
 
-Or the layers of each stage, as they are. Where a stage has several chunks of the model, its layers
-are dealt out over them, as evenly as it goes, and the model passes through all first chunks, then
-all second ones, and so on ("zb-v": there and back).
+Or an explicit number of layers per stage. If a stage has several chunks of the model, its layers
+are split over them as evenly as possible, and the model passes through all first chunks, then all
+second ones, and so on ("zb-v": there and back).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STAGE_RULES = "equal", "megatron", "nanotron"
 
 @dataclass(frozen=True)
 class Stage:
-    """What stands on one stage."""
+    """The part of the model on one stage."""
 
-    chunks: tuple[range, ...]  # the layers of each, by their numbers in the model
+    chunks: tuple[range, ...]  # the numbers of each chunk's layers in the model
     embedding: bool
     head: bool
 
     @property
     def layers(self) -> int:
-        """How many."""
+        """The number of layers."""
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
@@ -55,12 +55,12 @@ def stages(
     schedule: str = "1f1b",
     chunks: int = 1,
 ) -> list[Stage]:
-    """The `pp` stages of `config`, first to last; arguments as a `Layout` has checked them.
+    """Return the `pp` stages of `config`, first to last; arguments as a `Layout` has checked them.
 
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
-    there and back, and its end stands on the first stage. chunks: of each stage.
+    there and back, so its end is on the first stage. chunks: per stage.
 
-    Raises ValueError where the layers cannot be divided so, and where those given do not add up.
+    Raises ValueError if the layers cannot be divided so, or if the given numbers do not add up.
     """
     model = structure(config)
     last = pp - 1
@@ -84,10 +84,10 @@ def stages(
 
 
 def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
-    """What a rank of `stage` has entries of, in the model's order.
+    """Return the entries of which a rank of `stage` holds a part, in the model's order.
 
-    place: of the `ep` ranks that deal out the experts. A tied head is among them where it is a
-    copy: on another stage than the embedding.
+    place: the rank's number among the `ep` ranks that share the experts. A tied head is included
+    only where it is a copy: on another stage than the embedding.
     """
     each = config.experts // ep
     first, *last = outside(config)
@@ -100,7 +100,7 @@ def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entr
 
 
 def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
-    """The stages on which the model's parts stand, in its order: round and round, or as a V."""
+    """Return the stage of each part of the model, in its order: round-robin, or as a V."""
     there = list(range(pp))
     return there + there[::-1] if schedule == "zb-v" and pp > 1 else there * chunks
 
@@ -108,9 +108,9 @@ def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
 def _dealt(
     layers: list[int], chunks: int, order: list[int], ends: bool = False
 ) -> list[tuple[range, ...]]:
-    """The layers of each chunk of each stage, which the model passes in that order.
+    """Return the layers of each chunk of each stage, along the model's route `order`.
 
-    ends: what stands before the first layer and behind the last one has a layer's place.
+    ends: embedding and head take the place of a layer each.
     """
     places = list(layers)
     if ends and min(layers[order[0]], layers[order[-1]]) + 1 >= chunks:
@@ -140,7 +140,7 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
 
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
-    """Raise ValueError unless `schedule` is there and takes so many chunks of a stage."""
+    """Raise ValueError unless `schedule` exists and allows that many chunks per stage."""
     check_one_of(SCHEDULES, schedule=schedule)
     least = {"interleaved": 2, "zb-v": 2}.get(schedule, 1) if pp > 1 else 1
     more = schedule == "interleaved" and pp > 1
@@ -151,14 +151,14 @@ def check_schedule(pp: int, schedule: str, chunks: int) -> None:
 
 
 def _with_ends(layers: int, p: int) -> list[int]:
-    """Equal where it can be; else with a layer's place for each end, as evenly as it goes."""
+    """Return equal numbers of layers, or if impossible count each end as a layer, evenly."""
     if layers % p == 0:
         return [layers // p] * p
     if p > layers + 2:
         raise ValueError(f"pp={p}: allowed are 1 to {layers + 2}, for {layers} layers")
     each, more = divmod(layers + 2, p)
     counts = [each] * p
-    for k in range(more):  # the stages behind the first keep fewer micro-batches, and take them
+    for k in range(more):  # stages after the first keep fewer micro-batches
         counts[1 + k if p > more else k] += 1
     counts[0] -= 1
     counts[-1] -= 1
@@ -166,11 +166,11 @@ def _with_ends(layers: int, p: int) -> list[int]:
 
 
 def _by_cost(model: Structure, p: int) -> tuple[list[int], int]:
-    """The layers of each stage, and which one has the head."""
+    """Return the layers of each stage, and the stage with the head."""
     h, f = model.hidden, model.kinds[0].wide
     layer, head = 4 * h * h + 3 * h * f, model.vocab * h
     total = model.layers * layer + head
-    found: list[list[int]] = [[] for _ in range(p)]  # costs of the blocks of each stage
+    found: list[list[int]] = [[] for _ in range(p)]  # costs of each stage's blocks
     stage = cost = 0
     for block in [layer] * model.layers + [head]:
         found[stage].append(block)
@@ -178,6 +178,6 @@ def _by_cost(model: Structure, p: int) -> tuple[list[int], int]:
         if stage < p - 1 and cost * p >= total * (stage + 1):
             stage += 1
     counts = [len(blocks) for blocks in found]
-    last = stage if found[stage] else stage - 1  # a head that ends a stage is followed by the loss
+    last = stage if found[stage] else stage - 1  # the loss follows a head that ends a stage
     counts[last] -= 1
     return counts, last

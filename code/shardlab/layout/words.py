@@ -1,7 +1,7 @@
-"""A layout in words, and back: `d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2`.
+"""Layouts as text: `d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2`.
 
-`str(layout)` says what tells layouts of one job apart. `written` says all that is not as it stands
-by default, and `read` takes both.
+`str(layout)` has the fields that distinguish layouts of one job. `written` has all fields that are
+not at their default. `read` parses both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
 
 
 def written(layout: Layout) -> str:
-    """All of a layout, such that `read` gives it back."""
+    """Return a text with all fields of a layout, which `read` parses back."""
     words = [str(layout)]
     if layout.schedule not in ("1f1b", *words[0].replace(",", "").split()):
-        words.append(layout.schedule)  # without a pipeline, where it says nothing
+        words.append(layout.schedule)  # without a pipeline, where the schedule has no effect
     if isinstance(layout.stages, str) and layout.stages != "equal":
         words.append(f"stages {layout.stages}")
     if layout.pp == 1 and not isinstance(layout.stages, str):
@@ -37,9 +37,9 @@ def written(layout: Layout) -> str:
 
 
 def read(text: str) -> Layout:
-    """The layout that `text` says; ValueError, with the words that are none, for other texts.
+    """Parse a layout. Raises ValueError for other texts, and names the words that do not parse.
 
-    Letters and spaces may be written closer, and · as * or a space: "d2 t2, zero-1".
+    Spaces may be left out, and · may be * or a space: "d2 t2, zero-1".
     """
     fields: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -55,7 +55,7 @@ def read(text: str) -> Layout:
 
 
 def _field(part: str) -> dict[str, Any]:
-    """What one phrase says, by Layout's fields; {} for one that it does not know."""
+    """Return the Layout fields of one phrase; {} if it does not parse."""
     first, _, rest = part.partition(" ")
     if re.fullmatch(r"([dtpce] ?\d{1,18}[ ·*]*)+", part):
         pairs = re.findall(r"([a-z]) ?(\d{1,18})", part)

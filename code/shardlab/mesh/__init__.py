@@ -1,11 +1,11 @@
-"""Several cuts at once: data, tensor and pipeline parallelism on one mesh of ranks.
+"""Data, tensor and pipeline parallelism together, on one mesh of ranks.
 
 - `core`: a layout's groups; the plain GPT along three of them at once, `Parallel`: what the
   lesson teaches;
-- `states`: whole weights and gradients, the tensors of a checkpoint, what a rank holds and sends;
-- `predict`: the same by formula, and what a mesh cannot train;
+- `states`: whole weights and gradients, checkpoint tensors, measured bytes held and sent;
+- `predict`: the same bytes by formula, and the layouts that a mesh cannot train;
 - `groups`, `picture`: the groups of any layout, in words and drawn;
-- `job`: what `python -m shardlab mesh` trains.
+- `job`: the training run of `python -m shardlab mesh`.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 SC 2021 (arXiv 2104.04473).
@@ -13,8 +13,8 @@ SC 2021 (arXiv 2104.04473).
 
 from importlib import import_module
 
-# What needs torch is loaded when it is first asked for: who only looks at groups does not wait for
-# it. Names of modules are whole, so that a recording's key finds the files.
+# Names that need torch are loaded on first use, so programs that only look at groups do not wait.
+# Module names are complete, so that a recording's key finds the files.
 _LATER = {
     "shardlab.mesh.core": ("AXES", "Parallel", "groups_of", "join"),
     "shardlab.mesh.predict": (

@@ -14,7 +14,7 @@ WORDS = {"dp": "data", "pp": "pipeline", "cp": "context", "tp": "tensor"}
 
 
 def said(layout: Layout, axis: str, node: int) -> str:
-    """A line on an axis: how many groups of how many ranks, and how many leave their node."""
+    """Describe an axis in one line: its groups, their size, and how many leave their node."""
     groups = layout.groups(axis)
     beyond = sum(len({rank // node for rank in group}) > 1 for group in groups)
     where = {0: "none leaves its node", len(groups): "all leave their node"}

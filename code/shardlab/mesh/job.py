@@ -1,6 +1,6 @@
-"""A small job on any mesh, for the command and the lesson: it trains, counts, and is compared.
+"""A small training job on any mesh, for the command and the lesson, compared with one process.
 
-Every step's batch is a window of the offline text, dealt out to the copies in order.
+Every step's batch is a window of the offline text, dealt out to the replicas in order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, how it is cut, and for how many steps.
+    """A model, its layout and the number of steps to train.
 
-    Raises ValueError for what cannot be trained, before any rank starts.
+    Raises ValueError for a job that cannot be trained, before any rank starts.
     """
 
     config: Config
@@ -49,29 +49,29 @@ class Job:
             raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
 
     def states(self, rank: int) -> dict[str, int]:
-        """Bytes of model states on a rank, predicted."""
+        """Predict the bytes of model states on a rank."""
         return predicted_states(self.config, self.layout, rank)
 
     def sent(self, rank: int) -> dict[str, float]:
-        """Bytes that leave a rank in a step, predicted."""
+        """Predict the bytes that leave a rank in a step."""
         return predicted_sent(self.config, self.layout, rank)
 
 
 def batch_of(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of all copies in a step, [batch, seq] each."""
+    """Return tokens and targets of all replicas in a step, [batch, seq] each."""
     tokens, targets = text.batch(config.seq, batch, start=step * batch)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
 def model_of(config: Config) -> GPT:
-    """The same numbers on every rank."""
+    """Make a GPT with the same weights on every rank."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
 
 
 def train(job: Job) -> dict[str, Any]:
-    """On a rank of the layout: the job's losses, gradients of its last step and weights; what the
-    rank held and sent, predicted and counted; seconds of the steps between the first and the last.
+    """Train `job` on this rank; return losses, last gradients, weights, bytes held and sent
+    (predicted and counted), and seconds per step.
     """
     config, layout = job.config, job.layout
     groups = join(layout, dist.group.WORLD)
@@ -112,7 +112,7 @@ def train(job: Job) -> dict[str, Any]:
 
 
 def alone(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The same in one process, which sees the whole batch."""
+    """Train the same job in one process, which sees the whole batch."""
     model = model_of(job.config).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     losses = []
@@ -129,7 +129,7 @@ def alone(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
-    """The largest differences of a job's losses, gradients and weights from one process's."""
+    """Return the largest differences of losses, gradients and weights between two runs."""
     pairs = zip(found["losses"], want["losses"], strict=True)
     gaps = {"losses": max(abs(a - b) for a, b in pairs)}
     for kind in ("gradients", "weights"):
@@ -138,7 +138,7 @@ def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
 
 
 def rounding(job: Job) -> dict[str, float]:
-    """How far one process in 32 bits is from itself in 64: what rounding alone makes of the job."""
+    """Return the differences between one process in float32 and in float64: rounding alone."""
     narrow, wide = (
         ranks.run(alone, 1, job, dtype, timeout=600, show=False)[0]
         for dtype in (torch.float32, torch.float64)
@@ -147,7 +147,7 @@ def rounding(job: Job) -> dict[str, float]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train it on its ranks, and in one process; everything that the command prints."""
+    """Train `job` on its ranks and in one process; return everything that the command prints."""
     results = ranks.run(train, job.layout.ranks, job, timeout=600, show=False)
     gaps = apart(results[0], ranks.run(alone, 1, job, timeout=600, show=False)[0])
     kept = [{k: v for k, v in r.items() if k not in ("gradients", "weights")} for r in results]

@@ -1,6 +1,6 @@
-"""What no mesh can train; what each rank holds and sends, by formula: exact, padding included.
+"""Layouts that no mesh can train, and exact formulas for the bytes that each rank holds and sends.
 
-For a rank of stage i, with P elements there after tensor parallelism has cut them, over d copies:
+For a rank of stage i, with P elements there after tensor parallelism has cut them, over d replicas:
 
     held           parameters   gradients   optimizer (AdamW)
     no ZeRO        4P           4P          8P
@@ -8,14 +8,14 @@ For a rank of stage i, with P elements there after tensor parallelism has cut th
     ZeRO-2         4P           4P/d        8P/d
     ZeRO-3         4P/d         4P/d        8P/d
 
-    sent           along        bytes in a step, of B sequences of S tokens in this copy
+    sent           along        bytes in a step, of B sequences of S tokens in this replica
     tensor         tp           4 all-reduces of 4BSH for each layer, and those at the ends; with
-                                recomputation those of forward again, but the layer's last
+                                recomputation those of forward again, except each layer's last
     pipeline       pp           4BSH to the next part of the model, 4BSH back; between the ends the
                                 tied twin
     data           dp           an all-reduce of 4P, or ZeRO's halves of it
 
-Everything is float32. Shapes: B sequences of a copy, S tokens, H hidden, V vocabulary.
+All is float32, with padding. Shapes: B sequences of a replica, S tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from shardlab.layout import Layout, Stage, entries
 from shardlab.layout.boxes import Box, stretch, whole
 from shardlab.layout.stages import held
 
-SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # those with whole backwards
-ITEM = 4  # bytes
+SCHEDULES = "naive", "gpipe", "1f1b", "interleaved"  # schedules with whole backwards
+ITEM = 4  # bytes per element
 
 
 class Instead(NamedTuple):
-    """Of a field of a layout that `Parallel` does not run as it stands: what it runs, and why."""
+    """The value that `Parallel` uses for an unsupported field of a layout, and the reason."""
 
     value: Any
     why: str
 
 
 def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
-    """What of `layout` no mesh runs, by the names of its fields, with what one runs in its place.
+    """Return the fields of `layout` that no mesh supports, each with the value to use instead.
 
-    `layout` with all these values is one that `check_cuts` takes, as far as the model can be cut.
+    `check_cuts` accepts `layout` with all these values, if the model can be cut that way.
     """
     found = {
         name: Instead(only, f": allowed in a mesh is {only!r}")
@@ -70,11 +70,11 @@ def left_out(config: Config, layout: Layout) -> dict[str, Instead]:
 
 
 def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
-    """Raise ValueError for what `Parallel` cannot train; `seq`: tokens of a sequence, if known."""
+    """Raise ValueError if `Parallel` cannot train this; seq: tokens of a sequence, if known."""
     tensor_parallel.predict.check_degree(config, layout.tp)
     for name, instead in left_out(config, layout).items():
         raise ValueError(f"{name}={getattr(layout, name)!r}{instead.why}")
-    sizes = layers_of_parts(config, layout)  # refuses stages that the layers do not fill
+    sizes = layers_of_parts(config, layout)  # raises if the layers do not fill the stages
     if 0 in sizes[1:-1] or not layout.parts(config)[layout.route[-1]].head:
         allowed = (
             f"as many as give each part layers, and the last the head; here parts have {sizes}"
@@ -86,7 +86,7 @@ def check_cuts(config: Config, layout: Layout, seq: int | None = None) -> None:
 
 
 def layers_of_parts(config: Config, layout: Layout) -> list[int]:
-    """How many layers each part of the model has, in the model's order."""
+    """Return the number of layers of each part of the model, in the model's order."""
     stages = layout.parts(config)
     chunks = [iter(stage.chunks) for stage in stages]
     return [len(next(chunks[stage])) for stage in layout.route]
@@ -94,24 +94,24 @@ def layers_of_parts(config: Config, layout: Layout) -> list[int]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters that ZeRO puts side by side: names, elements, and what each copy owns of them."""
+    """Parameters that ZeRO puts into one flat tensor: names, elements, and each replica's shard."""
 
     elements: dict[str, int]
     copies: int
-    rest: bool = False  # in stage 3: whole from the beginning of forward to the end of backward
+    rest: bool = False  # in stage 3: gathered from the start of forward to the end of backward
 
     @property
     def shard(self) -> int:
-        """Elements of a shard, padding included."""
+        """The elements of a shard, padding included."""
         return -(-sum(self.elements.values()) // self.copies)
 
     @property
     def padded(self) -> int:
-        """Elements of all shards."""
+        """The elements of all shards."""
         return self.shard * self.copies
 
     def spans(self, copy: int) -> dict[str, tuple[int, int]]:
-        """Of each parameter, which of its elements stand in the shard of `copy`: first and end."""
+        """Return the range (first, end) of each parameter's elements in the shard of `copy`."""
         low, high, end, found = copy * self.shard, (copy + 1) * self.shard, 0, {}
         for name, size in self.elements.items():
             begin, end = end, end + size
@@ -120,17 +120,17 @@ class Shared:
         return found
 
     def own(self, copy: int) -> dict[str, int]:
-        """Elements of each parameter in the shard of `copy`."""
+        """Return the number of each parameter's elements in the shard of `copy`."""
         return {name: end - first for name, (first, end) in self.spans(copy).items()}
 
 
 def shared(config: Config, layout: Layout, stage: int) -> list[Shared]:
-    """How a stage's parameters are dealt: without ZeRO each one alone, on every copy whole."""
+    """Return a stage's flat tensors; without ZeRO one per parameter, whole on every replica."""
     return [flat for part in _parts(config, layout, stage) for flat in _dealt(config, layout, part)]
 
 
 def _parts(config: Config, layout: Layout, stage: int) -> list[Stage]:
-    """What stands on a stage, chunk by chunk: ZeRO deals out each alone."""
+    """Return one Stage per chunk of a stage, because ZeRO shards each chunk separately."""
     whole = layout.parts(config)[stage]
     last = len(whole.chunks) - 1
     return [
@@ -159,7 +159,7 @@ def _dealt(config: Config, layout: Layout, part: Stage) -> list[Shared]:
 
 
 def predicted_states(config: Config, layout: Layout, rank: int) -> dict[str, int]:
-    """Bytes of model states on `rank` after a step with AdamW: parameters, gradients, optimizer."""
+    """Predict the bytes of model states on `rank` after a step with AdamW, by kind."""
     check_cuts(config, layout)
     place, zero = layout.place(rank), layout.zero
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
@@ -172,9 +172,9 @@ def predicted_states(config: Config, layout: Layout, rank: int) -> dict[str, int
 
 
 def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[str, Box]]:
-    """Which parts of the model's tensors `rank` has: what `Parallel.pieces` then are.
+    """Predict the boxes of the model's tensors on `rank`, which `Parallel.pieces` then returns.
 
-    With a tied head on a stage of its own, by the embedding's name.
+    A tied head on its own stage has the embedding's name.
     """
     check_cuts(config, layout)
     place = layout.place(rank)
@@ -184,7 +184,7 @@ def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[st
         for name, span in flat.spans(place["dp"] if layout.zero else 0).items():
             first = "embedding.weight" if config.tied and name == "head.weight" else name
             found += [(first, box) for box in stretch(boxes[name], *span)]
-            if name.endswith("router.score.weight"):  # beside it stands the bias of the choice
+            if name.endswith("router.score.weight"):  # the bias of the choice stands beside it
                 found.append((name.replace("score.weight", "bias_E"), whole((config.experts,))))
     return found
 
@@ -192,12 +192,12 @@ def predicted_pieces(config: Config, layout: Layout, rank: int) -> list[tuple[st
 def predicted_sent(
     config: Config, layout: Layout, rank: int, seq: int | None = None, batch: int | None = None
 ) -> dict[str, float]:
-    """Bytes that leave `rank` in one `Parallel.step`, along "tp", "pp", "dp", and to its "twin".
+    """Predict the bytes that leave `rank` in one `Parallel.step`, by axis and to its "twin".
 
-    seq: tokens of a sequence, by default the model's longest. batch: sequences of this copy, by
-    default what the layout gives each. Collectives as rings send them: an all-reduce of S bytes
-    2(n-1)/n S, its halves (n-1)/n S. Of numbers there are some: the batch's size (8 bytes) and the
-    loss (4) along dp, the loss along pp; with ZeRO a byte for each parameter.
+    seq: tokens of a sequence, by default the model's longest. batch: sequences of this replica, by
+    default those of the layout. Collectives are counted as rings: an all-reduce of S bytes sends
+    2(n-1)/n S, its halves (n-1)/n S each. Small messages: the batch's size (8 bytes) and the loss
+    (4) along dp, the loss along pp; with ZeRO one byte per parameter.
     """
     seq = config.seq if seq is None else seq
     check_cuts(config, layout, seq)
@@ -216,7 +216,7 @@ def predicted_sent(
         "pp": ways * stream / (t if layout.sequence_parallel else 1) + 2 * (p - 1) / p * ITEM,
         "twin": float(ITEM * config.vocab // t * config.hidden) if ends else 0.0,
     }
-    if layout.sequence_parallel:  # gradients of what is whole, but knows its tokens alone
+    if layout.sequence_parallel:  # gradients of whole parameters, from this rank's tokens alone
         partly = {entry.name for entry in held(config, part) if entry.partly}
         own = [item for flat in flats for item in flat.own(copy).items()]
         along["tp"] += 2 * (t - 1) / t * ITEM * sum(size for name, size in own if name in partly)
@@ -236,30 +236,30 @@ def predicted_sent(
 
 
 def _inside(config: Config, layout: Layout, part: Stage, stream: int, tokens: int) -> float:
-    """Bytes that leave a rank within its tensor group, for activations of `stream` bytes.
+    """Return the bytes that a rank sends in its tensor group, for activations of `stream` bytes.
 
-    Whatever enters or leaves a region sends two halves of an all-reduce: with all tokens on each
-    rank, one of the two sends both and the other none; with tokens cut, each sends one.
+    Each entry to or exit from a region sends two halves of an all-reduce: with all tokens on each
+    rank, both in one direction of the pass; with tokens cut, one in forward and one in backward.
     """
     t, chosen = layout.tp, config.experts_per_token
     half = (t - 1) / t * stream
     inside = sum(tensor_parallel.predict.in_layer(config, n, chosen) for n in part.numbers)
-    # What enters an attention may be narrower than the stream, or wider.
+    # The activations that enter an attention may be narrower or wider than the stream.
     numbers = sum(tensor_parallel.predict.entering(config))
     entering = inside + part.layers * (numbers / config.hidden - 1)
     enters, leaves = entering + part.head, inside + part.embedding
     sent = 2 * half * (enters + leaves) + 2 * (t - 1) / t * part.head * 3 * ITEM * tokens
-    if layout.sequence_parallel:  # gathered once more in backward, but for keys' positions
+    if layout.sequence_parallel:  # gathered again in backward, except for the keys' positions
         sent += half * (enters - part.layers * (config.rotary or 0) / config.hidden)
     if layout.recompute == "full":
         again = inside
-        if not config.dropout:  # nothing that backward needs stands behind a dense layer's last sum
+        if not config.dropout:  # backward needs nothing after a dense layer's last sum
             again -= sum(not config.experts or n < config.dense_layers for n in part.numbers)
         sent += half * (entering + again if layout.sequence_parallel else 2 * again)
     return sent
 
 
 def _weights(config: Config, layout: Layout, part: Stage) -> float:
-    """Bytes that leave a rank within its tensor group for gradients of weights, in backwards."""
+    """Return the bytes that a rank sends in its tensor group for weight gradients in backward."""
     numbers = sum(tensor_parallel.predict.weights_added(config, layout.tp))
     return 2 * (layout.tp - 1) / layout.tp * ITEM * numbers * part.layers * layout.microbatches

@@ -1,9 +1,9 @@
-"""What a model on a mesh looks like from outside: whole tensors from all ranks, and back.
+"""Whole tensors from all ranks of a mesh, and back: state dicts and checkpoints.
 
-A whole tensor is found in two steps: the pieces that ZeRO has dealt out to the copies make a part
-as the tensor group cuts it (`local`), and the group's parts all of it (`full_tensors`). A
-checkpoint takes the first step alone: torch.distributed.checkpoint does the second, for whatever
-ranks read it.
+A whole tensor is gathered in two steps: ZeRO's pieces on the replicas make the part that the tensor
+group cuts (`local`), and the group's parts make the whole tensor (`full_tensors`). A checkpoint
+takes the first step alone: torch.distributed.checkpoint does the second, for any ranks that load
+it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Of = Callable[[torch.nn.Parameter], Tensor | None]
 
 @torch.no_grad()
 def local(job: Parallel, of: Of) -> dict[str, Tensor]:
-    """By name, `of` each parameter as this rank's tensor group cuts it; all copies call it.
+    """Return `of` each parameter by name, cut as for this tensor rank; all replicas call this.
 
-    of(piece) is a tensor of the piece's shape, such as its gradient; None stands for zeros.
+    of(piece): a tensor of the piece's shape, such as its gradient; None stands for zeros.
     """
     if not job.sharded:
         pairs = ((name, p, of(p)) for name, p in job.named_parameters())
@@ -47,10 +47,10 @@ def local(job: Parallel, of: Of) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def full_tensors(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tensor]:
-    """`of` each parameter of the plain model, whole and in its order, on every rank.
+    """Return `of` each parameter of the plain model, whole and in its order, on every rank.
 
-    full_tensors(job): the plain model's state dict; with `lambda piece: piece.grad`, its gradients.
-    Every rank calls it; beside the result one tensor at a time is in memory.
+    full_tensors(job) is the plain model's state dict; `lambda piece: piece.grad` gives its
+    gradients. Every rank calls this; beside the result one tensor at a time is in memory.
     """
     mine = local(job, of)
     for name, tensor in mine.items():
@@ -62,25 +62,24 @@ def full_tensors(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tenso
     return found
 
 
-# For `shardlab.checkpoint`: the tensors of a job by the plain model's names, and back.
+# For `shardlab.checkpoint`: the tensors of a job under the plain model's names, and back.
 
 
 @contextmanager
 def checkpoint_tensors(
     job: Parallel, optimizer: torch.optim.Optimizer, to_load: bool
 ) -> Iterator[dict[str, Any]]:
-    """Weights and optimizer states; parts of matrices as DTensors along the tensor group.
+    """Yield weights and optimizer states; parts of matrices are DTensors over the tensor group.
 
-    What has fewer parts than ranks stands there whole. They are copies: pieces of ZeRO's are
-    gathered over the copies of the model first. to_load: with
-    states even if the optimizer has made no step.
+    Tensors with fewer parts than ranks are whole. All are copies, and ZeRO's pieces are gathered
+    over the replicas first. to_load: yield states even if the optimizer has made no step.
     """
     has = torch.tensor(float(to_load or bool(optimizer.state)), device=job.pipeline.device)
     for group in job.groups:
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)  # a scalar
     if has:
         warm(job.parameters(), optimizer)
-        job.changed()  # where a piece was warmed, it was a step: one rank's, all's
+        job.changed()  # warming a piece was an optimizer step, and then all ranks must gather
     mesh = DeviceMesh.from_group(job.groups.tp, job.pipeline.device.type)
     states = {name: optimizer.state.get(p, {}) for name, p in job.named_parameters()}
     kinds = sorted({(key, v.dim() > 0) for s in states.values() for key, v in s.items()})
@@ -101,7 +100,7 @@ def checkpoint_tensors(
 
 @torch.no_grad()
 def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put such tensors, which a checkpoint has filled, into this rank's pieces."""
+    """Copy the tensors of `checkpoint_tensors`, which a checkpoint has filled, into the pieces."""
     untrained, given = job.untrained, state["model"]
     for name, buffer in untrained.items():
         buffer.copy_(given[name])
@@ -118,13 +117,13 @@ def restore(job: Parallel, optimizer: torch.optim.Optimizer, state: dict[str, An
             nothing = {name: torch.zeros_like(mine[name]) for name in own.keys() - found.keys()}
             _give(job, found | nothing, lambda piece, key=key: optimizer.state[piece][key])
     for name, of in states.items():
-        if not of:  # of what has had no gradient so far, the optimizer knows nothing
+        if not of:  # parameters without a gradient so far have no optimizer state
             optimizer.state.pop(own[name], None)
     job.changed()
 
 
 def _give(job: Parallel, values: dict[str, Tensor], target: Callable[[Any], Tensor]) -> None:
-    """Copy what is named by parameter, as the tensor group cuts it, into what pieces have of it."""
+    """Copy `values`, by parameter and as the tensor group cuts them, into the pieces' targets."""
     if not job.sharded:
         for name, parameter in job.named_parameters():
             target(parameter).copy_(values[name])
@@ -154,14 +153,14 @@ def _local(job: Parallel, name: str, value: Tensor) -> Tensor:
     return take(value, dimension, shard_slice(name, value.shape[dimension], tp, several))
 
 
-# What is there, counted: beside what `predict` has.
+# Measured counterparts of the predictions in `predict`.
 
 
 def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of model states that are there, counted by storage, as `predicted_states` has them."""
+    """Measure the bytes of model states, counted by storage, as `predicted_states` returns them."""
     trained = list(job.parameters())
     plain = [part.module for part in job.sharded] or job.pipeline.parts
-    # Of a model in shards: what it computes with, pieces.
+    # With ZeRO: the tensors for computing, and the pieces.
     there = [*nn.ModuleList(plain).parameters(), *trained]
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return {
@@ -172,9 +171,9 @@ def held(job: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def counted(sent: count.Sent, job: Parallel) -> dict[str, float]:
-    """Bytes that left this rank along "tp", "pp" (twins among them) and "dp", of what was sent."""
+    """Return the bytes that left this rank along "tp", "pp" (twins included) and "dp"."""
     groups = {axis: {group} for axis, group in job.groups._asdict().items()}
-    groups["pp"].add(job.pipeline.mail.back)  # with nccl, messages to lower stages have their own
+    groups["pp"].add(job.pipeline.mail.back)  # with nccl, a group of its own
     return {
         axis: sum(sent.within(group).leaving(group.size()) for group in several)
         for axis, several in groups.items()

@@ -1,8 +1,8 @@
-"""What a model is made of, as far as a planner or a count has to know: kinds of layers, and ends.
+"""The structure of a model as far as a planner or a count needs it: kinds of layers, and the ends.
 
-`Structure` is made from the course's own `Config` (`of_config`), or of any model of `transformers`
-from its config.json (`shardtools.hub`). Who counts, predicts or plans reads it, and no model's own
-fields.
+`Structure` is made from the course's `Config` (`of_config`), or from the config.json of any model
+in `transformers` (`shardtools.hub`). Code that counts, predicts or plans reads a Structure, and no
+model's own fields.
 
 Letters: h hidden, V vocabulary, a query heads, K key-value heads, D size of a head, F width of a
 network, E experts, k chosen, s tokens of a sequence. The standard library alone.
@@ -22,19 +22,19 @@ from .entries import COPIED, Entry, of_kind, outside
 
 @dataclass(frozen=True)
 class Core:
-    """What mixes the tokens of a sequence: queries times keys, and their softmax times values."""
+    """The attention core of a layer: queries times keys, and their softmax times values."""
 
     heads: int  # [a]
     kv_heads: int  # [K]
-    query: int  # size of a head of queries, and of keys
+    query: int  # size of a head of queries and keys
     value: int  # size of a head of values
-    window: int | None = None  # tokens that a query sees at most, itself among them; None: all
-    chunk: int | None = None  # a query sees those of its own chunk alone
-    top: int | None = None  # so many are chosen for it, of all before it (sparse attention)
-    scores: int = 0  # numbers of a query that are compared with those of every key, to choose them
+    window: int | None = None  # most tokens that a query sees, its own included; None: all
+    chunk: int | None = None  # a query sees only the tokens of its own chunk
+    top: int | None = None  # number of keys chosen per query, of all before it (sparse attention)
+    scores: int = 0  # numbers per query that are compared with each key's, for the choice
 
     def keys(self, seq: int) -> float:
-        """Keys that a query sees, in the mean over a sequence of `seq` tokens; its own is one."""
+        """Return the mean number of keys that a query sees in `seq` tokens, its own included."""
         if self.chunk and self.chunk < seq:
             whole, rest = divmod(seq, self.chunk)
             return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2 / seq
@@ -42,11 +42,11 @@ class Core:
         return w - w * (w - 1) / (2 * seq)
 
     def pairs(self, tp: int = 1) -> float:
-        """Numbers of a token's keys and values on one of `tp` ranks, which has a head at least."""
+        """Return the key and value elements per token on one of `tp` ranks: at least one head's."""
         return (self.query + self.value) * max(1.0, self.kv_heads / tp)
 
     def flops(self, seq: int, causal: bool = True) -> float:
-        """Operations of a token's forward pass; causal: without the pairs that the mask hides."""
+        """Return the FLOP of a token's forward pass; causal: without the pairs that are masked."""
         whole = (seq + 1) / 2 if causal else seq
         mixed = 2 * self.heads * (self.query + self.value) * (self.keys(seq) if causal else seq)
         return mixed + 2 * self.scores * whole
@@ -54,56 +54,56 @@ class Core:
 
 @dataclass(frozen=True)
 class Routed:
-    """The experts of a layer: a token goes through `chosen` of `number`."""
+    """The routed experts of a layer: a token passes `chosen` of `number` experts."""
 
     number: int  # [E]
     chosen: int  # [k]
-    width: int  # of one
-    inputs: int  # numbers of a token that an expert gets, and gives: h, or a latent width
+    width: int  # of one expert
+    inputs: int  # numbers per token that an expert reads and returns: h, or a latent width
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix, or several that read the same numbers, times a token."""
+    """A product of a token with a matrix, or with several that read the same input."""
 
     outputs: int
     inputs: int
-    tp: int | None  # which of the two a tensor degree divides, 0 or 1; None: neither
-    expert: bool  # one of an expert that stands for all
+    tp: int | None  # the dimension that a tensor degree divides, 0 or 1; None: neither
+    expert: bool  # of an expert, where one stands for all
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of layer. Elements are those of a token."""
+    """A kind of layer. Element counts are per token."""
 
     name: str
-    # Its parameters, with one expert (expert=0) that stands for all.
+    # The layer's parameters, with one expert (expert=0) that stands for all.
     entries: tuple[Entry, ...]
-    core: Core | None  # None: nothing of the kind, as in a state space
-    width: int  # of the network, or networks, that see every token; 0: there is none
-    gated: bool  # networks have three matrices, and two otherwise
+    core: Core | None  # None: no attention core, as in a state space layer
+    width: int  # of the networks that see every token; 0: none
+    gated: bool  # networks have three matrices instead of two
     routed: Routed | None = None
     # Elements kept for backward, in 16 bits, by fused kernels:
     stream: int = 0  # as wide as the residual stream: inputs and outputs of norms
     latent: int = 0  # others that no tensor rank cuts
-    heads: int = 0  # that go with the heads: queries, keys, values, what the core gives
-    scans: float = 0.0  # operations of a token's forward pass, beside matrices and core
+    heads: int = 0  # cut with the heads: queries, keys, values, the core's output
+    scans: float = 0.0  # FLOP of a token's forward pass beyond matrices and core
 
     @cached_property
     def parameters(self) -> int:
-        """Of the layer, with all its experts."""
+        """The layer's parameters, with all experts."""
         return self.met(self.routed.number if self.routed else 0)
 
     def met(self, experts: int | None = None) -> int:
-        """Parameters that a token meets, in so many experts; None: in those it chooses."""
+        """Return the parameters used per token with `experts` experts; None: the chosen ones."""
         times = (self.routed.chosen if self.routed else 0) if experts is None else experts
         some = [e for e in self.entries if experts is not None or not e.table]
         return sum(e.elements() * (1 if e.expert is None else times) for e in some)
 
     def heads_on(self, tp: int, again: frozenset[str]) -> float:
-        """Of the `heads` elements those on one of `tp` ranks, each of which has keys and values.
+        """Return the `heads` elements on one of `tp` ranks, each of which has keys and values.
 
-        again: operators of `Layout.recompute`; with "latents" what is made of these is not kept.
+        again: operators of `Layout.recompute`; "latents": tensors made of latents are not kept.
         """
         if self.core and self.latent and "latents" in again:
             return (self.heads - self.core.heads * self.core.query - self.core.pairs()) / tp
@@ -112,15 +112,15 @@ class Kind:
 
     @property
     def wide(self) -> int:
-        """Width of all networks that a token goes through."""
+        """The width of all networks that a token passes."""
         return self.width + (self.routed.chosen * self.routed.width if self.routed else 0)
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
-        """Of its matrices: neighbours that read the same numbers, as queries and keys, are one."""
+        """The layer's matrix products; adjacent ones with the same input (q, k, v) are one."""
 
         def alike(e: Entry) -> tuple[object, ...]:
-            own = () if e.tp == 1 else (e.shape[1],)  # what is cut along reads numbers of its own
+            own = () if e.tp == 1 else (e.shape[1],)  # row-parallel: reads its own input
             return e.kind, e.tp, e.expert, own or e.name
 
         matrices = [e for e in self.entries if len(e.shape) == 2 and not e.table]
@@ -133,13 +133,13 @@ class Kind:
 
     @cached_property
     def biased(self) -> int:
-        """Numbers that an expert's first product gives, where it has biases; 0: it has none."""
+        """The outputs of an expert's first product if it has biases; 0 if not."""
         biases = any(e.expert is not None and len(e.shape) == 1 for e in self.entries)
         return next(one.outputs for one in self.products if one.expert) if biases else 0
 
     @cached_property
     def raised(self) -> tuple[Product, ...]:
-        """Of its matrices those that make queries, keys and values, where there are latents."""
+        """The products that make queries, keys and values from latents."""
         if self.core is None or not self.latent:
             return ()
         matrices = [e for e in self.entries if e.kind == "attention" and len(e.shape) == 2]
@@ -148,7 +148,7 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Kinds of layers, which of them each layer is, and what stands outside."""
+    """A model: its kinds of layers, the kind of each layer, and the parameters outside."""
 
     hidden: int  # [h]
     vocab: int  # [V]
@@ -157,29 +157,29 @@ class Structure:
     order: tuple[int, ...]  # the kind of each layer, first to last
     outside: tuple[Entry, ...]  # embedding first, norm and head last
     tied: bool  # the output layer is the embedding, transposed
-    model_type: str = "gpt"  # transformers' word, for a model of it
-    assumed: tuple[str, ...] = ()  # what a file left open, in words
-    unplanned: str = ""  # why its time and memory are not predicted; "": they are
-    own: Config | None = None  # of what shape the course's own model is the same; None: of none
+    model_type: str = "gpt"  # the name in transformers
+    assumed: tuple[str, ...] = ()  # assumptions where a file is incomplete, in words
+    unplanned: str = ""  # why time and memory are not predicted; "": they are
+    own: Config | None = None  # the shape of the course's model if it is the same; None if not
 
     @property
     def layers(self) -> int:
-        """[L] how many."""
+        """[L] The number of layers."""
         return len(self.order)
 
     @property
     def experts(self) -> int:
-        """[E] of the layer that has most; 0: none has any."""
+        """[E] The experts of the layer with the most; 0: no experts."""
         return max((kind.routed.number for kind in self.kinds if kind.routed), default=0)
 
     @cached_property
     def total(self) -> int:
-        """Parameters; tied ones count once."""
+        """The number of parameters; tied ones count once."""
         return self._ends() + sum(self.kinds[k].parameters for k in self.order)
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one token meets: of all experts those it chooses."""
+        """The parameters that one token uses: of all experts the chosen ones."""
         tables = sum(entry.elements() for entry in self.outside if entry.table)
         return self._ends() - tables + sum(self.kinds[k].met() for k in self.order)
 
@@ -188,12 +188,12 @@ class Structure:
 
     @cached_property
     def largest(self) -> Kind:
-        """The kind of layer that has most parameters."""
+        """The kind of layer with the most parameters."""
         return max(self.kinds, key=lambda kind: kind.parameters)
 
     @cached_property
     def _before(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, how many before it are of each kind; and of all."""
+        """For each layer, and the end, the number of earlier layers of each kind."""
         found = [(0,) * len(self.kinds)]
         for kind in self.order:
             found.append(tuple(n + (k == kind) for k, n in enumerate(found[-1])))
@@ -201,13 +201,13 @@ class Structure:
 
     @lru_cache(maxsize=4096)  # noqa: B019  which keeps a process's few structures
     def counted(self, chunks: tuple[range, ...]) -> tuple[int, ...]:
-        """How many of the layers of these chunks are of each kind."""
+        """Return the number of layers of each kind in these chunks."""
         ends = [(self._before[chunk.start], self._before[chunk.stop]) for chunk in chunks]
         return tuple(sum(end[k] - start[k] for start, end in ends) for k in range(len(self.kinds)))
 
 
 def structure(config: Config | Structure) -> Structure:
-    """Of a shape of the course's own model, or what is one already."""
+    """Return the structure of a Config; a Structure is returned as it is."""
     return of_config(config) if isinstance(config, Config) else config
 
 
@@ -242,9 +242,9 @@ def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
 
 
 def own_config(config: Config | Structure, **asked: object) -> Config:
-    """The shape of the course's own model that is the same. Raises ValueError where none is.
+    """Return the Config of the course's equal model. Raises ValueError if there is none.
 
-    asked: what it is needed for, as emit="megatron".
+    asked: the option that needs it, such as emit="megatron".
     """
     found = structure(config)
     if found.own is None:
@@ -254,11 +254,11 @@ def own_config(config: Config | Structure, **asked: object) -> Config:
     return found.own
 
 
-# Which degrees a model takes.
+# Degrees that a model allows.
 
 
 def cut_sizes(config: Config | Structure) -> dict[str, int]:
-    """What tensor parallelism cuts in the layers, by name, and how many of it there are."""
+    """Return the sizes that tensor parallelism divides in the layers, by name."""
     entries = [entry for kind in structure(config).kinds for entry in kind.entries]
     return {entry.along: entry.units for entry in entries if entry.along and entry.units}
 
@@ -266,7 +266,7 @@ def cut_sizes(config: Config | Structure) -> dict[str, int]:
 def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = False) -> None:
     """Raise ValueError unless `tp` ranks can cut each layer of `config`.
 
-    copies: several ranks may have the same head of keys and values, as in `tensor_parallel`.
+    copies: several ranks may hold the same key-value head, as in `tensor_parallel`.
     """
     for name, size in cut_sizes(config).items():
         may = copies and name == COPIED
@@ -276,7 +276,7 @@ def check_tensor_degree(config: Config | Structure, tp: int, copies: bool = Fals
 
 
 def check_expert_degree(config: Config | Structure, ep: int) -> None:
-    """Raise ValueError unless `ep` ranks can deal out the experts of `config`."""
+    """Raise ValueError unless `ep` ranks can share the experts of `config`."""
     experts = structure(config).experts
     if ep > 1 and not experts:
         raise ValueError(f"ep={ep}: allowed is 1, for a model without experts")

@@ -1,15 +1,15 @@
-"""Where the bytes of a training step go, predicted: the standard library alone.
+"""Predicted memory of a training step: the standard library alone.
 
-- `states` and what a layer keeps (core): model states by precision, optimizer, ZeRO stage;
+- `states` and the tensors that a layer keeps (core): by precision, optimizer, ZeRO stage;
 - `parameters`, `parameter_count` (counting): parameters of a shape, of one rank;
-- `activations`: what autograd keeps of the course's own model, on one rank, and `in_flight`: for
-  how many micro-batches a stage of a pipeline keeps it;
-- `estimate` (step): all of it, and the moment of a step that needs the most;
-- `estimate_structure` (of_structure): the same of any model of transformers, less exactly;
-- the formulas that papers and libraries print (published), `bytes_per_parameter` and `largest`;
+- `activations`: tensors that autograd keeps for the course's own model, on one rank, and
+  `in_flight`: the number of micro-batches for which a pipeline stage keeps them;
+- `estimate` (step): the whole step, and the moment that needs the most memory;
+- `estimate_structure` (of_structure): the same for any model of transformers, less exactly;
+- published formulas of papers and libraries (published), `bytes_per_parameter` and `largest`;
 - `format_bytes` (units): GB is 10^9 bytes, GiB is 2^30.
 
-Everything is in bytes, on one rank. `shardlab.measure.count` measures the same.
+All results are bytes on one rank. `shardlab.measure.count` measures the same.
 """
 
 from .activations import activations, in_flight

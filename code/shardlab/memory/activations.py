@@ -1,8 +1,7 @@
-"""Activations on one rank: what its layers and the loss keep, and what backward adds to that.
+"""Activations on one rank: tensors kept by layers and loss, and backward's temporaries.
 
-`in_flight` says for how many micro-batches a stage of a pipeline keeps them.
-
-What one layer keeps, tensor by tensor, is counted in `core`; letters as there.
+`in_flight` is the number of micro-batches for which a pipeline stage keeps them. `core` counts the
+tensors that one layer keeps; the letters are those of `core`.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ INTEGER, FLOAT = 8, 4  # bytes
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank, beside its model states."""
+    """Bytes of activations on one rank."""
 
-    layer: int  # kept by one layer for one micro-batch: by one with experts, where there are some
+    layer: int  # kept by one layer for one micro-batch: a layer with experts, if there are any
     layers: int  # on this rank
-    in_flight: float  # micro-batches kept at once, in parts of all layers
-    all_layers: int  # kept by them, when most micro-batches are in flight
+    in_flight: float  # micro-batches kept at once, each of all layers
+    all_layers: int  # kept by all layers when most micro-batches are in flight
     head: int  # the last norm and the input of the output layer
     logits: int  # kept by the loss: log-softmax in float32
-    loss: int  # beside what is kept: two more such tensors; where the vocabulary is cut, the logits
+    loss: int  # temporaries: two more such tensors; with a cut vocabulary, the logits
     stream: int  # one tensor of the residual stream
     last_norm: int  # held in backward of the last norm
-    rows: int  # where tokens stand in this rank's part of the vocabulary, and a sum of each
-    edge: int  # what sequence parallelism gathers at an edge of a cut part; 0 without
-    order: int  # the same in the order of the ranks, where there are several sequences
-    sent: int  # held in backward where a cut part begins; 0 without tensor parallelism
-    forward: int  # what the end of the last layer's forward pass needs there, beside what is kept
-    working: dict[str, int]  # what backward of a layer adds to what it keeps, at its moments
+    rows: int  # indices of tokens in this rank's part of the vocabulary, and a sum per token
+    edge: int  # tensors that sequence parallelism gathers at a cut part's edge; else 0
+    order: int  # `edge` reordered by rank, if there are several sequences
+    sent: int  # held in backward at a cut part's start; 0 without tensor parallelism
+    forward: int  # extra bytes at the end of the last layer's forward
+    working: dict[str, int]  # extra bytes of a layer's backward at its moments
 
     @property
     def saved(self) -> int:
-        """Kept at the end of the forward pass (and, on a first stage, when most are in flight)."""
+        """The bytes kept after forward (on a first stage: with most micro-batches in flight)."""
         return self.all_layers + self.head + self.logits + self.rows
 
     @property
     def total(self) -> int:
-        """Kept, and what is computed with it: the loss's temporaries, or those of one layer."""
+        """The kept bytes plus the largest temporaries: the loss's, or those of one layer."""
         return self.saved + max(self.loss, *self.working.values())
 
 
 def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) -> int:
-    """Held in backward of a norm: its input, the gradients after and before it, temporaries."""
+    """Return the bytes held in backward of a norm: its input, two gradients, temporaries."""
     if config.norm == "rms" and device == "cpu":  # in float32, step by step
         return (6 if last or z.element < 4 else 5) * z.stream_fp32
     return 3 * z.stream
@@ -72,7 +71,7 @@ def _norm_backward(config: Config, z: Sizes, device: str, last: bool = False) ->
 def _parts(
     config: Config, z: Sizes, again: frozenset[str], kind: str, device: str
 ) -> dict[str, int]:
-    """What one layer keeps, by part: of one with experts, if the model has some."""
+    """Return the bytes that one layer keeps, by part; with experts if the model has any."""
     parts = layer_parts(config, z, again, kind, device)
     if config.experts:
         parts["ffn"] = kept_by_experts(config, z, "ffn" in again)
@@ -82,21 +81,20 @@ def _parts(
 def _backward(
     config: Config, z: Sizes, parts: dict[str, int], kind: str, device: str, tp: int
 ) -> dict[str, int]:
-    """Held in backward of one layer at its fullest moments, without the gradients of weights.
+    """Return the bytes held in backward of one layer at its peaks, without weight gradients.
 
-    parts: what it keeps when its backward begins; what is computed again comes back where it is
-    needed. "ffn": the inner gradients of the feed-forward network. "norm": its norm; on a CPU an
-    RMSNorm makes four or five tensors in float32.
-    "attention": its core; plain scores stand there two to four times. "end": the first norm.
-    Where a cut part ends, sequence parallelism gathers a gradient; where it begins, the gradients
-    of all layers there are held while that of their input is on its way.
+    parts: the bytes kept when its backward begins; recomputed tensors return where they are needed.
+    "ffn": the inner gradients of the feed-forward network. "norm": its norm; on a CPU an RMSNorm
+    makes four or five float32 tensors. "attention": its core; plain scores exist there two to four
+    times. "end": the first norm. At the end of a cut part sequence parallelism gathers a gradient;
+    at its start, the gradients of all its first layers are held while that of their input is sent.
     """
     whole = _parts(config, z, frozenset(), kind, device)
     kept = sum(parts.values()) - parts["ffn_dropout"]
     kept += max(whole[part] - parts[part] for part in ("ffn", "ffn_norm"))
     down = (2 if config.dropout else 1) * z.stream + z.wide + z.edge
     inside = (2 if config.mlp == "swiglu" else 1) * z.wide
-    if config.experts:  # one after the other, beside the gradients of all inputs and outputs
+    if config.experts:  # one expert at a time, beside the gradients of all inputs and outputs
         down, inside = 3 * z.stream + backward_of_experts(config, z, tp), 0
     first = parts["attention_norm"] + parts["attention_dropout"]
     begins = z.sent + z.order - whole["ffn"]
@@ -130,19 +128,19 @@ def activations(
     device: str = "cpu",
     stage: int | None = None,
 ) -> Activations:
-    """Activations on one rank, in a step on micro-batches of sequences of `seq` tokens.
+    """Predict the activations on one rank, for micro-batches of sequences of `seq` tokens.
 
     seq: by default the model's longest. stage: of a pipeline, from 0; None: the last, which has the
-    loss. How many micro-batches it keeps: `in_flight`. Recomputation: "selective" computes
-    attention's core again in backward (what lies between queries, keys, values and the output
-    projection), "full" each whole layer; or by operator, as "attention+norms+ffn", where "ffn" is
-    what follows on its wide products. attention: "fused" keeps no scores, "plain" all of them in
-    float32, "plain-16" in the stream's dtype. device: whose kernels; a CPU has no fused RMSNorm and
-    no fused attention with dropout, and needs more. What attention sends and keeps for the ranks
-    that share a sequence comes on top, in `context_parallel.context_moments`.
+    loss. `in_flight` is the number of micro-batches kept. Recomputation: "selective" recomputes
+    attention's core in backward (between queries, keys, values and the output projection), "full"
+    each whole layer; or by operator, as "attention+norms+ffn", where "ffn" is the part after the
+    wide products. attention: "fused" keeps no scores, "plain" all of them in float32, "plain-16" in
+    the stream's dtype. device: whose kernels; a CPU has no fused RMSNorm and no fused attention
+    with dropout, and needs more. Tensors that context parallelism sends and keeps are not included:
+    see `context_parallel.context_moments`.
 
     Raises ValueError for sizes below 1, unknown names, degrees that do not divide the shape, and
-    tokens that sequence or context parallelism cannot share out.
+    tokens that sequence or context parallelism cannot divide.
     """
     here = placed(config, layout, stage)
     check_one_of(ATTENTION, attention=attention)
@@ -160,7 +158,7 @@ def activations(
     if "latents" in again:
         words = "'none', 'full', and those without latents, which is of today's engines"
         raise ValueError(f"recompute={recompute!r}: allowed for the course's own model are {words}")
-    # Full recomputation keeps a layer's input; backward computes the rest again, all of it.
+    # Full recomputation keeps a layer's input; backward recomputes all of the rest.
     kind = kernel(config, attention, device)
     parts = _parts(config, z, again, kind, device)
     backward = _backward(config, z, parts, kind, device, tp)
@@ -168,11 +166,12 @@ def activations(
     if recompute == "full":
         upcast = config.norm == "rms" and device == "cpu" and z.element < 4
         layer, shared = z.stream, 0 if upcast else z.stream  # the norm keeps it too, or a copy
-    # In a model with experts, the layers without: these keep what layers of other models do.
+    # In a model with experts, the layers without experts keep the tensors of a dense model's
+    # layers.
     plain = sum(layer_parts(config, z, again, kind, device).values())
     dense = sum(n for one, n in by_kind(structure(config), here) if not one.routed)
     less = 0 if recompute == "full" or not config.experts else dense * (layer - plain)
-    # Plain scores take the mask as a summand, which is not kept.
+    # Plain scores add the mask without keeping it.
     masked = kind == "fused" and recompute != "full" and "attention" not in again
     windowed = sum(config.window_of(layer) is not None for layer in here.numbers)
     masks = z.mask * windowed if masked else 0
@@ -188,21 +187,21 @@ def activations(
         loss=(2 * z.logits_fp32 if tp == 1 else z.logits_fp32 * z.element // 4) if last else 0,
         stream=z.stream,
         last_norm=_norm_backward(config, z, device, last) if last else 0,
-        # The embedding: a number and a bit. The loss: the same, the sum and the target's logit.
+        # Embedding: an index and a bit per token. Loss: the same, the sum and the target's logit.
         rows=batch * seq * (9 * here.embedding + 17 * last) if tp > 1 else 0,
         edge=z.edge,
         order=z.order,
         sent=z.sent,
-        # What leaves: as it is, in the order of the ranks, and received.
+        # The output: as it is, reordered by rank, and received.
         forward=2 * z.edge + z.order + z.stream + (z.wide if recompute == "full" else 0),
         working=working,
     )
 
 
 def tokens_of(seq: int, layout: Layout) -> int:
-    """Tokens of each sequence on a rank: context ranks share it, and tensor ranks may cut it again.
+    """Return the tokens of each sequence on a rank, of its context and tensor group.
 
-    Raises ValueError for no tokens, and for tokens that they do not divide.
+    Raises ValueError for no tokens, and if the degrees do not divide them.
     """
     check_whole(seq=seq)
     if seq % layout.cp:
@@ -215,12 +214,12 @@ def tokens_of(seq: int, layout: Layout) -> int:
 
 
 def in_flight(layout: Layout, stage: int = 0) -> float:
-    """Micro-batches, each of all layers of `stage`, that are kept at once.
+    """Return the number of micro-batches, each of all layers of `stage`, kept at once.
 
-    1F1B: p - k on stage k, or all m of a step with fewer. Interleaved, counted in chunks, of which
-    a stage has v: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, and Korthikanti et al.
-    2022, section 4.2.3. Zero-bubble (Qi et al. 2023, arXiv 2401.10241): what the weights' passes
-    need stays until they come; for "zb-v" it is a bound, which few micro-batches do not reach.
+    1F1B: p - k on stage k, or all m if fewer. Interleaved, counted in chunks, of which a stage has
+    v: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, and Korthikanti et al. 2022, section
+    4.2.3. Zero-bubble (Qi et al. 2023, arXiv 2401.10241): inputs of the W passes stay until these
+    run; for "zb-v" an upper bound, which few micro-batches do not reach.
     """
     pp, m, schedule, chunks = layout.pp, layout.microbatches, layout.schedule, layout.chunks
     if pp == 1 or schedule == "naive":
@@ -234,7 +233,7 @@ def in_flight(layout: Layout, stage: int = 0) -> float:
 
 
 def deferred(layout: Layout, stage: int) -> int:
-    """Of those `in_flight`, micro-batches whose weights' passes alone are left.
+    """Return how many of those `in_flight` have only their W pass left.
 
     They no longer need attention's scores: Qi et al. 2023, section 2.3.
     """
@@ -258,23 +257,23 @@ def deferred(layout: Layout, stage: int) -> int:
 
 
 def kept_by_experts(config: Config, z: Sizes, again: bool) -> int:
-    """Bytes that a layer's router and experts keep; again: nonlinearities are recomputed.
+    """Return the bytes that a layer's router and experts keep; again: recompute nonlinearities.
 
-    Without shared experts nothing of a token is kept but what its own experts keep.
+    Without shared experts, only a token's chosen experts keep its tensors.
     """
     tokens = z.tokens // FLOAT
     choices = tokens * config.experts_per_token
     scores = tokens * config.experts * FLOAT
-    # Which experts; where the rows of each stand in batch, sequence and choices.
+    # Expert numbers; the positions of each expert's rows in batch, sequence and choices.
     places = choices * (1 + 3) * INTEGER
-    # Chosen scores, and their sum; their quotient, as the rows' dtype has it.
+    # Chosen scores and their sum; their quotient in the rows' dtype.
     weights = choices * FLOAT + tokens * FLOAT + choices * z.element
-    rows = 2 * config.experts_per_token * z.stream  # what a token's experts get, and give back
+    rows = 2 * config.experts_per_token * z.stream  # inputs and outputs of a token's experts
     return scores + places + weights + rows + wide_tensors(config, again) * z.chosen
 
 
 def backward_of_experts(config: Config, z: Sizes, tp: int) -> int:
-    """Bytes that backward adds while it is at one expert: gradients of rows and of wide tensors."""
+    """Return the bytes that backward adds at one expert: gradients of rows and wide tensors."""
     rows = ceil_div(z.rows_of_a_head // FLOAT * config.experts_per_token, config.experts)
     inside = (3 if config.mlp == "swiglu" else 2) * rows * config.expert_width // tp
     return (2 * rows * config.hidden + inside) * z.element

@@ -1,8 +1,8 @@
-"""How many parameters a shape has: all of them, by part, and on one rank.
+"""Parameter counts of a shape: all, by part, and on one rank.
 
-Read from the ledger (`shardlab.layout`), which says how each axis cuts a parameter. A vocabulary is
-padded up to a multiple of the tensor degree; a tied head on another stage than the embedding is a
-copy of it.
+Counts come from the ledger (`shardlab.layout`), which says how each axis cuts a parameter. A
+vocabulary is padded to a multiple of the tensor degree; a tied head on another stage than the
+embedding is a copy of it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .units import ceil_div
 
 
 def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None = None) -> Stage:
-    """The stage that is meant: by number; None: the last; or a `Stage`, which it returns.
+    """Return the Stage with number `stage` (None: the last); a Stage is returned as it is.
 
-    Raises ValueError unless the shape can be cut so across and along, and its experts dealt out.
+    Raises ValueError unless the shape and its experts can be divided by the layout's degrees.
     """
     check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
@@ -35,7 +35,7 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
 
 
 def shapes(config: Config, layout: Layout = ALONE) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that one rank holds, of a pipeline's last stage, by name."""
+    """Return the shapes of one rank's parameters, by name, on a pipeline's last stage."""
     here = placed(config, layout)
     return {
         entry.name: entry.local(layout.tp if entry.expert is None else layout.cut)
@@ -45,9 +45,9 @@ def shapes(config: Config, layout: Layout = ALONE) -> dict[str, tuple[int, ...]]
 
 @lru_cache(maxsize=1024)
 def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> tuple[tuple[Entry, int], ...]:
-    """The entries of a layer of that kind, and the elements of each on a rank.
+    """Return the entries of a kind of layer, each with its number of elements on a rank.
 
-    Of the expert that stands for all: those of all the rank's own ones.
+    The entry of the expert that stands for all counts all of the rank's experts.
     """
     here = kind.routed.number // ep if kind.routed else 0
     return tuple(
@@ -56,62 +56,62 @@ def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> tuple[tuple[Entry, int],
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Return True if Muon takes it: a matrix of a layer, and no table."""
+    """Return True if Muon trains the entry: a matrix of a layer, and no table."""
     return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.table
 
 
 def parameters(
     config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> dict[str, int]:
-    """Parameters on one rank, by part: embedding, attention, ffn, norms, head.
+    """Count the parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
-    stage: which of the layout's, counted from 0; None: the last, which of equal ones has the most;
-    or any `Stage`. Experts, of which a rank has its own, count as feed-forward networks. Raises
-    ValueError for degrees that do not divide heads, key-value heads, the width of the feed-forward
-    network or of an expert (tp), the layers (pp) or the experts (ep).
+    stage: number of the stage, from 0; None: the last, the largest of equal ones; or any `Stage`. A
+    rank's experts count as feed-forward networks. Raises ValueError for degrees that do not divide
+    heads, key-value heads, the width of the feed-forward network or of an expert (tp), the layers
+    (pp) or the experts (ep).
     """
     here = placed(config, layout, stage)
     return dict(held_by(structure(config), layout, here).kinds)
 
 
 def by_kind(model: Structure, here: Stage) -> list[tuple[Kind, int]]:
-    """The kinds of layers of a stage, and how many of each it has."""
+    """Return the kinds of layers on a stage, each with its number of layers."""
     return [(k, n) for k, n in zip(model.kinds, model.counted(here.chunks), strict=True) if n]
 
 
 def parameter_count(config: Config | Structure) -> int:
-    """Parameters of the whole model; tied ones count once."""
+    """Count the parameters of the whole model; tied ones count once."""
     return structure(config).total
 
 
 def in_experts(
     config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
 ) -> int:
-    """Of the `parameters`, those of the rank's experts, which other ranks lack."""
+    """Count those of the `parameters` that are in the rank's experts."""
     here = placed(config, layout, stage)
     return held_by(structure(config), layout, here).experts
 
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank."""
+    """Parameter counts of one rank."""
 
     all: int
-    experts: int  # of these, its own experts'
-    kinds: dict[str, int]  # all of them, by part
-    matrices: int = 0  # of layers, beside those of experts
-    own: int = 0  # the same of its experts
+    experts: int  # in its own experts
+    kinds: dict[str, int]  # all parameters, by part
+    matrices: int = 0  # in matrices of layers, without the experts'
+    own: int = 0  # in matrices of its experts
 
     def muon(self, layout: Layout) -> int:
-        """The parameters of which the rank keeps Muon's state: a share of the matrices."""
+        """Return the number of parameters whose Muon state the rank keeps."""
         if not layout.zero:
             return self.matrices + self.own
         return ceil_div(self.matrices, layout.shards) + ceil_div(self.own, layout.alike)
 
     def shard(self, layout: Layout) -> int:
-        """Those of which ZeRO leaves the states on the rank: ranks that have the same divide them.
+        """Return the number of parameters whose states ZeRO leaves on the rank.
 
-        All ranks of a group do, and of an expert an ep-th of these. Shards are rounded up.
+        Ranks with the same parameters divide them, fewer ranks for experts. Shards are rounded up.
         """
         shards = layout.shards
         same = self.all - self.experts
@@ -119,7 +119,7 @@ class Held:
 
 
 def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
-    """What a rank of a stage holds, by number alone: for a thousand layouts, and without checks."""
+    """Return the counts of a rank of a stage, cached and unchecked, for plans of many layouts."""
     cuts = layout.tp, layout.ep, layout.cut
     return _held(model, cuts, model.counted(here.chunks), here.embedding, here.head)
 

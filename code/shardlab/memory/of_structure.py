@@ -1,11 +1,10 @@
-"""A training step on one rank, of any model whose `Structure` is known: by kinds of layers.
+"""Memory of a training step on one rank, for any model with a `Structure`: by kinds of layers.
 
-States are exact: what a rank holds of each tensor. Of activations, what fused kernels keep is
-counted (flash attention, fused norms, rotations, gated activations): per token and layer the
-elements that `Kind` names, 3 F of a gated network and 2 F of another, and for each expert that a
-token chooses its input and the same of its width. Not exact: which temporaries stand beside that,
-how evenly tokens choose experts, and what a script that is not fused keeps on top. `step` counts
-the course's own model, whose every moment is known.
+States are exact. Activations are those that fused kernels keep (flash attention, fused norms,
+rotations, gated activations): per token and layer the elements that `Kind` lists, 3 F of a gated
+network and 2 F of another, and for each chosen expert its input and the same of its width. Not
+exact: temporaries beside these, how evenly tokens choose experts, and tensors that unfused code
+keeps in addition. `step` counts the course's own model at every moment.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .counting import by_kind, held_by, placed
 from .step import Estimate, Unit, fullest, muon_temporaries, on_the_way
 from .units import ceil_div
 
-LOGITS = 3 * 4  # bytes of each: the log-softmax in float32, its gradient and a temporary
+LOGITS = 3 * 4  # bytes per logit: log-softmax in float32, its gradient and a temporary
 
 
 def estimate_structure(
@@ -36,10 +35,10 @@ def estimate_structure(
     attention: str = "fused",
     stage: int | None = None,
 ) -> Estimate:
-    """What one rank holds in a step of such a model; arguments as in `estimate`.
+    """Predict the bytes that one rank holds in a step; arguments as in `estimate`.
 
-    Its one moment is the sum of all: with ZeRO-3 or many micro-batches a step stays below. Of a
-    model that is counted and not planned (`Structure.unplanned`) there are the states alone. Raises
+    Its only moment is the sum of all parts; with ZeRO-3 or many micro-batches a step stays below.
+    For a model that is not planned (`Structure.unplanned`) only the states are counted. Raises
     ValueError as `estimate` does.
     """
     model = structure(config)
@@ -78,11 +77,11 @@ def estimate_structure(
 
 
 def kept(model: Structure, kind: Kind, layout: Layout, again: frozenset[str]) -> float:
-    """Elements that a layer of that kind keeps on a rank, for each token of a micro-batch."""
+    """Return the elements per token of a micro-batch that a kind of layer keeps on a rank."""
     along = layout.tp if layout.sequence_parallel else 1
     if layout.recompute == "full":
         return model.hidden / along
-    norms = kind.stream // 2 if "norms" in again else 0  # their outputs
+    norms = kind.stream // 2 if "norms" in again else 0  # the norms' outputs
     tensors = (3 if kind.gated else 2) - ("ffn" in again)
     rows = kind.routed.chosen * kind.routed.inputs if kind.routed else 0
     whole = kind.stream - norms + kind.latent + rows

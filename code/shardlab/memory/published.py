@@ -1,6 +1,6 @@
-"""Formulas as papers and libraries print them, to compare with, and to know where they end.
+"""Formulas as papers and libraries print them, for comparisons, and to know their limits.
 
-They count what their authors' models held. The course's own model is in `core`.
+They count the tensors of their authors' models. The course's own model is in `core`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def korthikanti_layer(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> int:
-    """Bytes of activations that one layer keeps for one micro-batch, rounded up.
+    """Return the bytes of activations that one layer keeps for one micro-batch, rounded up.
 
-    Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: s tokens, micro-batch b, hidden size h,
-    a heads, tensor degree t; 16-bit activations, masks of dropout of one byte an element, GELU at
-    four times the width, attention that keeps its s * s scores.
+    Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: s tokens, micro-batch b, hidden size h, a
+    heads, tensor degree t; 16-bit activations, dropout masks of one byte per element, GELU at four
+    times the width, attention that keeps its s * s scores.
 
         no parallelism                  sbh (34 + 5as/h)
         tensor                          sbh (10 + 24/t + 5as/(ht))
@@ -35,7 +35,6 @@ def korthikanti_layer(
         tensor, selective               sbh (10 + 24/t)
         tensor, sequence, selective     sbh (34/t)
         full                            sbh 2
-
     """
     if recompute == "full":
         return 2 * s * b * h
@@ -48,9 +47,9 @@ def korthikanti_layer(
 def bytes_per_parameter(
     precision: str = "bf16", optimizer: str = "adamw", layout: Layout = ALONE
 ) -> Fraction:
-    """Bytes of model states for each parameter, on each rank, exactly: 4 + 12/64, for instance.
+    """Return the bytes of model states per parameter on each rank, exactly, as 4 + 12/64.
 
-    Raises ValueError for unknown names, and a layout that keeps some of them on the host.
+    Raises ValueError for unknown names, and for a layout that keeps states on the host.
     """
     recipe = check_recipe(precision, optimizer)
     if layout.offload != "none":
@@ -68,9 +67,9 @@ def bytes_per_parameter(
 def largest(
     memory: float, layout: Layout = ALONE, precision: str = "bf16", optimizer: str = "adamw"
 ) -> int:
-    """The most parameters whose states fit into `memory` bytes per rank, and nothing else.
+    """Return the most parameters whose states alone fit into `memory` bytes per rank.
 
-    Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, prints it as the theoretical maximum.
+    Rajbhandari et al. 2020 (arXiv 1910.02054), Table 2, print it as the theoretical maximum.
     """
     each = bytes_per_parameter(precision, optimizer, layout)
     about = int(memory * layout.tp * layout.pp / each)
@@ -82,7 +81,7 @@ def largest(
 
 
 def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Fraction:
-    """Bytes per parameter of Megatron-LM's optimizer, over d data-parallel ranks.
+    """Return the bytes per parameter of Megatron-LM's optimizer, over d data-parallel ranks.
 
     Megatron-LM's documentation (dist_optimizer.md): for 16-bit parameters and gradients 20 becomes
     4 + 16/d, because the distributed optimizer keeps float32 gradients too; for bf16 with float32
@@ -94,11 +93,11 @@ def megatron_bytes(precision: str, d: int = 1, distributed: bool = True) -> Frac
 
 
 def deepspeed_zero2(params: float, gpus_per_node: int = 1, offload: bool = True) -> tuple[int, int]:
-    """(host bytes, device bytes per GPU) of a node by DeepSpeed's estimator of ZeRO-2 states.
+    """Return (host bytes, bytes per GPU) of a node by DeepSpeed's estimator of ZeRO-2 states.
 
-    Its documentation (docs/code-docs/source/memory.rst) prints 4 + 16/n bytes a parameter without
-    offload, on n GPUs. Offloaded: 2 on the device. The factor 1.5 on the host is its own reserve.
-    What it calls "GB" is 2^30.
+    Its documentation (docs/code-docs/source/memory.rst) prints 4 + 16/n bytes per parameter without
+    offload, on n GPUs; with offload, 2 on the GPU. The host's factor 1.5 is the estimator's
+    reserve. Its "GB" is 2^30.
     """
     n, params = gpus_per_node, int(params)
     if offload:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardlab.common.arguments import check_one_of
 
-# A disk maker's GB is 10^9 bytes, and so is the GB of papers; an operating system's GiB is 2^30,
-# 7 % more. torch and DeepSpeed print GiB, the latter under the name "GB".
+# GB is 10^9 bytes for disk makers and in papers; an operating system's GiB is 2^30, 7 % more. torch
+# and DeepSpeed print GiB, and DeepSpeed calls them "GB".
 UNITS: dict[str, int] = {
     "B": 1,
     "kB": 10**3,
@@ -20,12 +20,12 @@ UNITS: dict[str, int] = {
 
 
 def format_bytes(size: float, unit: str = "GB") -> str:
-    """`size` bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
+    """Format bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
     check_one_of(UNITS, unit=unit)
     scale = UNITS[unit]
     return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.2f} {unit}"
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up: what the most loaded of b ranks gets of a things."""
+    """Return a / b, rounded up: the share of the most loaded of b ranks."""
     return -(-a // b)

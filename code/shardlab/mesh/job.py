@@ -70,9 +70,7 @@ def model_of(config: Config) -> GPT:
 
 
 def train(job: Job) -> dict[str, Any]:
-    """Train `job` on this rank; return losses, last gradients, weights, bytes held and sent
-    (predicted and counted), and seconds per step.
-    """
+    """Train `job` on this rank; return losses, last gradients, weights, bytes and seconds."""
     config, layout = job.config, job.layout
     groups = join(layout, dist.group.WORLD)
     model = Parallel(model_of(config), groups, layout)

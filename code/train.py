@@ -1,14 +1,13 @@
-"""Train a model on text: on one GPU, on many, on many nodes. The losses are the same.
+"""Train a model on text: on one GPU, on many GPUs, on many nodes. The losses are the same.
 
     python train.py --source book.txt --folder runs/a
     torchrun --nproc-per-node=4 train.py --folder runs/a --strategy fsdp2 --precision bf16
     srun python train.py --folder runs/a          # on the ranks that Slurm has started
 
-This file needs PyTorch (2.11 or later) alone: copy it, and put your model in the place of `GPT`,
-your data in that of `text` and `Windows`. It goes on from the folder's last checkpoint, on any
-number of ranks that divides the batch. At SIGTERM or SIGUSR1 all ranks finish a step, save and end;
-then a file `stopped` in the folder says that there is more to do. What it cannot do ends all ranks
-with one line and status 2.
+This file needs only PyTorch (2.11 or later): copy it, and replace `GPT` by your model, and `text`
+and `Windows` by your data. It resumes from the folder's last checkpoint, on any number of ranks
+that divides the batch. At SIGTERM or SIGUSR1 all ranks finish a step, save and exit; a file
+`stopped` in the folder then says that steps remain. A refusal ends all ranks with a line, status 2.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 class Refused(ValueError):
-    """What a job cannot go on with, raised on all ranks alike: one line says it for all."""
+    """An error that ends a job, raised on all ranks; a single line reports it for all."""
 
 
 def option(default: Any, words: str, *allowed: Any) -> Any:
-    """A field of `Options`: a number between two, or above one; or one of some words."""
+    """A field of `Options`: a number in a range or above a bound, or one of some words."""
     return field(default=default, metadata={"words": words, "allowed": allowed})
 
 
 @dataclass
 class Options:
-    """What a run can be told. Raises Refused for what is not allowed."""
+    """The options of a run. Raises Refused for values that are not allowed."""
 
     folder: str = option("run", "where checkpoints and metrics go")
     source: str = option("stdlib", "text: a file, or the sources of Python's own library")
@@ -115,7 +114,7 @@ class Options:
             raise Refused(f"tensor={self.tensor} with {have}: allowed is 1")
 
     def check(self, world: int) -> None:
-        """Raise ValueError for what `world` ranks cannot do, or not here."""
+        """Raise ValueError for options that `world` ranks, or this machine, cannot run."""
         if world % self.tensor or self.heads % self.tensor:
             allowed = f"divisors of {world} ranks and of {self.heads} heads"
             raise Refused(f"tensor={self.tensor}: allowed are {allowed}")
@@ -134,7 +133,7 @@ class Options:
 
 
 class Block(nn.Module):
-    """Causal attention, and two matrices with GELU; each behind a norm and beside a shortcut."""
+    """Causal attention, and two matrices with GELU; each after a norm, with a residual."""
 
     def __init__(self, options: Options):
         super().__init__()
@@ -145,7 +144,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]; a rank that has some of the heads computes those."""
+        """Map [B, S, H] to [B, S, H]; a rank with some of the heads computes those."""
         y_BSH = self.attention_norm(x_BSH)
         q_BASD, k_BASD, v_BASD = (
             linear(y_BSH).unflatten(-1, (-1, self.size)).transpose(1, 2)
@@ -157,7 +156,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits out."""
+    """A small GPT that maps tokens to logits."""
 
     def __init__(self, options: Options):
         super().__init__()
@@ -170,20 +169,20 @@ class GPT(nn.Module):
             nn.init.normal_(matrix, std=0.02)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """[B, S] token numbers to [B, S, 256] logits."""
+        """Map token numbers [B, S] to logits [B, S, 256]."""
         x_BSH = self.embedding(tokens_BS) + self.positions.weight[: tokens_BS.shape[1]]
         for block in self.blocks:
             x_BSH = block(x_BSH)
         return self.head(self.norm(x_BSH))
 
 
-# For --tensor, by the last part of their names: matrices cut by columns, and by rows.
+# For --tensor, by the last part of their names: column-parallel and row-parallel matrices.
 CUTS = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
 CUTS |= dict.fromkeys(("out", "down"), RowwiseParallel())
 
 
 def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed cross-entropy of all tokens, in float32; targets of -100 count as nothing."""
+    """Return the summed cross-entropy of all tokens, in float32; targets of -100 are ignored."""
     return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
 
@@ -191,7 +190,7 @@ def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def text(options: Options) -> list[Tensor]:
-    """Bytes to train, validate and test with: 80, 10, 10 % of a source that can be read."""
+    """Return the bytes for training, validation and test: 80, 10, 10 % of a readable source."""
     library = Path(sysconfig.get_paths()["stdlib"]).glob("[!_]*.py")
     files = sorted(library) if options.source == "stdlib" else [Path(options.source)]
     try:
@@ -205,7 +204,7 @@ def text(options: Options) -> list[Tensor]:
 
 
 class Windows(Dataset):
-    """Item i: the i-th `seq` tokens of a text, and the same one token later, both [seq]."""
+    """A dataset; item i: a text's i-th `seq` tokens, and the same one token later, both [seq]."""
 
     def __init__(self, tokens: Tensor, seq: int):
         self.tokens, self.seq = tokens, seq
@@ -222,16 +221,17 @@ class Windows(Dataset):
 
 
 def spread(model: nn.Module, options: Options, device: torch.device) -> nn.Module:
-    """`model`, the same on the host of each rank, over all of them.
+    """Distribute `model`, which every rank has on its host, over all ranks.
 
-    ddp: whole on each rank. fsdp2: weights, gradients and optimizer in shards; a block's weights
-    are gathered for forward, and again for backward. zero2: once for both. zero1: gradients are
-    whole, too, until a step's last backward. Before that, `tensor` neighbours cut the matrices.
+    ddp: whole on each rank. fsdp2: weights, gradients and optimizer states in shards; a block's
+    weights are gathered for forward, and again for backward. zero2: once for both. zero1: also
+    gradients stay whole until a step's last backward. Before that, `tensor` neighbours cut the
+    matrices.
     """
     dtype = DTYPES[options.precision]
     for block in model.blocks if options.compiler != "none" else ():
         block.compile(backend=options.compiler)
-    if options.strategy == "ddp":  # the cast stands around forward: to train and to validate
+    if options.strategy == "ddp":  # autocast around forward: for training and validation
         model.forward = torch.autocast(device.type, dtype, dtype != torch.float32)(model.forward)
         return DistributedDataParallel(model.to(device))
     places = torch.arange(dist.get_world_size()).view(-1, options.tensor)  # [data, tensor]
@@ -250,7 +250,7 @@ def spread(model: nn.Module, options: Options, device: torch.device) -> nn.Modul
 
 
 class Training(Stateful):
-    """A model on its ranks, and all that decides its next step. Every rank calls each method."""
+    """A model on its ranks, with the state of training. Every rank calls each method."""
 
     def __init__(self, options: Options, model: nn.Module, device: torch.device):
         self.options, self.model, self.device = options, model, device
@@ -258,40 +258,40 @@ class Training(Stateful):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.replica, self.replicas = self.rank // options.tensor, self.world // options.tensor
-        # With `tensor`, parameters lie on one mesh or another, and are not stepped in one call.
+        # With `tensor`, parameters are on different meshes, which one foreach call cannot step.
         self.foreach = None if options.tensor == 1 else False
-        # Of a token, forward and backward (Chowdhery et al. 2022, appendix B); here your model's.
+        # FLOP per token, both passes (Chowdhery et al. 2022, appendix B); adapt to your model.
         attention = 12 * options.layers * options.hidden * options.seq
         self.flops = 6 * sum(p.numel() for p in model.parameters()) + attention
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = options.peak or next((p for gpu, p in PEAKS.items() if gpu in name), None)
         self.optimizer = torch.optim.AdamW(model.parameters(), options.lr, foreach=self.foreach)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
-        self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss, its step
-        self.random = torch.cuda if device.type == "cuda" else torch  # where dropout draws
-        self.then, self.since = time.perf_counter(), 0  # of the last line in the log
-        self.asked = self.stopped = False  # whether this rank got a signal; whether any did
+        self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss and its step
+        self.random = torch.cuda if device.type == "cuda" else torch  # the generator of dropout
+        self.then, self.since = time.perf_counter(), 0  # time and step of the last line in the log
+        self.asked = self.stopped = False  # this rank got a signal; any rank did
 
     def batches(self, windows: Windows) -> DataLoader:
-        """This rank's share of what is left of an epoch, which has an order of its own."""
+        """Yield this rank's share of the rest of an epoch; each epoch has its own order."""
         size, seed = self.options.batch // self.replicas, self.options.seed
         epoch, done = divmod(self.done, len(windows) // self.options.batch)
         sharding = {"num_replicas": self.replicas, "rank": self.replica, "drop_last": True}
         sampler = DistributedSampler(windows, seed=seed, **sharding)
         sampler.set_epoch(epoch)
         order = list(sampler)[done * size :]
-        own = torch.Generator()  # a loader draws a number: not from what dropout draws from
+        own = torch.Generator()  # loaders draw a number: not from dropout's generator
         how = {"num_workers": self.options.workers, "worker_init_fn": ignore_signals}
-        how["pin_memory"] = self.device.type == "cuda"  # else the CPU waits for each copy to it
+        how["pin_memory"] = self.device.type == "cuda"  # else the CPU waits for each copy
         return DataLoader(windows, size, sampler=order, drop_last=True, generator=own, **how)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """An optimizer step with this rank's share of a batch: the batch's loss, and the norm."""
+        """Take an optimizer step on this rank's share of a batch; return batch loss and norm."""
         self.optimizer.zero_grad()
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
         sums = torch.full((2,), float(self.asked), device=self.device)
         sums[0] = (targets != -100).sum()
-        dist.all_reduce(sums)  # [2]: tokens that count, ranks that were asked to stop
+        dist.all_reduce(sums)  # [2]: tokens that count, ranks with a signal
         on_host = sums.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         loss = self.backward(tokens, targets, sums[0]) / self.world
@@ -307,11 +307,11 @@ class Training(Stateful):
         return loss, norm
 
     def backward(self, tokens: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        """Backward for this rank's loss, `micro` sequences at a time; return that loss.
+        """Run backward for this rank's loss, `micro` sequences at a time; return that loss.
 
-        Its average over ranks is the mean over the `counted` tokens of all, whoever has how many.
-        ddp and zero1 send gradients with the last ones. The others keep no whole gradient to add
-        to: each backward sends.
+        Its average over ranks is the mean over all `counted` tokens, even for unequal shares. ddp
+        and zero1 send gradients with the last micro-batch; the others keep no whole ones, so each
+        backward sends.
         """
         micro, total = self.options.micro, torch.zeros((), device=self.device)
         pieces = list(zip(tokens.split(micro), targets.split(micro), strict=True))
@@ -327,7 +327,7 @@ class Training(Stateful):
         return total
 
     def clip(self) -> Tensor:
-        """Scale the whole gradient to a norm of `clip` at most; return what it was."""
+        """Scale the whole gradient to a norm of at most `clip`; return the norm before."""
         on: dict[Any, list[Tensor]] = {}  # by mesh
         for gradient in (p.grad for p in self.model.parameters() if p.grad is not None):
             on.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
@@ -339,14 +339,14 @@ class Training(Stateful):
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, size: int = 64) -> float:
-        """The mean loss of a token over all `windows`, each of them counted once."""
+        """Return the mean loss per token over all `windows`, each of which counts once."""
         self.model.eval()
         total = torch.zeros(2, device=self.device)  # summed losses, tokens
         sampler = DistributedSampler(windows, self.replicas, self.replica, shuffle=False)
         loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())
         for number, (tokens, targets) in enumerate(loader):
             places = (number * size + torch.arange(len(targets))) * self.replicas + self.replica
-            targets[places >= len(windows)] = -100  # repeated to fill up: counted as nothing
+            targets[places >= len(windows)] = -100  # repeated to fill up: ignored
             loss = loss_of(self.model(tokens.to(self.device)), targets.to(self.device))
             total += torch.stack([loss, (targets >= 0).sum().to(loss)])
         dist.all_reduce(total)  # [2]
@@ -354,14 +354,14 @@ class Training(Stateful):
         return (total[0] / total[1]).item()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved, by the plain model's names. DCP calls it."""
+        """Return the state to save, by the plain model's names. DCP calls this."""
         model, optimizer = by_name.get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
         state["position"] = [self.done, *self.best]
         return state | {f"random, {self.rank} of {self.world}": self.random.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was saved. DCP calls it."""
+        """Load a saved state. DCP calls this."""
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         by_name.set_state_dict(self.model, self.optimizer, **parts)
         self.scaler.load_state_dict(state["scaler"])
@@ -370,7 +370,7 @@ class Training(Stateful):
         self.random.set_rng_state(state[f"random, {self.rank} of {self.world}"])
 
     def save(self) -> None:
-        """Write a checkpoint, each rank its part; the rename makes it count, and old ones go."""
+        """Write a checkpoint, each rank its part; a rename completes it; delete old ones."""
         path, under_way = (self.folder / f"{dot}step-{self.done:06d}" for dot in ("", "."))
         dcp.save({"state": self}, checkpoint_id=under_way)
         sums = {file.name: checksum(file) for file in under_way.glob(f"__{self.rank}_*")}
@@ -385,12 +385,12 @@ class Training(Stateful):
         dist.barrier()
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint of any ranks, if it is whole, and of this model."""
+        """Resume from a checkpoint of any number of ranks, if it is complete and of this model."""
         try:
             noted = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
-            own = noted[self.rank :: self.world]  # each rank reads some
+            own = noted[self.rank :: self.world]  # each rank reads some files
             wrong = [name for known, name in own if checksum(path / name) != known]
-            wrong += ["SHA256SUMS"] * (noted[-1][1] != ".metadata")  # as where it was cut short
+            wrong += ["SHA256SUMS"] * (noted[-1][1] != ".metadata")  # as if it were cut short
         except (OSError, ValueError, IndexError) as error:
             wrong = [str(error)]
         what = f"{path} is no whole checkpoint; remove it to go on from an older one"
@@ -399,7 +399,7 @@ class Training(Stateful):
         there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         alone = here ^ {name for name in there if name.startswith("state.model.")}
         agree(f"{path} is of another model: {min(alone)}" if alone else None)
-        # Random states may be missing, as other ranks may go on; the scaler's, in other precision.
+        # Random states may be missing with more ranks; the scaler's, in another precision.
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         try:
             dcp.load({"state": self}, checkpoint_id=path, planner=planner)
@@ -414,7 +414,7 @@ class Training(Stateful):
         held = torch.cuda.max_memory_allocated(self.device) if cuda else 1024 * kilobytes
         most = torch.tensor(held, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)  # a scalar
-        memory = int(most)  # waits for the GPU, so that the clock is read when it is through
+        memory = int(most)  # waits for the GPU, so the clock is read after its work
         seconds = (time.perf_counter() - self.then) / max(1, self.done - self.since)
         line = {"loss": loss.item(), "norm": norm.item(), "scale": self.scaler.get_scale()}
         rate = self.options.batch * self.options.seq / seconds
@@ -426,11 +426,11 @@ class Training(Stateful):
             print(said, end="\n" * (self.done == self.options.steps), file=sys.stderr, flush=True)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """What a signal calls, on whichever ranks it comes to."""
+        """Handle a signal, on whichever ranks it arrives."""
         self.asked = True
 
     def note(self, **values: float) -> None:
-        """Rank 0 writes a line of metrics.jsonl; what came before it is no later step's time."""
+        """Write a line of metrics.jsonl on rank 0, and restart the clock for the next steps."""
         if self.rank == 0:
             with open(self.folder / "metrics.jsonl", "a") as file:
                 print(json.dumps({"step": self.done} | values), file=file)
@@ -445,7 +445,7 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {device}")
     torch.manual_seed(options.seed)
     training = Training(options, spread(build(options), options, device), device)
-    torch.manual_seed(options.seed + 1 + training.replica)  # sharing data, they drop out the same
+    torch.manual_seed(options.seed + 1 + training.replica)  # equal if ranks share data
     for number in SIGNALS:
         signal.signal(number, training.ask_to_stop)
     train, validation, test = (Windows(part, options.seq) for part in text(options))
@@ -458,13 +458,13 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     if found := checkpoints(training.folder):
         training.load(found[-1])
         if training.done % options.every == 0 or training.done == steps:
-            validate()  # of this step a checkpoint knows nothing
+            validate()  # a checkpoint does not include this step's validation
     training.then, training.since = time.perf_counter(), training.done
     while training.done < steps:
         for tokens, targets in training.batches(train):
             loss, norm = training.step(tokens, targets)
             losses.append(loss)
-            steps = training.done if training.stopped else steps  # so this one is the last
+            steps = training.done if training.stopped else steps  # so this step is the last
             if training.done % options.report == 0 or training.done == steps:
                 training.report(loss, norm)
             if training.done % options.every == 0 or training.done == steps:
@@ -482,36 +482,36 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
     return [loss.item() for loss in losses]
 
 
-# What a job needs around it.
+# Helpers of a job.
 
 
 def of_all(value: Any) -> list[Any]:
-    """What each rank has, on all of them."""
+    """Return the values of all ranks, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def agree(problem: str | None) -> None:
-    """Raise Refused on every rank where one has a problem. Every rank calls it."""
+    """Raise Refused on every rank if any rank has a problem. Every rank calls this."""
     if found := [said for said in of_all(problem) if said]:
         raise Refused(found[0])
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints, the newest last: by their number, not as text."""
+    """Return the complete checkpoints, the newest last: sorted by number, not as text."""
     return sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
 def checksum(file: Path) -> str:
-    """The checksum of a file, as sha256sum says it."""
+    """Return the SHA-256 checksum of a file, as sha256sum prints it."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @contextmanager
 def entered(options: Options) -> Iterator[None]:
-    """Have the folder for this job alone, and the same one on all ranks; else raise Refused."""
+    """Lock the folder for this job, the same one on all ranks; else raise Refused."""
     folder, first, problem = Path(options.folder), dist.get_rank() == 0, None
     owner, file = f"process {os.getpid()} on {socket.gethostname()}", folder / ".lock"
     try:
@@ -519,14 +519,14 @@ def entered(options: Options) -> Iterator[None]:
         lock = open(file, "a+") if first else None
         if lock:
             try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
                 print(f"{folder}: there are no locks here: let no other job write into it")
             lock.truncate(0)
             print(owner, end="", file=lock, flush=True)
-            for left in folder.glob(".step-*"):  # by a save that was killed
+            for left in folder.glob(".step-*"):  # of a save that was killed
                 shutil.rmtree(left)
     except BlockingIOError:
         problem = f"{file.read_text()} writes into it; allowed is a folder of its own"
@@ -534,7 +534,7 @@ def entered(options: Options) -> Iterator[None]:
         problem = f"allowed are folders that can be written ({error.strerror})"
     agree(problem and f"folder={options.folder!r}: {problem}")
     saved = [path.name for path in checkpoints(folder)]
-    # Rank 0 does not read the file: that would end its lock.
+    # Rank 0 does not read the file: closing it would release its lock.
     there = owner if first else file.read_text() if file.exists() else "nothing"
     mine = asdict(options) | {"folder": there, "saved": saved}
     for name, value in of_all(mine)[0].items():
@@ -549,20 +549,20 @@ def entered(options: Options) -> Iterator[None]:
 
 
 def ignore_signals(_worker: int) -> None:
-    """In a process that loads data: signals are for the ranks, which want the last batch."""
+    """Ignore signals in a loader process: they are for the ranks, which need the last batch."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU. Where Slurm gives each task one GPU, that is number 0."""
+    """Return this rank's GPU, or the CPU. If Slurm gives each task one GPU, that is number 0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def launched() -> tuple[int, int]:
-    """This process's rank, and how many there are: as torchrun says, or srun; alone without."""
+    """Return this process's rank and the world size, set by torchrun or srun; else 0 and 1."""
     told = os.environ
     if "RANK" not in told and "SLURM_STEP_NUM_TASKS" in told:
         told["RANK"], told["LOCAL_RANK"] = told["SLURM_PROCID"], told["SLURM_LOCALID"]
@@ -577,15 +577,15 @@ def launched() -> tuple[int, int]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options from the command line. Raises Refused for what is none."""
+    """A parser of the command line that raises Refused for errors."""
 
     def error(self, message: str) -> NoReturn:
-        """Instead of the usage, which every rank would print."""
+        """Raise Refused instead of printing the usage on every rank."""
         raise Refused(message)
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Options from the command line. Raises Refused for what is not allowed."""
+    """Parse options from the command line. Raises Refused for values that are not allowed."""
     how = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=__doc__, formatter_class=how, allow_abbrev=False)
     for each in fields(Options):
@@ -597,7 +597,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-@record  # an error of any rank is written down with its time: see torchrun's --log-dir
+@record  # records an error of any rank with its time: see torchrun's --log-dir
 def run() -> None:
     """Train as the command line says, on the ranks that were started."""
     rank, world = launched()
@@ -611,17 +611,17 @@ def run() -> None:
         dist.init_process_group(timeout=timedelta(seconds=options.timeout), **alone, **gpu)
         with entered(options):
             main(options)
-        dist.barrier()  # nobody closes its connections while another one still needs them
+        dist.barrier()  # no rank closes its connections while another still needs them
     except Refused as error:
         if rank == 0:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for worker in multiprocessing.active_children():  # deaf to signals, waited for at the end
+        for worker in multiprocessing.active_children():  # they ignore signals, and exit waits
             worker.kill()
-        # A model wrapped by DDP went with `main`'s variables: as a group's last owner it can wait
-        # for gloo's threads while they wait for it.
+        # DDP's wrapper was freed with `main`: as a group's last owner it could wait for gloo's
+        # threads while these wait for it.
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,1 +1,1 @@
-"""What is measured: bytes held and sent, operations, seconds; and an emulated slow link."""
+"""Measurements of bytes held and sent, FLOP and seconds; and an emulated slow link."""

@@ -1,4 +1,4 @@
-"""A training step on one rank: states, activations, buffers, and the moment that needs most."""
+"""Memory of a training step on one rank: states, activations, buffers, and the largest moment."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
 from .counting import by_kind, held_by, in_layer, is_matrix, placed
 from .units import ceil_div
 
-BUCKET = 25 * 2**20  # bytes of gradients that are reduced at once, as in DDP
+BUCKET = 25 * 2**20  # bytes of a gradient bucket, as in DDP
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank. `host` is kept in host memory and in none of the sums."""
+    """Bytes on one rank. `host` is in host memory and in none of the sums."""
 
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  # kept between forward and backward, and the temporaries of loss or a layer
-    buffers: int  # tokens, buckets of gradients, gathered layers, messages of a pipeline
+    activations: int  # kept for backward, plus temporaries of the loss or a layer
+    buffers: int  # tokens, gradient buckets, gathered layers, pipeline messages
     host: int
-    moments: dict[str, int]  # what is held at each moment that can be the most
+    moments: dict[str, int]  # bytes held at each moment that can be the peak
 
     @property
     def total(self) -> int:
-        """The sum of these five. Most steps stay below: gradients come while activations go."""
+        """The sum of these five. Most steps stay below: gradients come as activations are freed."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
     @property
     def peak(self) -> int:
-        """The most that is held at one moment of the step."""
+        """The most bytes held at one moment of the step."""
         return max(self.moments.values())
 
 
@@ -54,25 +54,24 @@ def estimate(
     device: str = "cpu",
     stage: int | None = None,
 ) -> Estimate:
-    """What one rank holds in a training step; arguments as in `states` and `activations`.
+    """Predict the bytes that one rank holds in a training step.
 
-    stage: of a pipeline, from 0; None: the one with the highest peak. ZeRO shards over the ranks
-    that have the same weights, or of a group of them; the experts' states over those that have the
-    same experts.
+    Arguments: see `states`, `activations`. stage: of a pipeline, from 0; None: the one with the
+    highest peak. ZeRO shards over ranks with the same weights, or a group of them; experts over
+    their copies.
 
-    Buffers: the tokens and targets; without ZeRO, DDP's buckets, a second copy of the gradients
-    (none with gradient_as_bucket_view=True); with ZeRO-1 and 2 one bucket; with
-    ZeRO-3, as FSDP2 does it, embedding and head, with the gathered layer, the next one and the
-    gradients of one on their way to the ranks that keep them, or with their own gradients; in a
-    pipeline, the messages of one micro-batch: the gradient from which backward starts (not on the
-    last stage), the next input (not on the first) and what was sent last.
+    Buffers: tokens and targets; without ZeRO, DDP's buckets, a copy of the gradients (unless
+    gradient_as_bucket_view=True); with ZeRO-1 and 2 one bucket; with ZeRO-3, as in FSDP2, embedding
+    and head with two gathered layers and the gradients of one being reduced, or with their own
+    gradients; in a pipeline, the messages of one micro-batch: the gradient from which backward
+    starts, the next input (one of them at the ends of the pipeline) and the last tensor sent.
 
-    Of a step of several micro-batches, gradients of earlier ones are counted from the first
-    backward on: in a pipeline with no more of them than stages to come, this is on the safe side.
+    Of several micro-batches, gradients of earlier ones count from the first backward on, an upper
+    bound in a pipeline with no more micro-batches than remaining stages.
 
-    The peak is counted with an optimizer that takes one parameter after the other (foreach=False).
-    Not in it: what an allocator loses to fragments, CUDA's context, buffers of nccl; and what a CPU
-    casts in forward, with dropout in 16 bits: with heads wider than the stream it can be the most.
+    The peak assumes an optimizer that steps one parameter at a time (foreach=False). Not included:
+    fragmentation, CUDA's context, nccl's buffers; and a CPU's casts in forward with dropout in 16
+    bits, which can be the peak if heads are wider than the stream.
 
     Raises ValueError as `states` and `activations` do.
     """
@@ -91,7 +90,7 @@ def estimate(
     state = states_of(held, mine.shard(layout), layout, recipe, optimizer, matrices)
     unit = Unit.of(model, layout, here)
     seq = (config.seq if seq is None else seq) // layout.cp
-    tokens = 16 * layout.micro_batch * seq  # and targets, int64
+    tokens = 16 * layout.micro_batch * seq  # tokens and targets, int64
     gathered = unit.gathered(recipe) if shards > 1 and zero == 3 else 0
     buckets = on_the_way(layout, held * recipe.gradients)
     messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
@@ -119,19 +118,19 @@ def estimate(
 
 
 def fullest(layout: Layout) -> Iterable[int]:
-    """The stages one of which is the fullest: of equal ones, those at the ends."""
+    """Return the candidates for the fullest stage: of equal stages, the ends."""
     return (0, layout.pp - 1) if layout.stages == "equal" else range(layout.pp)
 
 
 def on_the_way(layout: Layout, gradients: int) -> int:
-    """Bytes of gradients in buckets, where whole weights are not gathered with them (ZeRO-3)."""
+    """Return the bytes of gradients in buckets; 0 with ZeRO-3, where weights are gathered too."""
     if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
         return 0
     return gradients if layout.zero == 0 else min(gradients, BUCKET)
 
 
 def _in_order(model: Structure, here: Stage) -> list[Entry]:
-    """The parameters of a stage, in the model's order; of a kind of layer two, of experts one."""
+    """Return a stage's parameters in the model's order: two layers per kind, one expert."""
     first, *last = model.outside
     found = [first] if here.embedding else []
     for kind, layers in by_kind(model, here):
@@ -140,11 +139,11 @@ def _in_order(model: Structure, here: Stage) -> list[Entry]:
 
 
 def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -> int:
-    """Bytes that Muon's step takes for its largest matrix, beside the states.
+    """Return the bytes that Muon's step needs for its largest matrix, beside the states.
 
-    torch 2.13's Muon has an update as wide as the gradient, and makes it orthogonal in 16 bits:
-    the matrix twice, and the products of its shorter side two or three times. It needs the matrix
-    whole: where ranks share it, these are gathered, and the update stays a share.
+    torch 2.13's Muon has an update as wide as the gradient, and orthogonalizes it in 16 bits: twice
+    the matrix, and two or three products of its shorter side. A matrix that ranks share is
+    gathered.
     """
     found = 0
     for entry in filter(is_matrix, entries):
@@ -159,11 +158,11 @@ def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -
 
 
 def step_temporaries(tensors: list[int], recipe: Recipe, optimizer: str, shards: int = 1) -> int:
-    """Bytes that the optimizer's step takes beside the states, one parameter after the other.
+    """Return the bytes that the optimizer's step needs beside the states, one parameter at a time.
 
-    tensors: elements of each parameter, in order. Adam takes the root of the second moment and its
-    quotient, in float32, and lets go of the last quotient when the next one is there. With master
-    weights it gets one parameter's gradient at a time, widened to float32 if it is not kept so.
+    tensors: elements of each parameter, in order. Adam holds the root of the second moment and its
+    quotient, in float32, and frees the last quotient once the next one exists. With master weights
+    it gets one gradient at a time, widened to float32 if it is not stored so.
     """
     tensors = [ceil_div(n, shards) for n in tensors]
     if recipe.master:
@@ -183,10 +182,10 @@ def _moments(
     zero: int,
     dp: int,
 ) -> dict[str, int]:
-    """Bytes at each moment of the step that can be the most, without tokens and buckets.
+    """Return the bytes at each moment that can be the peak, without tokens and buckets.
 
-    A gradient is born in full where its weight is used. Then it stays, or from stage 2 on this
-    rank's share of it does. Megatron's float32 gradients are there from the start.
+    A gradient first exists in full, where its weight is used. Then it stays, or from stage 2 on
+    only this rank's share. Megatron's float32 gradients exist from the start.
     """
     born = min(recipe.compute, recipe.gradients)
     earlier = earlier or (recipe.master > 0 and recipe.gradients > born)
@@ -194,11 +193,11 @@ def _moments(
     own = recipe.gradients if born == 4 or not recipe.master else born
     stays = 0 if earlier or not state.gradients else own  # offloaded ones leave
 
-    def finished(elements: int) -> int:  # bytes of gradients whose backward is over
+    def finished(elements: int) -> int:  # gradients whose backward is over
         return elements * stays if zero < 2 else ceil_div(elements * stays, dp)
 
-    # Stage 3, as FSDP2 does it: what is outside of the layers is gathered for the whole backward,
-    # its gradients stay until the end, and a layer's reduced gradients until the next one's are.
+    # Stage 3, as in FSDP2: parameters outside of layers stay gathered in backward, their gradients
+    # stay until the end, and a layer's reduced gradients until the next layer's exist.
     gather = recipe.compute if zero == 3 else 0
     layer = gather * unit.layer
     alone = unit.first and not unit.tied
@@ -218,7 +217,7 @@ def _moments(
         moments["head"] = base + all_layers + kept.head + logits + gathered
         head = unit.vocabulary * born + gathered
         moments["last norm"] = base + all_layers + head + kept.last_norm
-    # At its inner gradients a layer has the gradient of `down`, at its norm all of the network's.
+    # In its inner backward a layer has the gradient of `down`; at its norm, those of the network.
     here = {"ffn": unit.down, "norm": unit.ffn, "attention": unit.ffn, "end": unit.layer}
     last = kept.layers - 1
     for moment, size in kept.working.items() if kept.layers else ():
@@ -227,12 +226,13 @@ def _moments(
             held
             - done * kept.layer
             + finished(done * unit.layer)
-            + (layer if done < last else 0)  # the next one
+            + (layer if done < last else 0)  # the next layer
             + (recipe.gradients * unit.layer if zero == 3 and done else 0)
             for done in {0, min(1, last), max(0, last - 1), last}
         )
     if unit.first:
-        # The embedding's gradient is dense; a tied head's is there already, and their sum is new.
+        # The embedding's gradient is dense; a tied head's exists already, and their sum is a new
+        # tensor.
         dense = unit.vocabulary * born
         layers = finished(kept.layers * unit.layer)
         beside = max(kept.stream, kept.edge, dense if unit.tied else 0)
@@ -247,29 +247,29 @@ def _moments(
 
 @dataclass(frozen=True)
 class Unit:
-    """Elements of what is gathered and reduced at once, and of what a layer's gradients are."""
+    """Elements of the units that are gathered and reduced together, and of a layer's gradients."""
 
     layer: int
     ffn: int  # of these, the feed-forward network
     down: int  # of these, its last matrix
-    root: int  # what stands outside of the layers
+    root: int  # parameters outside of the layers
     vocabulary: int  # the embedding, or the head
     tied: bool
     first: bool
     last: bool
 
     def gathered(self, recipe: Recipe) -> int:
-        """Bytes of whole weights and gradients under ZeRO-3, as FSDP2 has it.
+        """Return the bytes of whole weights and gradients under ZeRO-3, as in FSDP2.
 
-        What is outside of the layers is there for the whole backward; and with it a layer, the
-        next one, and the gradients of one, or those of what is outside.
+        Parameters outside of the layers are gathered for the whole backward; with them a layer, the
+        next one, and the gradients of one layer, or those of the parameters outside.
         """
         layers = self.layer * (2 * recipe.compute + recipe.gradients)
         return recipe.compute * self.root + max(layers, recipe.gradients * self.root)
 
     @staticmethod
     def of(model: Structure, layout: Layout, stage: Stage) -> Unit:
-        """Of a rank of `stage`; of its layers a large one, with experts where there are some."""
+        """Return the unit of a rank of `stage`, with a large layer: one with experts, if any."""
         tp = layout.tp
 
         def elements(kind: Kind) -> int:
@@ -286,7 +286,7 @@ class Unit:
         return Unit(
             elements(kind),
             sum(n for e, n in one if e.kind == "ffn" or e.expert is not None),
-            # Of experts one comes first, and the shared ones are small.
+            # Of the experts one comes first, and the shared ones are small.
             max(downs, default=0),
             held_by(model, layout, stage).all - inside,
             ceil_div(model.vocab, tp) * model.hidden,

@@ -7,16 +7,16 @@
 
 The same call works in a script that torchrun started: see `torchrun`.
 
-Every rank is a real process in a real process group. What a rank prints comes back grouped by
-rank; what it returns comes back in rank order; a rank that fails ends the run with an error that
-names it. The path of a call:
+Every rank is a real process in a real process group. Output comes back grouped by rank, and results
+come back in rank order; a rank that fails ends the run with an error that names it. The path of a
+call:
 
-1. `start` begins the processes, in which `worker` joins the group, calls the function and reports;
-2. here the caller waits for reports, and asks the ranks that still run where they stand (`stacks`);
-3. `start` ends the processes, and the caller shows what they printed;
-4. `blame` says who is at fault, from reports, stacks and the log of collectives (`calls`).
+1. `start` starts the processes, in which `worker` joins the group, calls the function and reports;
+2. this module waits for reports, and requests the stacks of ranks that still run (`stacks`);
+3. `start` ends the processes, and the caller shows their output;
+4. `blame` finds the rank at fault, from reports, stacks and the log of collectives (`calls`).
 
-What techniques call inside of a run: `p2p`, `gather`, `renamed`, and `agree` for checks.
+Helpers for code inside a run: `p2p`, `gather`, `renamed`, and `agree` for checks.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ __all__ = [
     "run",
 ]
 
-# (backend, device, world size) -> how many times this process ran that: recordings tell it.
+# (backend, device, world size) -> number of runs in this process: recordings print it.
 history: Counter[tuple[str, str, int]] = Counter()
 
-_GRACE = 0.3  # seconds in which a second rank may fail of its own doing, and be named as well
-_VICTIM_GRACE = 1.0  # seconds that a cause may take to show after its first consequence
+_GRACE = 0.3  # seconds for further ranks to fail on their own, so that they are named as well
+_VICTIM_GRACE = 1.0  # seconds for a cause to appear after its first consequence
 
 
 class RankError(RuntimeError):
-    """A rank failed. `ranks` are those at fault, `rank` the first of them."""
+    """An error of a run whose rank failed. `ranks` are those at fault, `rank` the first of them."""
 
     def __init__(self, message: str, ranks: list[int] | None = None):
         super().__init__(message)
@@ -80,21 +80,21 @@ class RankError(RuntimeError):
         self.rank = self.ranks[0] if self.ranks else None
 
     def _render_traceback_(self) -> list[str]:
-        # In a notebook the launcher's own frames say nothing: the message already says where.
+        # In a notebook the launcher's own frames are useless: the message has the place.
         return [f"{type(self).__name__}: {self}"]
 
 
 def max_ranks() -> int:
-    """How many ranks `run` agrees to here: eight per core, 16 at least; torchrun's, if more."""
+    """Return the most ranks that `run` allows: eight per core, at least 16; torchrun's, if more."""
     started = torchrun.world()[1] if torchrun.launched() else 0
     return max(16, 8 * (os.cpu_count() or 1), started)
 
 
 def place(world_size: int, device: str = "auto") -> tuple[str, str]:
-    """The backend and the device that `run` gives to `world_size` ranks on this machine.
+    """Return the backend and the device that `run` gives to `world_size` ranks on this machine.
 
-    nccl, or xccl, when every rank has a GPU of its own; gloo otherwise, on one shared GPU or on the
-    CPU. gloo knows no GPUs of Intel's: they are not shared.
+    nccl, or xccl, if every rank has a GPU of its own; otherwise gloo, on one shared GPU or on the
+    CPU. gloo does not support Intel GPUs, so these are not shared.
     """
     if torchrun.launched() and world_size <= torchrun.world()[1]:
         world_size = int(os.environ["LOCAL_WORLD_SIZE"])  # each machine has its own GPUs
@@ -102,7 +102,7 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
 
 
 def _place(here: int, device: str) -> tuple[str, str]:
-    """The same for `here` ranks on this machine, whoever starts them."""
+    """Return backend and device for `here` ranks on this machine, whoever starts them."""
     check_one_of(("auto", "cpu", *gpu.CARRIERS), device=device)
     kind, gpus = gpu.kind(), gpu.module().device_count()
     if device in gpu.CARRIERS and (device != kind or not gpus):
@@ -118,7 +118,7 @@ def _place(here: int, device: str) -> tuple[str, str]:
 
 
 def device() -> torch.device:
-    """The device of the rank that asks; outside a run, the device that a single rank would get."""
+    """Return this rank's device; outside a run, the device that a single rank would get."""
     inside, gpus = worker._inside, gpu.module().device_count()
     if not gpus or (inside is not None and inside.device == "cpu"):
         return torch.device("cpu")
@@ -140,20 +140,19 @@ def run(
     Inside `fn` the default process group exists: `dist.get_rank()`, `dist.group.WORLD`. Every rank
     starts from the caller's random state. Tensors come back on the CPU.
 
-    timeout: seconds that the run may take, from when its ranks have met: a start is slow where
-        interpreters are fresh and CUDA is used for the first time. None: 120, and more on a machine
-        that is measured to be slow or busy when they are over.
-    device: "auto", "cpu", "cuda" or "xpu" (see `place`).
-    method: "auto", "fork" or "fresh": how processes start (see `start`).
-    show: print what the ranks printed, grouped by rank.
-    apart: start processes even where torchrun has started some: for what is meant to die or hang.
+    timeout: seconds for the run, counted after all ranks have met, because fresh interpreters and
+        the first use of CUDA are slow. None: 120, extended at the end on a machine that is measured
+        to be slow or busy.
+    device: "auto", "cpu", "cuda" or "xpu" (see `place`). method: "auto", "fork" or "fresh": how
+    processes start (see `start`). show: print the output of the ranks, grouped by rank. apart:
+    start new processes even under torchrun, for ranks that are meant to die or hang.
 
     Under torchrun the ranks are the processes that it started, and `method` and `show` have no
-    effect (see `torchrun`). Where `world_size` is more than they are, or with `apart`, process 0
-    starts ranks of its own on its machine, as it would without torchrun, and prints that it does.
+    effect (see `torchrun`). If `world_size` exceeds their number, or with `apart`, process 0 starts
+    its own ranks on its machine, as without torchrun, and says so.
 
     Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
-    process starts, when an argument is not allowed.
+    process starts, for invalid arguments.
     """
     stale.notice()
     under_torchrun = torchrun.launched()
@@ -175,7 +174,7 @@ def run(
         print(f"[{name} on {world_size} ranks beside those of torchrun: {why}]")
     history[backend, device, world_size] += 1
     if method == "auto":
-        # What was a rank of torchrun's: torch's caches hold its place, DTensor's its offsets.
+        # A former rank of torchrun has stale caches in torch and DTensor offsets.
         spoilt = gpu.module().is_initialized() or under_torchrun
         spoilt = spoilt or (device in gpu.CARRIERS and not start.gpus_survive_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
@@ -192,11 +191,11 @@ def run(
 def pretend(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None
 ) -> Any:
-    """Call `fn(*args)` in one process that takes itself for rank 0 of `world_size` ranks.
+    """Call `fn(*args)` in one process that acts as rank 0 of `world_size` ranks.
 
-    The world may be of any size: nothing of it is there. Use fake or meta tensors for what would
-    not fit (`torch._subclasses.FakeTensorMode`). Returns what `fn` returns; tensors need data then.
-    Raises ValueError for a world that cannot be; RankError as `run` does.
+    The world may have any size, because the other ranks do not exist. Use fake or meta tensors for
+    large data (`torch._subclasses.FakeTensorMode`). Returns the result of `fn`, whose tensors need
+    data. Raises ValueError for an invalid world size; RankError as `run` does.
     """
     check_whole(world_size=world_size)
     return run(_alone, 1, fn, world_size, args, timeout=timeout, device="cpu")[0]
@@ -205,10 +204,10 @@ def pretend(
 def _alone(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> Any:
     """Call `fn(*args)` in a process group whose other ranks do not exist.
 
-    Its collectives return at once and move nothing, so what they return is not data. Shapes, sizes
-    and the order of things are right.
+    Collectives return at once and move nothing, so their results are not data. Shapes, sizes and
+    the order of operations are right.
     """
-    # The import tells torch of the backend "fake".
+    # This import registers the backend "fake".
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     dist.destroy_process_group()
@@ -218,13 +217,13 @@ def _alone(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> An
 
 
 def _interrupted(name: str, world_size: int) -> KeyboardInterrupt:
-    """An interrupt that a notebook shows without the launcher's frames."""
+    """Make an interrupt that a notebook shows without the launcher's frames."""
     error = KeyboardInterrupt(
         f"{name} was running on {world_size} rank{'s' if world_size > 1 else ''}.\n"
         "The ranks were ended, and nothing that they started is left.\n"
         "What was computed before the run is still there."
     )
-    error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # IPython's, as RankError has it
+    error._render_traceback_ = lambda: [f"Interrupted: {error}"]  # for IPython, as in RankError
     return error
 
 
@@ -236,7 +235,7 @@ def _run(
     scaled: bool,
     show: bool,
 ) -> list[Any]:
-    """Start the ranks here, wait for them, end them; their results in rank order."""
+    """Start the ranks here, wait for them, end them; return their results in rank order."""
     processes, lifeline = start.start(job, fn, args, method)
     patience = 0.0
     try:
@@ -272,13 +271,13 @@ def _check(fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method
             f"{name}{expected} cannot be called with the {len(args)} given arguments: {error}"
         ) from None
     except ValueError:
-        pass  # a built-in without a signature: the call itself will tell
+        pass  # a built-in without a signature: the call itself will fail
 
 
 def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float | None:
-    """Wait until all ranks reported, one failed, or time is up: then return the limit in seconds.
+    """Wait until all ranks reported (None), one failed (None), or time is up (limit in seconds).
 
-    scaled: when `timeout` is over, add what it lacks on a slow machine, as for the start.
+    scaled: at the end of `timeout`, extend it on a slow machine, as for the start.
     """
     for what, limit, extend in (("met", worker.START, True), ("report", timeout, scaled)):
         deadline = time.monotonic() + limit
@@ -289,14 +288,15 @@ def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float
                 deadline += limit * (min(slowdown(), worker.MAX_SLOWDOWN) - 1)
             elif left <= 0:
                 return limit
-            # 50 ms: a death shows at the pipe at once, unless a helper of the rank's own holds it.
+            # 50 ms: a death closes the pipe at once, unless a helper process of the rank holds it
+            # open.
             elif _has_failed(processes, min(left, 0.05)):
                 return None
     return None
 
 
 def _has_failed(processes: list[start.Process], seconds: float) -> bool:
-    """Hear what ranks say within so many seconds; return True if one has failed or died."""
+    """Receive messages for at most `seconds`; return True if a rank has failed or died."""
     pending = [p for p in processes if p.report is None]
     ready = connection.wait([p.status for p in pending], seconds)
     silent = [p for p in pending if not _receive(p, ready)]
@@ -304,7 +304,7 @@ def _has_failed(processes: list[start.Process], seconds: float) -> bool:
     reports = [p.report for p in processes if p.report and p.report.failed]
     if not dead and not reports:
         return False
-    # Causes may come after their consequences: give them a moment to show.
+    # Causes may arrive after their consequences: wait a moment for them.
     only_victims = not dead and all(report.victim for report in reports)
     end = time.monotonic() + (_VICTIM_GRACE if only_victims else _GRACE)
     while time.monotonic() < end:
@@ -316,7 +316,7 @@ def _has_failed(processes: list[start.Process], seconds: float) -> bool:
 
 
 def _receive(process: start.Process, ready: list[Any]) -> bool:
-    """Take what `process` says, that it met the others or its report; False if it says nothing."""
+    """Receive a message of `process`: it met the others, or its report; False if there is none."""
     if process.status not in ready:
         return False
     try:
@@ -327,8 +327,8 @@ def _receive(process: start.Process, ready: list[Any]) -> bool:
 
 
 def _question(job: worker.Job, processes: list[start.Process]) -> list[blame.Witness]:
-    """Ask each rank that still runs where it stands, and collect what all of them left."""
-    codes = {p.rank: p.exit_code() for p in processes}  # what ends one from here on is our doing
+    """Request the stacks of the ranks that still run, and collect the evidence of all ranks."""
+    codes = {p.rank: p.exit_code() for p in processes}  # later exits are our doing
     running = [p for p in processes if p.report is None and codes[p.rank] is None]
     for process in running:
         process.dump_stack()
@@ -337,7 +337,7 @@ def _question(job: worker.Job, processes: list[start.Process]) -> list[blame.Wit
 
 
 def _show(job: worker.Job) -> None:
-    if sys.stdout is None or sys.stdout.closed:  # there is nowhere to show it
+    if sys.stdout is None or sys.stdout.closed:  # no stream to print to
         return
     for rank in range(job.world_size):
         path = job.file("out", rank)

@@ -1,4 +1,4 @@
-"""What techniques ask of their group and their model first, on every rank alike."""
+"""Checks of a group and a model that raise the same error on every rank."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .gather import gathered
 
 
 def check_group(group: dist.ProcessGroup, name: str = "group") -> tuple[int, int]:
-    """This rank's number in `group` and the group's size; ValueError if it is not in there."""
+    """Return this rank's number in `group` and the group's size; ValueError if not a member."""
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(f"{name}={group!r}: allowed is a process group that holds this rank")
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """How long `group`'s run lets a rank wait: for `dist.new_group`, whose own limit is longer.
+    """Return how long `group`'s run lets a rank wait, as the timeout for `dist.new_group`.
 
-    gloo's is half an hour, whatever limit the run has, and so long a rank that is left alone would
-    wait. The limit is that of `run`, or what `init_process_group` was given.
+    gloo's default is half an hour, whatever limit the run has, and a rank left alone would wait
+    that long. The result is the limit of `run`, or that given to `init_process_group`.
     """
     if worker._inside is not None:  # longer than the run's own limit, which names the rank at fault
         return timedelta(seconds=worker.MAX_SLOWDOWN * worker._inside.timeout + 30)
@@ -37,7 +37,7 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def check_trained(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise ValueError for a module without anything to train, or a group without this rank."""
+    """Raise ValueError for a module without trainable parameters, or a group without this rank."""
     check_group(group)
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         kind = type(module).__name__
@@ -47,19 +47,19 @@ def check_trained(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def check_same(*groups: dist.ProcessGroup, wrong: str | None = None, **given: Any) -> None:
-    """Raise ValueError, the same on all ranks, unless all were given the same: one exchange.
+    """Raise the same ValueError on all ranks unless all were given the same values.
 
-    For what is made once. It names the argument, and which ranks of the world gave what. Of a
-    module the names, shapes and dtypes of its parameters count, of a dataclass its fields, of all
-    else what `repr` says. groups: the ranks of one; or several groups of each rank, the axes of a
-    mesh: what one rank gave goes along each in turn, and so comes to all. wrong: what is wrong with
-    what this rank has, whatever the others have: then all of them say so.
+    One exchange, for objects that are made once. The error names the argument, and which world
+    ranks gave which value. A module is compared by the names, shapes and dtypes of its parameters,
+    a dataclass by its fields, anything else by `repr`. groups: one group, or several groups of each
+    rank, the axes of a mesh, along which the values are exchanged in turn until all ranks have all.
+    wrong: this rank's own problem, if any; then all ranks raise it.
     """
     parts = {name: _parts(value) for name, value in given.items()}
     told: list[Any] = [(dist.get_rank(), wrong, parts)]
     for group in groups:
         _, size = check_group(group)
-        if size > 1 and dist.get_backend(group) != "fake":  # whose other ranks do not exist
+        if size > 1 and dist.get_backend(group) != "fake":  # without other real ranks
             told = [one for each in gathered(told, group) for one in each]
     for rank, problem, _ in told:
         if problem is not None:
@@ -78,14 +78,14 @@ def check_same(*groups: dist.ProcessGroup, wrong: str | None = None, **given: An
                 raise ValueError(f"{name}: {has}; allowed is the same on all ranks")
 
 
-# What has been asked already: owner -> calls.
+# Checks already made: owner -> calls.
 _asked: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def check_same_once(owner: Any, call: str, *groups: dist.ProcessGroup, **given: Any) -> None:
-    """`check_same` for what a function is given at every call: the first `call` for `owner` asks.
+    """Run `check_same` only at the first `call` for `owner`, for functions that are called often.
 
-    owner: a model or a group. All later calls send nothing; and no step's count holds the first.
+    owner: a model or a group. Later calls send nothing, and byte counts of steps exclude the first.
     """
     calls = _asked.setdefault(owner, set())
     if call not in calls:
@@ -106,17 +106,17 @@ def _parts(value: Any) -> list[str]:
 
 
 def _said(value: Any) -> str:
-    """Without addresses, which each process has of its own."""
+    """Return a text for a value without addresses, which differ between processes."""
     if callable(value) or type(value).__repr__ is object.__repr__:
         return getattr(value, "__qualname__", type(value).__qualname__)
     return repr(value)
 
 
 def check_model(module: nn.Module, group: dist.ProcessGroup, **given: Any) -> None:
-    """Raise ValueError unless all ranks of `group` have the same model, one that can be trained.
+    """Raise ValueError unless all ranks of `group` have the same trainable model.
 
-    Every rank of the group calls it, and all of them raise the same error: a rank that went on
-    alone would wait for the others for ever. given: see `check_same`.
+    Every rank of the group calls this, and all raise the same error: a rank that went on alone
+    would wait for the others for ever. given: see `check_same`.
     """
     check_trained(module, group)
     kind = type(module).__name__
@@ -126,9 +126,9 @@ def check_model(module: nn.Module, group: dist.ProcessGroup, **given: Any) -> No
 
 
 def check_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError unless `state` holds a tensor for each name in `shapes`, of that shape.
+    """Raise ValueError unless `state` has a tensor of the given shape for each name in `shapes`.
 
-    For those who load a plain model's state dict into parts of it; `shapes` are the plain model's.
+    For code that loads a plain model's state dict into parts of it; `shapes` are the plain model's.
     """
     given = {name: list(tensor.shape) for name, tensor in state.items()}
     wanted = {name: list(shape) for name, shape in shapes.items()}

@@ -1,9 +1,9 @@
-"""Finding the rank at fault.
+"""Find the rank at fault.
 
-When one rank fails, its neighbours fail too, some milliseconds later and more loudly: gloo tells
-them that a connection was closed. This module sorts causes from consequences, from what each rank
-leaves behind (`Witness`): its report, its exit code, where it stood if it still ran, and the log of
-the collectives that it entered. `explain` puts these together.
+When one rank fails, its neighbours fail too, some milliseconds later and with longer errors: gloo
+tells them that a connection was closed. This module separates causes from consequences, with the
+evidence of each rank (`Witness`): report, exit code, stack if it still ran, and the log of the
+collectives that it entered. `explain` combines these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .calls import Call
 from .stacks import Frame, Stack
 from .worker import Job, Report
 
-# The functions of torch.distributed in which a rank waits for others. The rest of them only asks.
+# Functions of torch.distributed in which a rank waits for others; the others return at once.
 _WAITS = {
     *calls.COLLECTIVES,
     *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
@@ -30,7 +30,7 @@ _WAITS = {
 
 @dataclass
 class Witness:
-    """All that is known of one rank at the moment at which the run failed."""
+    """The evidence of one rank at the moment when the run failed."""
 
     rank: int
     report: Report | None
@@ -38,50 +38,50 @@ class Witness:
     stack: Stack = field(default_factory=list)  # innermost first
     calls: list[Call] = field(default_factory=list)  # its log
     output: str = ""
-    nccl: bool = False  # what moves its tensors
+    nccl: bool = False  # True if nccl moves its tensors
 
     @property
     def entered(self) -> list[Call]:
-        """The collectives that it entered."""
+        """The collectives that the rank entered."""
         return [call for call in self.calls if call.name]
 
     @property
     def returned(self) -> bool:
-        """It came to the end of its function."""
+        """True if the rank's function returned."""
         return self.report is not None and not self.report.failed
 
     @property
     def raised(self) -> bool:
-        """It reported an exception, or what else kept its function from returning a result."""
+        """True if the rank reported an exception or a result that cannot be sent."""
         return self.report is not None and self.report.failed
 
     @property
     def died(self) -> bool:
-        """Its process ended without a report."""
+        """True if the rank's process ended without a report."""
         return self.report is None and self.exit_code is not None
 
     @property
     def guilty(self) -> bool:
-        """It failed of its own doing, not because a neighbour did."""
+        """True if the rank failed by itself, not because a neighbour failed."""
         if self.raised:
             assert self.report is not None
             return not self.report.victim
         return self.died and not (self.exit_code == -signal.SIGABRT and "gloo" in self.output)
 
     def frames(self) -> Stack:
-        """Where it stood when it was asked, or where it raised; innermost first."""
+        """Return the stack at the request or at the exception, innermost frame first."""
         if self.raised:
             assert self.report is not None
             return [frame[:3] for frame in reversed(self.report.frames)]
         return self.stack
 
     def user_frame(self) -> Frame | None:
-        """The innermost line of the reader's own; of the course's when there is none."""
+        """Return the innermost frame of the reader's code, or else of the course's."""
         frames = self.frames()
         return next(iter(stacks.readers(frames) or stacks.own(frames)), None)
 
     def collective(self) -> str | None:
-        """The collective in which it stands, if it stands in one."""
+        """Return the name of the collective in which the rank waits, if any."""
         names = [name for file, _, name in self.frames() if "torch/distributed" in file]
         if not _WAITS.isdisjoint(names):
             return [name for name in names if not name.startswith(("_", "wrapper"))][-1]
@@ -89,13 +89,13 @@ class Witness:
         return "wait" if (innermost, name) == (calls.__file__, "wait") else None
 
     def ahead_of(self, other: Witness) -> bool:
-        """Whether it entered a collective which `other` has to enter, and has not."""
+        """Return True if this rank entered a collective which `other` must enter but has not."""
         mine, theirs = (Counter(call.ranks for call in w.entered) for w in (self, other))
         groups = [ranks for ranks in mine if calls.has(ranks, other.rank)]
         return any(mine[group] > theirs[group] for group in groups)
 
     def place(self) -> str:
-        """The user's line, in words; that of its last collective where its function is over."""
+        """Describe the user's line; if the function is over, that of the last collective."""
         frame = self.user_frame()
         if frame is None and self.nccl and self.entered:
             frame = _frame(self.entered[-1])
@@ -103,7 +103,7 @@ class Witness:
 
 
 def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -> Witness:
-    """Read what rank `rank` left in the run's folder."""
+    """Read the evidence of rank `rank` in the run's folder."""
 
     def text(kind: str) -> str:
         path = job.file(kind, rank)
@@ -114,7 +114,7 @@ def witness(job: Job, rank: int, report: Report | None, exit_code: int | None) -
 
 
 def disagreement(job: Job) -> tuple[list[int], str] | None:
-    """The ranks at fault, and what they asked for, where all returned and yet did not agree."""
+    """Return the ranks at fault and a message if all returned but their collectives mismatch."""
     paths = [job.file("calls", rank) for rank in range(job.world_size)]
     first = paths[0].read_bytes()
     if all(path.read_bytes() == first for path in paths):
@@ -127,9 +127,9 @@ def disagreement(job: Job) -> tuple[list[int], str] | None:
 
 
 def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int], str]:
-    """The ranks at fault, and one paragraph that says what happened and where.
+    """Return the ranks at fault, and a paragraph that says what happened and where.
 
-    `timeout` is the limit in seconds when the run was stopped for its length, None otherwise.
+    `timeout`: the limit in seconds if the run was stopped because of it, else None.
     """
     within = f" within {timeout:g} s" if timeout is not None else ""
     if any(w.guilty for w in witnesses):
@@ -139,7 +139,7 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
     waiting = [w for w in witnesses if _waits(w, witnesses)]
     absent = [w for w in witnesses if w not in waiting]
     if waiting:
-        # With nccl logs tell for whom they wait, among those who do something else.
+        # With nccl, the logs tell for which of the other ranks they wait.
         behind = [w for w in absent if w.nccl and any(other.ahead_of(w) for other in waiting)]
         absent = behind or absent
     else:
@@ -156,7 +156,7 @@ def explain(witnesses: list[Witness], timeout: float | None) -> tuple[list[int],
 
 
 def _own_failures(witnesses: list[Witness]) -> tuple[list[int], str]:
-    """Ranks that raised or died of their own doing: all others are consequences."""
+    """Return ranks and message for ranks that failed by themselves; the others are consequences."""
     guilty = [w for w in witnesses if w.guilty]
     texts = [_own_failure(w, len(witnesses)) for w in guilty]
     rest = [w.rank for w in witnesses if not w.guilty and not w.returned]
@@ -182,7 +182,7 @@ def _own_failure(w: Witness, total: int) -> str:
 
 
 def _told(place: int, camps: list[list[int]], firsts: list[Call]) -> tuple[list[int], str]:
-    """Who parted ways with the others at a place of a group's logs, and in what words."""
+    """Return the ranks at fault and a message, for a mismatch at one place of a group's logs."""
     more = len({(call.name, call.sizes) for call in firsts}) == 1
     texts = []
     for camp, call in zip(camps, firsts, strict=True):
@@ -194,13 +194,13 @@ def _told(place: int, camps: list[list[int]], firsts: list[Call]) -> tuple[list[
 
 
 def _waits(w: Witness, witnesses: list[Witness]) -> bool:
-    """Whether it waits for another rank."""
+    """Return True if the rank waits for another rank."""
     if w.collective() or (w.raised and not w.guilty):
         return True
     if not w.nccl or w.returned or w.died:
         return False
-    # With nccl a rank goes on after it entered a collective, up to where it needs what comes from
-    # there, and stands anywhere.
+    # With nccl a rank goes on after it entered a collective, until it needs the result, so its
+    # stack can be anywhere.
     return any(w.ahead_of(other) for other in witnesses)
 
 
@@ -232,7 +232,7 @@ def _place(frame: Frame | None) -> str:
 
 
 def readable(file: str) -> str:
-    """A file's name as a reader knows it, the same from run to run."""
+    """Return a file's name as a reader knows it, the same in every run."""
     if "ipykernel_" in file or file.startswith(("<ipython-input", "<cell")):
         return "this notebook's cell"
     path = Path(file)
@@ -240,7 +240,7 @@ def readable(file: str) -> str:
 
 
 def listed(ranks: list[int]) -> str:
-    """Ranks in words: rank 1, or ranks 0, 1 and 3."""
+    """Format rank numbers: rank 1, or ranks 0, 1 and 3."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,7 +1,7 @@
-"""Which collectives each rank enters, and where the ranks of a run disagree in them.
+"""Logs of the collectives that each rank enters, and the first mismatch between the ranks.
 
-A backend looks at no neighbour's shapes, types or operations: what does not fit can come back as
-garbage, without an error. What ranks asked for stands in their logs alone, a line for each call.
+A backend does not compare its neighbours' shapes, types or operations: mismatched calls may return
+garbage without an error. Only the ranks' logs, with one line per call, show what they asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from . import renamed
 
-# The collectives that are logged, and the argument whose sizes are: one that all ranks are given.
+# Logged collectives -> the argument whose sizes are logged: one that all ranks give.
 COLLECTIVES = {
     **dict.fromkeys(("all_reduce", "broadcast", "reduce", "gather", "scatter"), "tensor"),
     **{"all_gather": "tensor_list", "reduce_scatter": "input_list"},
@@ -40,51 +40,51 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One line of a rank's log: a collective, or what its reader has to know beside them.
+    """One line of a rank's log: a collective, or an event that its reader must know.
 
-    Without a name it says that a collective raised; without ranks, that all groups are new ones.
+    Without a name: a collective raised. Without ranks: from here on all groups are new ones.
     """
 
-    ranks: str  # of its group, in the world's numbers: "all", "[0, 2]"
-    group: str = ""  # torch's name of it, where it is not the world
+    ranks: str  # of its group, as world ranks: "all", "[0, 2]"
+    group: str = ""  # torch's name of the group, unless it is the world
     name: str = ""
-    sizes: str = ""  # "float32[2, 3]", "4 x float32[3]"; "" where they are not known
-    told: str = ""  # what else all ranks have to give alike: "src=0", "op=SUM"
+    sizes: str = ""  # "float32[2, 3]", "4 x float32[3]"; "" if unknown
+    told: str = ""  # other arguments that must be equal on all ranks: "src=0", "op=SUM"
     file: str = ""
     line: str = "0"
     function: str = ""
 
     def written(self) -> str:
-        """Its line in the log."""
+        """Return the call's line in the log."""
         return "\t".join(astuple(self)) + "\n"
 
     def dtype(self) -> str:
-        """The type of its tensors, and how many they are where it takes a list."""
+        """Return the dtype of its tensors, and their number if it takes a list."""
         return self.sizes.partition("[")[0]
 
 
 def read(path: Path) -> list[Call]:
-    """The log of a rank, without a last line that was cut short."""
+    """Read the log of a rank, without an incomplete last line."""
     text = path.read_text("utf-8", "replace") if path.exists() else ""
     lines = (line.split("\t") for line in text.split("\n"))
     return [Call(*words) for words in lines if len(words) == len(fields(Call))]
 
 
 def members(ranks: str, world_size: int) -> list[int]:
-    """The ranks of a group, from how the log names them."""
+    """Return the ranks of a group from its text in the log."""
     return list(range(world_size)) if ranks == "all" else json.loads(ranks)
 
 
 def has(ranks: str, rank: int) -> bool:
-    """Whether `rank` is in a group, from how the log names it."""
+    """Return True if `rank` is in a group, from the group's text in the log."""
     return rank in members(ranks, rank + 1)
 
 
 def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
-    """Ranks by what each asked of one collective of their group: one camp if it fits together.
+    """Group the ranks by their arguments to one collective: a single group if these match.
 
-    What differs by right does not count: parts in an all-to-all, objects; under nccl, what ranks
-    give to a gather. Nor does what is not known of a call.
+    Arguments that may differ are ignored: parts of an all-to-all, objects; with nccl, the inputs of
+    a gather. Unknown arguments are ignored, too.
     """
     name = next(iter(calls.values())).name
     in_parts = name == "all_to_all_single" and any(call.told for call in calls.values())
@@ -100,7 +100,7 @@ def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
             if told := tell(call):
                 found.setdefault(told, []).append(rank)
         if len(found) > 1:
-            # The smaller camp first; of two camps of one size, the one without rank 0.
+            # The smaller camp first; of two equal camps, the one without rank 0.
             return sorted(found.values(), key=lambda camp: (len(camp), -camp[0]))
     return [sorted(calls)]
 
@@ -108,11 +108,11 @@ def camps(calls: Mapping[int, Call], nccl: bool) -> list[list[int]]:
 def parted(
     logs: Sequence[list[Call]], nccl: bool, returned: bool = False
 ) -> tuple[int, list[list[int]], list[Call]] | None:
-    """The first place in a group's logs at which its ranks disagree, their camps, a call of each.
+    """Return the first mismatch in a group's logs: place, camps of ranks, one call of each.
 
-    returned: all ranks did. Where the ranks of a group do not even name the same collectives, and
-    yet nobody waits, some were called past the log: of that group nothing can be told. Nor can it
-    where one raised and was caught, or where ranks made a world of their own, with other numbers.
+    returned: all ranks returned. If the ranks of a group then do not even name the same
+    collectives, some bypassed the log, and nothing is known about that group. Nor is it if a
+    collective raised and the error was caught, or if ranks made a new world with other numbers.
     """
     groups = {call.ranks for log in logs for call in log}
     if returned and "" in groups:
@@ -132,15 +132,15 @@ def parted(
 
 
 def log(path: Path) -> None:
-    """From here on append a line to `path` at each collective that this process enters.
+    """Start to append a line to `path` for each collective that this process enters.
 
-    From here on, too, who waits for a handle has a frame named `wait` in its stack, which C++ alone
-    would not leave.
+    Also wraps `Work.wait`, so that waiting for a handle shows as a frame named `wait` in the stack;
+    the C++ method leaves none.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(line: str) -> None:
-        with suppress(OSError):  # a full disk is no reason for a collective to fail
+        with suppress(OSError):  # a full disk must not make a collective fail
             os.write(file, line.encode())
 
     handles_wait = dist.Work.wait
@@ -158,7 +158,7 @@ def log(path: Path) -> None:
             given = dict(zip(parameters, args, strict=False)) | kwargs
             try:
                 group = _group(given.get("group"))
-            except Exception:  # torch itself will say what is wrong with it
+            except Exception:  # torch raises a better error
                 return function(*args, **kwargs)
             frame = sys._getframe(1)
             while frame.f_code.co_filename == renamed.__file__ and frame.f_back:
@@ -185,14 +185,14 @@ def log(path: Path) -> None:
 
 
 def _group(group: Any) -> str:
-    """How the log names it: its ranks, and torch's name of it."""
+    """Return the log's text for a group: its ranks and torch's name."""
     if group is None or group is dist.group.WORLD:
         return "all\t"
     return f"{dist.get_process_group_ranks(group)}\t{getattr(group, 'group_name', '')}"
 
 
 def _tells(parameters: list[str]) -> Callable[[dict[str, Any]], str]:
-    """What says, of arguments by their names, what all ranks have to give alike; "" if unknown."""
+    """Return a function from arguments to the text that must agree on all ranks; "" if unknown."""
     root = next((name for name in ("src", "dst") if name in parameters), None)
     reduces, parts = "op" in parameters, "input_split_sizes" in parameters
 

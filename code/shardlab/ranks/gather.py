@@ -1,6 +1,6 @@
-"""What stands on many ranks, put together: objects, tensors by name, parts of one, and sums.
+"""Gather from the ranks of a group: objects, tensors by name, parts of a tensor, and sums.
 
-Every rank of the group calls them alike.
+Every rank of the group makes the same call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .renamed import all_gather_single, reduce_scatter_single
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of `group` gave, in rank order: anything that can be pickled."""
+    """Return the objects of all ranks of `group`, in rank order; they must be picklable."""
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group=group)
     return everyones
@@ -28,10 +28,10 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 def named(
     mine: Mapping[str, Tensor], group: dist.ProcessGroup, places: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """All ranks' tensors by name, on every rank, whose own are those that it gave.
+    """Return all ranks' tensors by name, on every rank; a rank's own are the tensors it gave.
 
-    Each is sent alone. A name that several ranks have comes from the first of them. places: of a
-    rank's own names in the order of the result, which without it is that of the ranks.
+    Each tensor is sent alone. If several ranks have a name, the first of them sends it. places: the
+    position of this rank's names in the result; without it the result is in rank order.
     """
     rank, device = dist.get_rank(group), next((t.device for t in mine.values()), None)
     places = dict.fromkeys(mine, 0) if places is None else places
@@ -54,10 +54,10 @@ def joined(
     to: int | None = None,
     several: int | None = None,
 ) -> Tensor | None:
-    """The tensor of which each rank has an equal part along `dimension`, a copy; None: all of it.
+    """Concatenate all ranks' equal parts along `dimension`; None: return a copy of `mine`.
 
-    to: the rank of the group that gets it, the others get None; None: all of them do. several: the
-    parts, where neighbours have the same one; None: one for each rank.
+    to: the rank of the group that gets the tensor (the others get None); None: all ranks. several:
+    the number of parts, if neighbouring ranks hold the same part; None: one per rank.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dimension is None or size == 1:
@@ -79,13 +79,13 @@ def joined(
 def reduce_scatter(
     x: Tensor, group: dist.ProcessGroup, rows: Sequence[int] | None = None
 ) -> Callable[[], Tensor]:
-    """Start to add up all ranks' `x`, [sum of rows, …]; the result waits, and returns this rank's.
+    """Start to add up all ranks' `x` [sum of rows, …]; call the result to get this rank's rows.
 
-    Every rank sends part j straight to rank j, which adds up what it gets in the order of the
-    ranks: (N-1)/N of the bytes, as any reduce-scatter, and the same bits from run to run. gloo's
-    own makes an all-reduce, twice as many bytes. nccl's is better, for equal parts: it is taken.
+    Every rank sends part j directly to rank j, which adds up the parts in rank order: (N-1)/N of
+    the bytes, as any reduce-scatter, and bitwise reproducible. gloo's own is an all-reduce with
+    twice as many bytes. For equal parts nccl's own is better and is used.
 
-    rows: of each rank, by default equally many.
+    rows: for each rank, by default equal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     equal = rows is None or len(set(rows)) == 1

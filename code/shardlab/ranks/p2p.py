@@ -1,12 +1,12 @@
-"""Point-to-point messages that work wherever the ranks are.
+"""Point-to-point messages that work on every backend and device.
 
-gloo reads and writes the memory of the host alone: it refuses to send a tensor that lies on a GPU.
-Several ranks that share one GPU must use gloo (nccl wants a GPU for each rank), so their messages
-pass through a copy in host memory. This is the one place where that is done.
+gloo reads and writes host memory alone: it refuses to send a tensor on a GPU. Ranks that share one
+GPU must use gloo (nccl needs one GPU per rank), so their messages pass through a copy in host
+memory. Only this module makes such copies.
 
-nccl connects two ranks at their first message in a group, and both processes stop until it is done.
-It then moves the messages of the two one after another, whatever their direction. So ranks that
-send in a ring and then receive wait for ever: they exchange instead.
+nccl connects two ranks at their first message in a group, and both processes block until they are
+connected. It then runs the two ranks' messages one after another, in either direction. So ranks
+that first send around a ring and then receive wait for ever: use `exchange` instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardlab.common import gpu
 
 
 class Message:
-    """A message under way, or one in each direction. `wait` returns when it is over."""
+    """A message in flight, or one in each direction; `wait` returns once it is complete."""
 
     def __init__(
         self,
@@ -30,29 +30,29 @@ class Message:
         targets: Sequence[torch.Tensor] = (),
     ):
         self._works = works
-        self._sent, self._landed = sent, landed  # kept in memory until the transfer is over
-        self._targets = targets  # where what has landed has to go
+        self._sent, self._landed = sent, landed  # kept alive until the transfer is complete
+        self._targets = targets  # where received tensors are copied
 
     def wait(self) -> None:
-        """Return when tensors may be used: read, if they were received; changed, if sent."""
+        """Wait until tensors may be used: received ones read, sent ones changed."""
         if not self._works:
             return
         for work in self._works:
             work.wait()
-        self._works = []  # gloo waits for ever when it is asked a second time
+        self._works = []  # gloo waits for ever on a second wait
         for target, landed in zip(self._targets, self._landed, strict=True):
             if target is not landed:
                 target.copy_(landed)
 
 
 def isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
-    """Begin to send `tensor` to rank `peer` of `group` (its number in the group)."""
+    """Start to send `tensor` to rank `peer` of `group` (its number in the group)."""
     sent = _leaving(tensor, group)
     return Message([dist.isend(sent, _global(peer, group), group=group)], [sent])
 
 
 def irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None) -> Message:
-    """Begin to receive into `tensor` what rank `peer` of `group` (its number there) sends."""
+    """Start to receive a message from rank `peer` of `group` (its number there) into `tensor`."""
     landed = _landing(tensor, group)
     work = dist.irecv(landed, _global(peer, group), group=group)
     return Message([work], landed=[landed], targets=[tensor])
@@ -65,10 +65,10 @@ def exchange(
     source: int,
     group: dist.ProcessGroup | None = None,
 ) -> Message:
-    """Begin to send `outgoing` to rank `to`, and to receive `incoming` from rank `source`.
+    """Start to send `outgoing` to rank `to`, and to receive `incoming` from rank `source`.
 
-    Every rank of the group calls it, as in a collective: each sends one tensor and gets one. With
-    nccl both set off together; all others would wait where each rank sends first.
+    Every rank of the group calls this, as in a collective: each sends and receives one tensor. With
+    nccl both start together; otherwise, if every rank sent first, all would wait.
     """
     return exchange_all([(outgoing, to)], [(incoming, source)], group)
 
@@ -78,10 +78,10 @@ def exchange_all(
     incoming: Sequence[tuple[torch.Tensor, int]],
     group: dist.ProcessGroup | None = None,
 ) -> Message:
-    """Begin to send each tensor to its rank, and to receive each from its: all in one batch.
+    """Start to send each tensor to its rank and to receive each from its rank, in one batch.
 
-    Two ranks have to name what passes between them in the same order. Who has nothing to send or to
-    receive need not call it.
+    Two ranks must list the messages between them in the same order. A rank without messages need
+    not call this.
     """
     sent = [_leaving(tensor, group) for tensor, _ in outgoing]
     landed = [_landing(tensor, group) for tensor, _ in incoming]
@@ -98,13 +98,13 @@ def exchange_all(
 
 
 def _leaving(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What is sent for `tensor`."""
+    """Return the tensor to send for `tensor`: contiguous, and in host memory if necessary."""
     tensor = tensor.contiguous()
     return tensor.cpu() if _through_host(tensor, group) else tensor
 
 
 def _landing(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Where what comes for `tensor` arrives first."""
+    """Return the tensor to receive into for `tensor`: itself, or a buffer."""
     through_host = _through_host(tensor, group)
     if tensor.is_contiguous() and not through_host:
         return tensor
@@ -113,7 +113,7 @@ def _landing(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 
 
 def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """The backend that moves tensors of `device` in `group`: a group may have one for each kind."""
+    """Return the backend that moves tensors of `device` in `group`."""
     # "cpu:gloo,cuda:nccl": a backend for each kind of device.
     each = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return each[device.type]

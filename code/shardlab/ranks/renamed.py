@@ -1,7 +1,7 @@
-"""Two collectives under the names that torch 2.13 gave them: older ones warn there, or are alone.
+"""Two collectives with torch 2.13's names, for all torch versions, without deprecation warnings.
 
-Both take the output first. The group is to be named: `all_gather_single(out, x, group=group)`.
-They are looked up at every call: a run of ranks logs its collectives, and has put others there.
+Both take the output first. Pass the group by name: `all_gather_single(out, x, group=group)`. They
+are looked up at every call, because a run of ranks replaces collectives by logging ones.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 
 def all_gather_single(*args: Any, **kwargs: Any) -> dist.Work | None:
-    """Every rank's input, side by side in the output."""
+    """Gather every rank's input, side by side, into the output."""
     return _either("all_gather_single", "all_gather_into_tensor")(*args, **kwargs)
 
 
 def reduce_scatter_single(*args: Any, **kwargs: Any) -> dist.Work | None:
-    """The sum of all ranks' inputs; each rank's output gets its part."""
+    """Add up all ranks' inputs; each rank's output gets its part."""
     return _either("reduce_scatter_single", "reduce_scatter_tensor")(*args, **kwargs)
 
 

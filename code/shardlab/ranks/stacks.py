@@ -1,8 +1,8 @@
-"""Where a rank stands: what faulthandler wrote of its threads, read as one stack.
+"""Where a rank stands: the stack of its main thread, from faulthandler's dump of all threads.
 
-A rank works in its main thread. When that waits for a backward, the rank stands where autograd's
-thread does, in which the hooks run on a GPU. Threads that merely help, such as the one that holds
-the lifeline, tell nothing.
+While the main thread waits for a backward, the hooks run in autograd's thread on a GPU, so that
+thread's stack is put in front. Helper threads, such as the one that reads the lifeline, are
+ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def await_dumps(files: list[Path]) -> None:
-    """Return when ranks have written their stacks, each into its file, or after a second."""
+    """Wait until the ranks have written their stacks, each into its file, for at most a second."""
     deadline = time.monotonic() + 1.0
     before: list[int] = []
     sizes = [_size(file) for file in files]
     while time.monotonic() < deadline and (sizes != before or 0 in sizes):
-        time.sleep(0.01)  # a dump is whole when it grows no more: nothing else marks its end
+        time.sleep(0.01)  # a dump ends when its file stops growing: there is no other mark
         before, sizes = sizes, [_size(file) for file in files]
 
 
@@ -46,26 +46,26 @@ def _size(file: Path) -> int:
 
 
 def own(frames: list[Any]) -> list[Any]:
-    """Those that are not a library's: the reader's and the course's."""
+    """Return the frames outside of libraries: the reader's and the course's."""
     return [frame for frame in frames if not frame[0].startswith((*_LIBRARIES, "<"))]
 
 
 def readers(frames: list[Any]) -> list[Any]:
-    """The reader's alone."""
+    """Return the reader's frames alone."""
     return [frame for frame in own(frames) if not frame[0].startswith(_COURSE)]
 
 
 def read(text: str) -> Stack:
-    """The stack that tells where a rank stands, from all that faulthandler wrote in it."""
-    # A fatal signal's dump comes last, and counts: it is of one thread, the one that died.
+    """Parse faulthandler's output into the stack that shows where a rank stands."""
+    # After a fatal signal, use the last dump: the stack of the thread that died.
     dumps = _HEAD.split(text.rpartition("Fatal Python error")[2])[1:]
     threads = [
         [(m[1], int(m[2]), m[3]) for m in map(_LINE.search, dump.splitlines()) if m]
         for dump in dumps
     ]
-    *others, main = threads or [[]]  # the newest thread comes first, and so the main one last
+    *others, main = threads or [[]]  # newest thread first, main thread last
     if main and main[0][2] == "_engine_run_backward":
-        # Python's own threads begin in `_bootstrap`, autograd's do not.
+        # Python's own threads begin in `_bootstrap`, autograd's threads do not.
         own_code = (t for t in others if t and t[-1][2] != "_bootstrap" and own(t))
         return next(own_code, []) + main
     return main

@@ -1,7 +1,7 @@
-"""Starting ranks, and ending them.
+"""Start and end the processes of ranks.
 
 A fork takes 0.1 s for four ranks and can run a function that exists only in a notebook's memory.
-Fresh ranks are new interpreters, which takes seconds, and are the way once the caller holds a CUDA
+Fresh ranks are new interpreters, which takes seconds. They are needed once the caller holds a CUDA
 context, which does not survive a fork.
 """
 
@@ -32,18 +32,18 @@ from . import worker
 
 @dataclass
 class Process:
-    """One started rank, as its caller sees it."""
+    """A started rank, as its caller sees it."""
 
     rank: int
     pid: int
-    status: Connection  # out of it come None, when all ranks have met, and a Report
+    status: Connection  # sends None when all ranks have met, and later a Report
     met: bool = False
     report: worker.Report | None = None
 
     def exit_code(self) -> int | None:
-        """None while it runs; its exit status; minus the signal that ended it.
+        """Return None while the process runs, its exit status, or minus the signal that ended it.
 
-        The process is left unreaped, so that its number cannot be given to another one before
+        The process is left unreaped, so that its number cannot be given to another process before
         `end` has used it.
         """
         peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -53,21 +53,21 @@ class Process:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def dump_stack(self) -> None:
-        """Ask it to write where it stands into its stack file."""
+        """Ask the process to write its stack into its stack file."""
         if self.exit_code() is None:
             os.kill(self.pid, signal.SIGUSR1)
 
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns that a process with threads forks. The four rules that make it safe here
-        # stand in CONTRIBUTING.md, section "Ranks".
+        # Python 3.12 warns when a process with threads forks. The four rules that make this safe
+        # are in CONTRIBUTING.md, section "Ranks".
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def gpus_survive_fork() -> bool:
-    """Whether a forked rank could use a GPU: not once this process has asked the driver for one.
+    """Return True if a forked rank can use a GPU: not after this process has asked the driver.
 
     torch.cuda.is_available() may be enough to ask, and leaves no trace here; a child can tell.
     """
@@ -78,14 +78,14 @@ def gpus_survive_fork() -> bool:
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """`fn` and `args` for a process that knows nothing of them; TypeError if they cannot travel."""
-    # Not at the top: forked ranks do without it.
+    """Pickle `fn` and `args` for a fresh process; raise TypeError if that is not possible."""
+    # Not at the top: forked ranks do not need it.
     import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
-            # Torch's modules of settings are of a class of their own, which cloudpickle does not
-            # take for modules; it meets torch.distributed.config where a function says `.config`.
+            # Torch's settings modules have a class of their own, which cloudpickle does not handle
+            # as modules; it meets torch.distributed.config if a function uses `.config`.
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)
@@ -136,19 +136,19 @@ def _become(
     status: int,
     lifeline: int,
 ) -> NoReturn:
-    """In the process that was forked: be the rank, here or as a new interpreter."""
+    """Become the rank in the forked process, directly or as a new interpreter."""
     try:
         if method == "fork":
             gc.freeze()
             connection = Connection(status, readable=False)
             worker.serve(rank, job, lambda: (fn, args), connection, lifeline)
-        # Until the rank has redirected its own output, what it says goes where it will write later.
+        # Until the rank redirects its own output, write to the same file.
         output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         low, high = sorted((status, lifeline))
         for ends in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
-            os.closerange(*ends)  # whatever a library has opened
+            os.closerange(*ends)  # every descriptor that a library has opened
         for descriptor in (status, lifeline):
             os.set_inheritable(descriptor, True)
         call = f"{job.directory!r}, {rank}, {status}, {lifeline}"
@@ -161,15 +161,15 @@ def _become(
 
 
 def end(processes: list[Process], lifeline: int, patience: float = 0.0) -> None:
-    """Dismiss the ranks, wait `patience` seconds, kill what is left with all that it started."""
+    """Dismiss the ranks, wait `patience` seconds, then kill the rest with their helpers."""
     with suppress(BrokenPipeError):
-        os.write(lifeline, bytes(2 * len(processes)))  # two threads of each read one
+        os.write(lifeline, bytes(2 * len(processes)))  # two threads of each rank read one
     os.close(lifeline)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and any(p.exit_code() is None for p in processes):
         time.sleep(0.002)
     for process in processes:
-        # The group too: a rank may have started helpers of its own, data loaders for one.
+        # The group too: a rank may have started helpers, such as data loaders.
         for kill, target in ((os.killpg, process.pid), (os.kill, process.pid)):
             with suppress(ProcessLookupError, PermissionError):
                 kill(target, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""The same `run` when the ranks exist already: in a script that torchrun started.
+"""Implement `run` with ranks that exist already: in a script that torchrun started.
 
     torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 code/lessons/collectives.py
 
-Process 0 executes the script, as if it were alone. The others, on one machine or many, execute it
-up to its first `run`, are ranks of this and all further runs, and end when process 0 ends: what
-stands between the runs is computed, printed and written once. Functions, arguments and results
-travel through the launcher's store, by value, so nothing depends on a file system that all machines
-see. What a rank prints goes where torchrun sends it.
+Process 0 executes the script as if it were alone. The others, on one machine or many, execute it up
+to its first `run`, are ranks of this and all further runs, and end when process 0 ends. So the code
+between the runs computes, prints and writes only once. Functions, arguments and results are sent by
+value through the launcher's store, so no shared file system is needed. Ranks print to torchrun's
+output.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from shardlab.common import gpu
 
 from . import start, worker
 
-_ARRIVAL = 300.0  # seconds that processes may need until their first run, one after another
-_GRACE = 5.0  # seconds that others may still take once a rank has failed
+_ARRIVAL = 300.0  # seconds for processes to reach their first run, in sequence
+_GRACE = 5.0  # seconds for the others once a rank has failed
 _FOR_EVER = timedelta(days=365)
 _CHUNK = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
-_FAILED = "failed"  # the key that says that a rank of this run has
+_FAILED = "failed"  # key in the store: a rank of this run has failed
 
-_numbers = count()  # of the runs, in every process alike
+_numbers = count()  # numbers of the runs, equal in all processes
 
-# What a process of torchrun's starts inherits its environment, and is not torchrun's: this tells it
-# whose the environment is. A launcher started from there gives its processes another address.
+# Children of torchrun's processes inherit the environment, but are not torchrun's: this says whose
+# the environment is. A launcher started by one gives its processes another address.
 _MARK = "SHARDLAB_TORCHRUN_PROCESS"
 
 
 def _own() -> int | None:
-    """This process's number if torchrun started it, None otherwise."""
+    """Return the id of this environment's process that torchrun started; None if there is none."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -62,22 +62,21 @@ _parting: list[Callable[[], None]] = []
 
 
 def at_parting(call: Callable[[], None]) -> None:
-    """Have `call()` called at the end of this run, if this process goes on to another one.
+    """Register `call()` for the end of this run, if this process goes on to another run.
 
-    For libraries that keep a run's groups for as long as the process lives. Outside of a run it
-    does nothing.
+    For libraries that keep a run's groups as long as the process lives. No effect outside a run.
     """
     if worker._inside is not None and call not in _parting:
         _parting.append(call)
 
 
 def launched() -> bool:
-    """Whether torchrun, and not `run`, started this very process."""
+    """Return True if torchrun, and not `run`, started this very process."""
     return worker._inside is None and _process == os.getpid()
 
 
 def world() -> tuple[int, int]:
-    """This process's rank among all that torchrun started, and how many they are."""
+    """Return this process's rank among all of torchrun's processes, and their number."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -91,10 +90,10 @@ def _next_run() -> dist.Store:
 
 
 def enter() -> None:
-    """Come to a run: process 0 goes on, the others stay in here until process 0 ends."""
+    """Enter a run: process 0 returns; the others stay here until process 0 ends."""
     rank, _ = world()
     if rank:
-        record(_serve)()  # what it raises goes into torchrun's summary, too
+        record(_serve)()  # torchrun's summary then has the error
         raise SystemExit(0)
     _at_the_end()
 
@@ -112,9 +111,9 @@ def _end_all() -> None:
     _, total = world()
     _arrive(_store(), "left", total)
     try:
-        _store().wait(["all left"], timedelta(seconds=_GRACE))  # the store may be ours: we go last
+        _store().wait(["all left"], timedelta(seconds=_GRACE))  # it may host the store: last out
     except dist.DistStoreError:
-        # With the status 0 torchrun would wait for them.
+        # After exit status 0, torchrun would wait for them.
         hang = total - _store().add("left", 0)
         print(f"{hang} of torchrun's {total} processes hang.", file=sys.stderr)
         worker.flush()
@@ -122,16 +121,16 @@ def _end_all() -> None:
 
 
 def _arrive(store: dist.Store, what: str, total: int) -> None:
-    """Count this process among `total`; the last of them sets the key `all …`."""
+    """Count this process among `total`; the last one sets the key `all …`."""
     if store.add(what, 1) == total:
         store.set(f"all {what}", b"")
 
 
-# Values of any size in a store of torch's.
+# Values of any size in torch's store.
 
 
 def _put(store: dist.Store, key: str, data: bytes) -> None:
-    """Set `key` to `data`, in pieces."""
+    """Set `key` to `data`, in chunks."""
     pieces = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
     for number, piece in enumerate(pieces):
         store.set(f"{key}/{number}", piece)
@@ -139,17 +138,17 @@ def _put(store: dist.Store, key: str, data: bytes) -> None:
 
 
 def _take(store: dist.Store, key: str) -> bytes:
-    """What `_put` has set `key` to, or will set it to."""
+    """Return the value of `key` that `_put` sets, waiting for it."""
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 
 def _drop(store: dist.Store, key: str) -> None:
-    """Free the memory of what `_put` has set `key` to."""
+    """Free the memory of the value of `key` that `_put` has set."""
     for number in range(int(store.get(key))):
         store.delete_key(f"{key}/{number}")
 
 
-# What process 0 does.
+# Process 0.
 
 
 def run_joined(
@@ -160,7 +159,7 @@ def run_joined(
     device: str,
     timeout: float,
 ) -> list[worker.Report | None]:
-    """Run `fn(*args)` on the first processes; None stands for one that was not done in time."""
+    """Run `fn(*args)` on the first processes; None for a rank that did not finish in time."""
     job = worker.Job(world_size, backend, device, timeout, "", os.getpid(), torch.get_rng_state())
     call = start.packed(fn, args)
     _await_all()
@@ -170,7 +169,7 @@ def run_joined(
     _meet(store, job)
     limit = time.monotonic() + job.timeout + _GRACE
     _take_part(store, job, 0)
-    # A rank that died is torchrun's to notice: it ends the others, and says which one it was.
+    # torchrun notices a rank that died: it ends the others and names it.
     while not store.check(["all reported"]) and time.monotonic() < limit:
         if store.check([_FAILED]):
             limit = min(limit, time.monotonic() + _GRACE)
@@ -193,7 +192,7 @@ def _report_of(store: dist.Store, rank: int) -> worker.Report | None:
 
 @cache
 def _await_all() -> None:
-    """Wait until all processes have come to their first run."""
+    """Wait until all processes have reached their first run."""
     _, total = world()
     _arrive(_store(), "here", total)
     try:
@@ -204,11 +203,11 @@ def _await_all() -> None:
         raise RuntimeError(words) from None
 
 
-# What every other process does.
+# All other processes.
 
 
 def _serve() -> None:
-    """Be a rank of every run of process 0 that has one for this process, until process 0 ends."""
+    """Serve as a rank of every run of process 0 with a rank for this process, until that ends."""
     rank, total = world()
     _arrive(_store(), "here", total)
     while True:
@@ -228,9 +227,9 @@ def _serve() -> None:
 def _make_sure_of_process_0(
     store: dist.Store, job: worker.Job, rank: int, report: worker.Report
 ) -> None:
-    """End the job, with the cause, when process 0 does not hear of it because it hangs itself.
+    """End the job with the cause if process 0 hangs and so does not receive it.
 
-    Under nccl it cannot come back from a collective in which this rank is missing.
+    Under nccl, process 0 cannot return from a collective that this rank does not enter.
     """
     cause = report.failed and not report.victim
     patience = _GRACE if cause and job.by_nccl else job.timeout + 2 * _GRACE
@@ -238,7 +237,7 @@ def _make_sure_of_process_0(
         store.wait(["heard"], timedelta(seconds=patience if cause else patience + _GRACE))
     except dist.DistStoreError:
         if store.add("said", 1) > 1:
-            time.sleep(job.timeout)  # torchrun ends this process once the other one has said it
+            time.sleep(job.timeout)  # torchrun ends this process once the other one has raised
         if cause:
             raise RuntimeError(f"rank {rank} of {job.world_size} raised {report.error}") from None
         raise RuntimeError(
@@ -246,11 +245,11 @@ def _make_sure_of_process_0(
         ) from None
 
 
-# What all of them do.
+# All processes.
 
 
 def _meet(store: dist.Store, job: worker.Job) -> None:
-    """Wait until all ranks have used their GPU: the run's time counts from then."""
+    """Wait until all ranks have used their GPU; the run's time counts from then."""
     if job.device == "cpu":
         return
     worker.use_gpu(int(os.environ["LOCAL_RANK"]))
@@ -259,7 +258,7 @@ def _meet(store: dist.Store, job: worker.Job) -> None:
 
 
 def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
-    """Be `rank` of one run, and leave its report in the store."""
+    """Run one job as `rank`, and put its report into the store."""
     report = _reported(store, job, rank)
     _put(store, f"report{rank}", pickle.dumps(report))
     if report.failed:
@@ -280,21 +279,21 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
                 timeout=timedelta(seconds=job.timeout),
             )
             report = worker._returned(worker.called(job, *pickle.loads(_take(store, "call"))))
-            dist.barrier()  # nobody leaves while a neighbour still needs its sockets
+            dist.barrier()  # no rank leaves while a neighbour still needs its sockets
             return report
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever else it is, process 0 has to hear of it
+    except BaseException as error:  # process 0 must learn of every other error
         report = worker._raised(error)
-        if not dist.is_initialized():  # no neighbour's end can show here but as one of these
+        if not dist.is_initialized():  # then a neighbour's failure can only show as one of these
             report.victim = any(words in report.error for words in ("onnect", "imed out", "imeout"))
         return report
     finally:
         while _parting:
             _parting.pop()()
         worker._inside = None
-        # What belongs to a group goes before it: torch's DDP, when it is the group's last owner,
-        # waits for gloo's threads while they wait for it, for ever.
+        # Objects that use a group must go before it: torch's DDP, as the group's last owner, waits
+        # for gloo's threads while these wait for DDP, for ever.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -302,7 +301,7 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
 
 @contextmanager
 def _as_if_alone(job: worker.Job) -> Iterator[None]:
-    """What a rank that `run` starts finds, and this process's own state again afterwards."""
+    """Set up the state that `run` gives to a rank it starts, and restore this process's own."""
     threads, hook = torch.get_num_threads(), sys.excepthook
     gpus = [] if job.device == "cpu" else [gpu.module().current_device()]
     with torch.random.fork_rng(gpus, device_type=gpu.kind()), warnings.catch_warnings():
@@ -313,4 +312,4 @@ def _as_if_alone(job: worker.Job) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
-            sys.excepthook = hook  # each new group puts "[rank0]: " before what the last one says
+            sys.excepthook = hook  # each new group prefixes the hook's output with "[rank0]: "

@@ -1,7 +1,7 @@
-"""What one rank does, from its first instruction to its last.
+"""The life of one rank, from its first instruction to its last.
 
-A rank joins the process group, calls the function, reports back, and then waits to be dismissed: no
-rank leaves while a neighbour may still need its sockets.
+A rank joins the process group, calls the function, reports back, and then waits to be dismissed, so
+that no rank leaves while a neighbour may still need its sockets.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardlab.common import gpu
 
 from . import calls
 
-# What gloo's transport and nccl say in a rank whose *neighbour* failed, or called something else.
+# Error texts of gloo and nccl in a rank whose *neighbour* failed or called something else.
 VICTIM_WORDS = (
     *("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out"),
     "wait timeout",  # in torch's store
 )
 
-START = 120.0  # seconds in which the ranks of a run have to start and meet
-TIMEOUT = 120.0  # seconds that a run may take, unless its caller says otherwise
+START = 120.0  # seconds for the ranks of a run to start and meet
+TIMEOUT = 120.0  # seconds for a run, unless its caller sets another limit
 MAX_SLOWDOWN = 4.0  # factor by which both may grow on a slow machine
 
 _inside: Job | None = None  # set in a rank, None everywhere else
@@ -46,47 +46,47 @@ _inside: Job | None = None  # set in a rank, None everywhere else
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of one run is told."""
+    """The description of a run, which every rank receives."""
 
     world_size: int
     backend: str
     device: str  # "cpu", "cuda" or "xpu"
-    timeout: float  # seconds that the whole run may take
+    timeout: float  # seconds for the whole run
     directory: str  # the run's own folder: rendezvous file, outputs, stacks
     parent: int  # process id of the caller
-    rng_state: torch.Tensor = field(repr=False)  # the caller's, so that every rank starts from it
+    rng_state: torch.Tensor = field(repr=False)  # the caller's: every rank starts from it
 
     @property
     def by_nccl(self) -> bool:
-        """Whether nccl or xccl moves the tensors: then `wait` holds up the GPU, not the process."""
+        """True if nccl or xccl moves the tensors: then `wait` blocks the GPU, not the process."""
         return self.device != "cpu" and gpu.CARRIERS[self.device] in self.backend
 
     def file(self, kind: str, rank: int | None = None) -> Path:
-        """A file in the run's folder: the run's own, or that of one rank."""
+        """Return a file in the run's folder: the run's own, or that of one rank."""
         return Path(self.directory, kind if rank is None else f"{kind}.{rank}")
 
 
 @dataclass
 class Report:
-    """What a rank sends to the caller when it is done, one way or the other."""
+    """The final message of a rank to the caller."""
 
     value: bytes = b""
-    error: str = ""  # "ValueError: boom"; "" where it returned
+    error: str = ""  # "ValueError: boom"; "" if it returned
     frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
-    victim: bool = False  # a neighbour's failure seen from here
+    victim: bool = False  # True: the error is the consequence of a neighbour's failure
 
     @property
     def failed(self) -> bool:
-        """Whether it raised, or its result cannot be sent."""
+        """True if the rank raised, or its result cannot be sent."""
         return self.error != ""
 
 
 def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> None:
-    """Be rank `rank` of `job`: run what `load()` gives, report, wait for dismissal. Never returns.
+    """Run rank `rank` of `job`: call the function, report, wait for dismissal. Never returns.
 
-    `load` gives a function and its arguments; what it imports does not count as the run's time.
-    `lifeline` is the reading end of a pipe whose writing end the caller holds: it has something to
-    read when the caller dismisses its ranks, and reads as closed when the caller dies.
+    `load` returns the function and its arguments; its imports do not count as the run's time.
+    `lifeline` is the reading end of a pipe whose writing end the caller holds: it becomes readable
+    when the caller dismisses its ranks, and reads as closed when the caller dies.
     """
     global _inside
     _settle_in(rank, job, lifeline)
@@ -96,22 +96,22 @@ def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> 
         _join(rank, job)
         status.send(None)  # the caller's clock starts
         report = _returned(called(job, fn, args))
-    except BaseException as error:  # whatever it is, the caller has to hear of it
+    except BaseException as error:  # the caller must learn of every error
         report = _raised(error)
     flush()
-    with suppress(OSError):  # the caller is no more
+    with suppress(OSError):  # the caller has died
         status.send(report)
     _leave_with_caller(lifeline, job)
 
 
 def _settle_in(rank: int, job: Job, lifeline: int) -> None:
-    """Own session, own output, own signals; die when the caller dies."""
-    os.setsid()  # the terminal's Ctrl-C goes to the caller alone, which stops its ranks
+    """Give the rank its own session, output and signals; make it die with the caller."""
+    os.setsid()  # the terminal's Ctrl-C reaches the caller alone, which stops its ranks
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
-        # The kernel tells of the caller's death, and C itself answers with alarm(SIGHUP), where
-        # SIGHUP is 1: a second for the thread below, which Python may be too busy to let run.
+        # The kernel signals the caller's death with SIGHUP, and C handles it with alarm(SIGHUP),
+        # where SIGHUP is 1: one second for the thread below, if Python is too busy to run it.
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
@@ -123,17 +123,17 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    # In a notebook, sys.stdout belongs to the kernel and must not be used from here.
+    # In a notebook, sys.stdout belongs to the kernel and must not be used here.
     sys.stdin = open(0, closefd=False)
     sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), "utf-8", write_through=True)
     stacks = open(job.file("stack", rank), "w")
     faulthandler.enable(stacks, all_threads=False)
-    # All threads: on a GPU the hooks of a backward run in one of autograd's own.
+    # All threads: on a GPU, the hooks of a backward run in autograd's threads.
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     torch.set_rng_state(job.rng_state)
-    # torch 2.13 renames collectives; the old names are the ones that every supported torch knows.
+    # torch 2.13 renames collectives; only the old names exist in every supported torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     _print_instead_of_display()
     os.environ.update(
@@ -148,11 +148,11 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
 
 
 def _leave_with_caller(lifeline: int, job: Job) -> None:
-    """Wait until the caller dismisses its ranks, or dies; then go, with all that was started here.
+    """Wait until the caller dismisses its ranks or dies; then kill this rank's process group.
 
-    Not by sys.exit: gloo's threads abort a process that ends in the ordinary way.
+    Not with sys.exit: gloo's threads abort a process that ends in the ordinary way.
     """
-    _leave(job, dismissed=bool(os.read(lifeline, 1)))  # a caller that dies has written nothing
+    _leave(job, dismissed=bool(os.read(lifeline, 1)))  # a caller that dies writes nothing
 
 
 def _leave(job: Job, dismissed: bool) -> None:
@@ -164,9 +164,9 @@ def _leave(job: Job, dismissed: bool) -> None:
 
 
 def use_gpu(local_rank: int) -> None:
-    """Make this rank's GPU the current one, and use it once: the first product loads cuBLAS.
+    """Make this rank's GPU the current one, and run a product on it, which loads cuBLAS.
 
-    It takes seconds, and so it is done before the clock of a run starts.
+    This takes seconds, so it happens before the clock of a run starts.
     """
     gpu.module().set_device(local_rank % gpu.module().device_count())
     one = torch.ones(1, 1, device=gpu.kind())
@@ -174,9 +174,9 @@ def use_gpu(local_rank: int) -> None:
 
 
 def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
-    """What `fn(*args)` returns, once all that it has queued on a GPU is done.
+    """Return the result of `fn(*args)`, once all its work on the GPU is done.
 
-    A collective in which a neighbour is missing hangs there, on the GPU, and not in `fn`.
+    A collective that a neighbour does not enter hangs on the GPU, and not in `fn`.
     """
     value = fn(*args)
     if job.device != "cpu":
@@ -188,7 +188,7 @@ def _join(rank: int, job: Job) -> None:
     if job.device != "cpu":
         use_gpu(rank)
     store = dist.FileStore(str(job.file("store")), job.world_size)
-    # The caller's clock decides: gloo's own must not go off first, in a rank that only waited.
+    # The caller's clock decides: gloo's own must not expire first, in a rank that only waited.
     limit = timedelta(seconds=MAX_SLOWDOWN * (START + job.timeout) + 30)
     dist.init_process_group(
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
@@ -222,14 +222,14 @@ def _describe(error: BaseException) -> str:
 
 
 def flush() -> None:
-    """Write out what this process has printed, as far as its streams are there and open."""
+    """Flush this process's output streams, if they exist and are open."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def _print_instead_of_display() -> None:
-    """A forked notebook kernel must not answer the notebook: show its text, as a script would."""
+    """Print the text of displayed objects: a forked kernel must not answer the notebook."""
     kernel = sys.modules.get("IPython")
     shell = kernel.get_ipython() if kernel else None
     if shell is not None:
@@ -241,7 +241,7 @@ def _print_instead_of_display() -> None:
 
 
 def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:
-    """Entry of a rank that starts as a fresh process (see `start.start`)."""
+    """Serve as a rank that starts as a fresh process (see `start.start`)."""
     job, payload, paths = torch.load(Path(directory, "job"), weights_only=False)
     sys.path[:] = paths
     serve(rank, job, lambda: pickle.loads(payload), Connection(status, readable=False), lifeline)

@@ -1,10 +1,10 @@
-"""Counting bytes: those that a process sends, those that it holds, and how fast it can move them.
+"""Count the bytes that a process sends and holds, and measure how fast it can move them.
 
-- `sent`, `wire_bytes` (traffic): what travels between ranks;
-- `held`, `saved`, `states`, `bytes_of` (storage): what one process holds, and a limit to it;
-- `pretended_step` (pretended): what one rank of a large job would hold, without the job;
-- `clock`, `machine`, `rates` (speed): a clock that waits for the GPU, what this machine has, and
-  what it reaches.
+- `sent`, `wire_bytes` (traffic): bytes between ranks;
+- `held`, `saved`, `states`, `bytes_of` (storage): bytes in one process, and a limit to them;
+- `pretended_step` (pretended): bytes that one rank of a large job would hold, without the job;
+- `clock`, `machine`, `rates` (speed): a clock that waits for the GPU, the machine's hardware, and
+  the rates that it reaches.
 """
 
 from .pretended import pretended_step

@@ -1,12 +1,12 @@
-"""What one rank of a large job would hold, found on a laptop, without the job.
+"""Count the bytes that one rank of a large job would hold, on a laptop, without the job.
 
-The process group is pretended (`ranks.pretend`) and so are the tensors: they have shapes, dtypes
-and storages with sizes, and no data. Torch's own FSDP2 shards torch's own modules on them, and the
-same watch that counts real bytes (`held`) counts these. On real ranks, with real tensors, the same
-step holds the same bytes; `tests/test_held.py` compares.
+The process group is simulated (`ranks.pretend`) and so are the tensors: they have shapes, dtypes
+and storage sizes, but no data. Torch's FSDP2 shards torch modules on them, and `held`, which counts
+real bytes, counts theirs. With real ranks and tensors the same step holds the same bytes;
+`tests/test_held.py` compares.
 
-Not in these numbers: what an allocator loses to fragments, the buffers of nccl, CUDA's own memory,
-and what streams that run ahead hold a moment longer.
+Not included: allocator fragmentation, nccl's buffers, CUDA's own memory, and tensors that
+asynchronous streams hold a moment longer.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def pretended_step(
     seq: int | None = None,
     recompute: str = "full",
 ) -> dict[str, int]:
-    """Bytes that rank 0 of `world_size` would hold in a training step under FSDP2. Simulated.
+    """Count the bytes that rank 0 of `world_size` would hold in a simulated FSDP2 training step.
 
-    Each block is a unit of its own. Parameters are float32 in shards and bfloat16 where they are
-    used; gradients are reduced in float32; AdamW. batch: sequences on each rank; seq: tokens each,
-    by default the model's longest. recompute: "full" (each block again in backward) or "none".
+    Each block is a unit of its own. Parameters are float32 in shards and bfloat16 for computing;
+    gradients are reduced in float32; AdamW. batch: sequences per rank; seq: tokens of each, by
+    default the model's longest. recompute: "full" (each block again in backward) or "none".
 
-    Returns bytes: parameters, gradients, optimizer (this rank's shards, after the step), and of the
-    second step, `activations` (kept at the end of forward) and `peak` (of all together).
+    Returns bytes: parameters, gradients, optimizer (this rank's shards, after the step), and, in
+    the second step, `activations` (kept at the end of forward) and `peak` (of everything together).
 
     Raises ValueError for a world_size below 1.
     """
@@ -52,8 +52,8 @@ def _step(config: Config, batch: int, seq: int, recompute: bool) -> dict[str, in
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _sharding_prop
 
-    # DTensor works out shapes with fake tensors of its own. Inside another fake mode it would take
-    # that one, and what it tries out would be counted as held.
+    # DTensor infers shapes with its own fake tensors. Inside another fake mode it would use that
+    # mode, and `held` would count its trial tensors.
     if hasattr(_sharding_prop, "detect_fake_mode"):
         _sharding_prop.detect_fake_mode = lambda *_, **__: None
     with torch.device("meta"):
@@ -76,14 +76,14 @@ def _shard(model: plain.GPT) -> None:
 
 
 def measured_step(model: plain.GPT, batch: int, seq: int, recompute: bool) -> dict[str, int]:
-    """The bytes of a training step of a model that FSDP2 has sharded; see `pretended_step`."""
+    """Count the bytes of a training step of an FSDP2-sharded model; see `pretended_step`."""
     if recompute:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    # foreach=True would copy all shards at once for the time of the step.
+    # foreach=True would copy all shards during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens_BS = torch.zeros(batch, seq, dtype=torch.int64)
-    _train(model, optimizer, tokens_BS)  # the optimizer makes its states in the first step
+    _train(model, optimizer, tokens_BS)  # the first step creates the optimizer states
     optimizer.zero_grad()
     with held(model, optimizer, tokens_BS) as bytes_held:
         before = bytes_held.now

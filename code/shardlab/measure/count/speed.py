@@ -1,4 +1,4 @@
-"""What this machine has, and what it reaches: the two sides of a roofline."""
+"""The hardware of this machine, and the rates it reaches: the two sides of a roofline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardlab.common.arguments import check_number
 
 
 def machine() -> list[tuple[str, str]]:
-    """What this process computes on, as (what, value): each GPU, or the processor without one."""
+    """Return this process's hardware as (name, value): each GPU, or the processor without one."""
     facts: list[tuple[str, str]] = []
     for index in range(torch.cuda.device_count()):
         one = torch.cuda.get_device_properties(index)
         facts.append(("GPU", one.name))
         facts.append(("memory", f"{one.total_memory / 1e9:.1f} GB"))
-        # Not all versions of torch tell these two. DDR: two transfers in a cycle.
+        # Not every version of torch has these two. DDR: two transfers per cycle.
         clock, width = (getattr(one, n, 0) for n in ("memory_clock_rate", "memory_bus_width"))
         if clock and width:
             facts.append(("memory bandwidth", f"{2e3 * clock * width / 8 / 1e9:.0f} GB/s"))
@@ -42,7 +42,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it, or as Python knows it."""
+    """Return the processor's name, from Linux or else from Python."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -51,7 +51,7 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine reaches: `flops` in FLOP/s, `bytes` to and from memory in bytes/s."""
+    """The rates that a machine reaches: `flops` in FLOP/s, memory `bytes` in bytes/s."""
 
     flops: float
     bytes: float
@@ -65,7 +65,7 @@ class Rates:
         return self.flops / self.bytes
 
     def reachable(self, intensity: float) -> float:
-        """FLOP/s that work of `intensity` FLOP per byte can reach.
+        """Return the FLOP/s that work of `intensity` FLOP per byte can reach.
 
         Williams et al., "Roofline", CACM 52(4), 2009.
         """
@@ -73,9 +73,9 @@ class Rates:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds of time.perf_counter(), read when `device` has done all that it was asked to.
+    """Return time.perf_counter() in seconds, after all work of `device` is done.
 
-    A GPU takes orders and works them off later: without the wait, only the orders are timed.
+    A GPU runs asynchronously: without the wait, only the launches would be timed.
     """
     if gpu.is_on(device):
         gpu.module().synchronize(device)
@@ -83,7 +83,7 @@ def clock(device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Seconds that `work` takes at best, after one call to warm up."""
+    """Return the shortest time of `work` in seconds, after one warm-up call."""
     work()
     best = float("inf")
     for _ in range(repeats):
@@ -94,9 +94,9 @@ def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> 
 
 
 def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Rates:
-    """Measure a large square matrix product, and a copy that no cache holds, on `device`.
+    """Measure a large square matrix product, and a copy larger than any cache, on `device`.
 
-    A fraction of a second on two cores. The best of five: what the machine can do, not what it did.
+    Takes a fraction of a second on two cores. Returns the best of five: the machine's capability.
     """
     device = device or torch.device("cpu")
     side, size = (8192, 2**30) if gpu.is_on(device) else (1024, 2**27)

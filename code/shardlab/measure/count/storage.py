@@ -1,10 +1,10 @@
-"""Counting the bytes that a process holds.
+"""Count the bytes that a process holds.
 
-A storage is the memory behind one tensor or many: views share it. On the CPU `held` watches every
-storage from its birth, in an operation, to its death, and is exact to the byte. On a GPU it asks
-the allocator's own counters, for the bytes that were requested (before they are rounded up).
+A storage is the memory behind one tensor or many: views share it. On the CPU `held` tracks every
+storage from its allocation in an operation to its release, exact to the byte. On a GPU it reads the
+allocator's counters of requested bytes (before rounding up).
 
-Not seen on the CPU: what a library uses inside one operation, gloo's buffers among it.
+Not seen on the CPU: memory that a library uses inside one operation, such as gloo's buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo  # the first operation under a dispatch mode needs it: once here, not per rank
+import torch._dynamo  # the first dispatch mode needs it: once here, not per rank
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +28,7 @@ Holder = Tensor | nn.Module | torch.optim.Optimizer
 
 
 def tensors_of(*holders: Holder) -> list[Tensor]:
-    """The tensors in modules (parameters, gradients, buffers), optimizers (states), tensors."""
+    """Return the tensors in modules (parameters, gradients, buffers), optimizers and tensors."""
     found: list[Tensor] = []
     for holder in holders:
         if isinstance(holder, nn.Module):
@@ -48,18 +48,18 @@ def tensors_of(*holders: Holder) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """A DTensor's own shard; any other tensor as it is."""
+    """Return a DTensor's own shard; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`; of a DTensor, those of this rank."""
+    """Return the bytes of the distinct storages behind `tensors`; for a DTensor, this rank's."""
     storages = {s._cdata: s.nbytes() for s in (_local(t).untyped_storage() for t in tensors)}
     return sum(storages.values())
 
 
 def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of the model states: parameters, gradients, optimizer, and its step counters apart."""
+    """Return the bytes of parameters, gradients, optimizer states, and step counters."""
     parameters = list(module.parameters())
     kept = tensors_of(optimizer)
     return {
@@ -71,7 +71,7 @@ def states(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
 
 
 class Held:
-    """Bytes held `now`, and at most (`peak`) since the start or the last `reset_peak()`.
+    """Bytes held `now`, and the most (`peak`) since the start or the last `reset_peak()`.
 
     With trace=True, `trace` is a list of (seconds by time.perf_counter(), bytes held from then on).
     """
@@ -84,7 +84,7 @@ class Held:
             self.trace = [(time.perf_counter(), start)]
 
     def reset_peak(self) -> None:
-        """Forget the peak so far: from here on it is what is held now."""
+        """Set the peak to the bytes that are held now."""
         self.peak = self.now
 
     def _add(self, size: int) -> None:
@@ -97,7 +97,7 @@ class Held:
 
 
 class _HeldOnGPU(Held):
-    """The same, read from the GPU's allocator of this process when asked, which keeps the limit."""
+    """Bytes held on a GPU, read from this process's allocator, which also enforces the limit."""
 
     def __init__(self, start: int, device: torch.device, limit: float = math.inf):
         self.device = device
@@ -128,7 +128,7 @@ class _HeldOnGPU(Held):
 
 
 class _Watching(TorchDispatchMode):
-    """Notes every new storage, every change of size, every death."""
+    """A dispatch mode that tracks every storage's allocation, resizing and release."""
 
     def __init__(self, held: Held):
         super().__init__()
@@ -140,7 +140,7 @@ class _Watching(TorchDispatchMode):
         if storage._cdata not in self.sizes:
             size = storage.nbytes()
             self.sizes[storage._cdata] = size
-            # The Python object of a storage lives as long as the storage itself.
+            # The Python object of a storage lives as long as the storage.
             weakref.finalize(storage, self.forget, storage._cdata).atexit = False
             if count and size:
                 self.held._add(size)
@@ -161,7 +161,7 @@ class _Watching(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.watch(leaf)
-                self.resized(_local(leaf).untyped_storage())  # aten's own resize_ and set_
+                self.resized(_local(leaf).untyped_storage())  # for aten's resize_ and set_
         return result
 
 
@@ -172,17 +172,17 @@ def held(
     trace: bool = False,
     limit: float | None = None,
 ) -> Iterator[Held]:
-    """Count the bytes of all storages that are alive, and were born inside or belong to `existing`.
+    """Count the bytes of live storages that are allocated inside or belong to `existing`.
 
         with count.held(model, optimizer) as held:
             loss(model(tokens), targets).backward()
         held.now, held.peak
 
-    existing: tensors, modules, optimizers that are there before; they count from the start.
-    device: where; by default where the first of `existing` is, else the CPU. trace: see Held; on
-    the CPU alone. limit: bytes; what would hold more raises torch.OutOfMemoryError, on the CPU when
-    the storage is there already. Raises ValueError for trace on a GPU, for a limit that is not
-    above 0, and for anything else in `existing`.
+    existing: tensors, modules, optimizers from before, counted from the start. device: by default
+    that of the first of `existing`, else the CPU. trace: see Held; on the CPU alone. limit: bytes;
+    an allocation beyond it raises torch.OutOfMemoryError, on the CPU after the allocation. Raises
+    ValueError for trace on a GPU, for a limit that is not above 0, and for anything else in
+    `existing`.
     """
     most = math.inf if limit is None else limit
     before = tensors_of(*existing)
@@ -201,11 +201,11 @@ def held(
     watching = _Watching(result)
     for tensor in before:
         watching.watch(tensor, count=False)
-    existing = before = tensor = None  # kept here, they would never die
+    existing = before = tensor = None  # references here would keep them alive
     plain_resize = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        # FSDP2 and others free a tensor's memory this way; no operation tells of it.
+        # FSDP2 and others free a tensor's memory this way, without an operation.
         plain_resize(storage, size)
         watching.resized(storage)
         return storage
@@ -216,16 +216,16 @@ def held(
             yield result
     finally:
         torch.UntypedStorage.resize_ = plain_resize  # type: ignore[method-assign]
-        watching.sizes.clear()  # what dies from here on no longer counts
+        watching.sizes.clear()  # later releases no longer count
 
 
 class Saved:
-    """What forward keeps for backward: `bytes` of distinct storages."""
+    """The activations that forward saves for backward: `bytes` of distinct storages."""
 
     def __init__(self, excluded: Iterable[Tensor]):
         self.bytes = 0
         self._seen = {_local(t).untyped_storage()._cdata for t in excluded}
-        self._kept: list[torch.UntypedStorage] = []  # alive, so that no address is used again
+        self._kept: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = _local(tensor).untyped_storage()
@@ -244,8 +244,8 @@ def saved(*excluded: Holder) -> Iterator[Saved]:
             value = loss(model(tokens), targets)
         saved.bytes
 
-    excluded: what is there anyway: the model with its parameters, the batch. Keeps what it counts
-    alive until the block ends. What torch.utils.checkpoint keeps, a block's input, is not saved by
+    excluded: tensors that exist anyway: the model with its parameters, the batch. Counted tensors
+    stay alive until the block ends. Inputs that torch.utils.checkpoint keeps are not saved by
     autograd: count recomputation with `held`.
     """
     result = Saved(tensors_of(*excluded))

@@ -1,8 +1,8 @@
-"""Counting the bytes that a process sends.
+"""Count the bytes that a process sends.
 
-Two witnesses that know nothing of each other: `sent` sees every operation of `torch.distributed` as
-it is called, with its tensors, and is exact; `wire_bytes` reads the operating system's own counter
-of the loopback interface, which knows what really travelled, headers and all.
+Two independent methods: `sent` sees every operation of `torch.distributed` with its tensors, and is
+exact; `wire_bytes` reads the operating system's counter of the loopback interface, which counts
+everything that was transmitted, headers included.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 import torch
-import torch._dynamo  # the first operation under a dispatch mode needs it: once here, not per rank
+import torch._dynamo  # the first dispatch mode needs it: once here, not per rank
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# How an operator of torch.distributed is called by the people who use it.
+# Operators of torch.distributed -> the functions that users call.
 _NAMES = {
     "allreduce_": "all_reduce",
     "allgather_": "all_gather",
@@ -35,36 +35,36 @@ _NAMES = {
 }
 
 
-# Of torch.distributed, and of its functional collectives, which a DTensor calls.
+# torch.distributed's operators, and its functional collectives, which DTensor calls.
 _NAMESPACES = "c10d", "_c10d_functional"
 
 
 @dataclass
 class Sent:
-    """What one process sent: point-to-point in bytes and messages, collectives by name."""
+    """The traffic of one process: point-to-point in bytes and messages, collectives by name."""
 
     bytes: int = 0  # in point-to-point sends
     messages: int = 0  # point-to-point sends
     calls: Counter[str] = field(default_factory=Counter)  # collective -> times called
-    payload: Counter[str] = field(default_factory=Counter)  # collective -> bytes handed to it
-    groups: dict[str, Sent] = field(default_factory=dict)  # name of a group -> what went in it
+    payload: Counter[str] = field(default_factory=Counter)  # collective -> bytes of its inputs
+    groups: dict[str, Sent] = field(default_factory=dict)  # name of a group -> traffic in it
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """Collective -> (times called, bytes of the tensors that this rank handed to it)."""
+        """Collective -> (times called, bytes of the tensors that this rank passed to it)."""
         return {name: (self.calls[name], self.payload[name]) for name in sorted(self.calls)}
 
     def within(self, group: dist.ProcessGroup) -> Sent:
-        """What of it was sent in `group`."""
+        """Return the part of the traffic that was sent in `group`."""
         return self.groups.get(group.group_name, Sent())
 
     def leaving(self, ranks: int, others: float | None = None) -> float:
-        """Bytes that leave a rank of a group of so many: of collectives those that rings send.
+        """Return the bytes that leave a rank of `ranks` ranks, with collectives as rings.
 
-        Of a payload of S bytes handed to it, n ranks' all-reduce sends 2(n-1)/n S from each, a
-        reduce-scatter and an all-to-all (n-1)/n S, an all-gather, whose S is the share, (n-1) S
-        (Thakur et al. 2005, section 4), and a barrier nothing. Any other counts as `others` S;
-        without `others`, it raises ValueError.
+        For S bytes of input, n ranks' all-reduce sends 2(n-1)/n S from each, a reduce-scatter and
+        an all-to-all (n-1)/n S, an all-gather, whose S is the share, (n-1) S (Thakur et al. 2005,
+        section 4), and a barrier nothing. Other collectives count as `others` S; without `others`,
+        they raise ValueError.
         """
         rings = {"all_reduce": 2 / ranks, "all_gather": 1, "reduce_scatter": 1 / ranks}
         rings |= {"all_to_all": 1 / ranks, "barrier": 0}
@@ -87,7 +87,7 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first what it does with its local tensors: that may send
+            return NotImplemented  # DTensor first runs operations on local tensors, which may send
         operator = func.__name__.split(".")[0]
         if func.namespace in _NAMESPACES and not operator.startswith(("wait", "_wrap")):
             self._note(operator, args, func.namespace)
@@ -112,12 +112,12 @@ class _Counting(TorchDispatchMode):
 
 
 def _group(args: tuple[Any, ...]) -> str:
-    """The name of the group that an operator of torch.distributed was given."""
-    for argument in reversed(args):  # a functional one has its name, behind that of a ReduceOp
+    """Return the name of the group that an operator of torch.distributed was given."""
+    for argument in reversed(args):  # functional operators get the group's name, after a ReduceOp's
         if isinstance(argument, str):
             return argument
         if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # it is something else, such as a ReduceOp
+            with suppress(RuntimeError):  # another object, such as a ReduceOp
                 return dist.ProcessGroup.unbox(argument).group_name
     return ""
 
@@ -129,10 +129,10 @@ def _has_output_first(operator: str) -> bool:
 
 @contextmanager
 def sent() -> Iterator[Sent]:
-    """Count what this process sends inside the `with` block.
+    """Count the bytes that this process sends inside the `with` block.
 
-    Sees what passes through `torch.distributed`, from DDP's own reducer and DTensors, too; not what
-    a collective does inside a backend: for that compare with `wire_bytes`.
+    Sees all operations of `torch.distributed`, including those of DDP's reducer and DTensors; not
+    the traffic of a collective inside a backend: for that compare with `wire_bytes`.
 
         with count.sent() as sent:
             dist.send(x, 1)
@@ -144,9 +144,9 @@ def sent() -> Iterator[Sent]:
 
 
 def wire_bytes() -> int | None:
-    """Bytes transmitted so far on the loopback interface, by every process of this machine.
+    """Return the bytes sent so far on the loopback interface, by all processes of this machine.
 
-    None where the operating system knows no interface of that name, lo: it is Linux's.
+    None if the operating system has no interface named lo, which is Linux's name.
     """
     loopback = psutil.net_io_counters(pernic=True).get("lo")
     return None if loopback is None else loopback.bytes_sent

@@ -1,19 +1,19 @@
 """An emulated slow link between the ranks of one machine.
 
-Ranks on one machine talk through its memory, which hides what a network costs. `slow` gives a
-process group that moves real data with real collectives, and holds back the completion of each
-operation until a wire of the given latency and bandwidth would have finished it. Nothing else is
-slowed down, so compute goes on while the wire is busy, as it does beside a real network card.
+Ranks on one machine communicate through its memory, which hides the cost of a network. `slow` makes
+a process group that moves real data with real collectives, and delays the completion of each
+operation until a wire of the given latency and bandwidth would have finished it. Computation is not
+delayed, so it goes on while the wire is busy, as beside a real network card.
 
-Every rank owns one wire in each direction, and its messages follow one another on it. A message of
-n bytes takes latency + n / bandwidth (Hockney 1994) once it was sent and its receive was posted,
-whichever comes last: neither gloo nor nccl lets data leave before. A collective takes what its ring
-does, whatever moves the data underneath (Thakur et al. 2005, section 4): see `ring_seconds`. On a
-GPU all this begins when the stream comes to it; calling does not stop the host, `wait` does.
+Every rank has one wire in each direction, on which its messages follow one another. A message of n
+bytes takes latency + n / bandwidth (Hockney 1994), counted from when it was sent and its receive
+was posted, whichever is later: neither gloo nor nccl sends data before. A collective takes the time
+of its ring, however the data moves (Thakur et al. 2005, section 4): see `ring_seconds`. On a GPU
+all this begins when the stream reaches the call; only `wait` blocks the host.
 
-Measured beside a loopback interface that Linux itself limits to 1 Gbit/s (tc's token bucket filter,
-in a network namespace): messages of 16 and 64 MiB took the same time within 0.4 %. A network of
-1500-byte frames adds 4 % of headers, which are not emulated.
+Compared with a loopback interface that Linux limits to 1 Gbit/s (tc's token bucket filter, in a
+network namespace): messages of 16 and 64 MiB took the same time within 0.4 %. Headers, 4 % in a
+network of 1500-byte frames, are not emulated.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shardlab.ranks import check_group
 from .wire import Moment, Wire
 
 _numbers = itertools.count()
-_NOTES = 2**30  # the tag of notes about messages of a GPU, which leave when the stream is so far
+_NOTES = 2**30  # tag of notes about GPU messages, sent when the stream reaches them
 
 
 def slow(
     latency: float, bandwidth: float, group: dist.ProcessGroup | None = None
 ) -> dist.ProcessGroup:
-    """A group with the ranks of `group` whose messages take as long as on a slow wire.
+    """Make a group with the ranks of `group` whose messages take as long as on a slow wire.
 
     latency: seconds per message, 0 or more. bandwidth: bytes per second and direction, above 0.
     Every rank of `group` has to call this, in the same order as other collectives. The result works
-    wherever a process group does: functions of torch.distributed, torch's DDP, this course's code.
+    like any process group: with functions of torch.distributed, torch's DDP, and the course's code.
     """
     check_number(0, latency=latency)
     check_number(most=math.inf, bandwidth=bandwidth)
@@ -63,10 +63,10 @@ def slow(
 
 
 def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidth: float) -> float:
-    """Seconds that a collective takes on rings of such wires.
+    """Return the seconds that a collective takes on rings of such wires.
 
-    size: bytes of the whole tensor: what all_reduce and broadcast are given, what all_gather ends
-    with, what reduce_scatter and all_to_all start from.
+    size: bytes of the whole tensor: the input of all_reduce and broadcast, the output of
+    all_gather, the input of reduce_scatter and all_to_all.
     """
     hops = {
         "all_reduce": 2 * (ranks - 1),
@@ -86,13 +86,13 @@ def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidt
 
 
 class _Held(dist._Work):
-    """An operation that is over when its data has moved and its wire would be done."""
+    """An operation that completes once its data has moved and its wire is done."""
 
     def __init__(self, group: SlowGroup, work: dist.Work, due: Callable[[], float], result: Any):
         super().__init__()
         self._group = group
         self._work = work
-        self._due = due  # asked once the data is there
+        self._due = due  # called once the data is there
         self._result = result
         self._future: torch.futures.Future[Any] | None = None
 
@@ -105,11 +105,11 @@ class _Held(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         return self._work.is_completed() and self._due() <= time.monotonic()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result, for callers such as torch's DDP."""
+        """Return a future of the result, for callers such as torch's DDP."""
         if self._future is None:
             devices = sorted(
                 {t.device for t in tree_leaves(self._result) if gpu.is_on(t.device)}, key=str
@@ -130,31 +130,31 @@ class SlowGroup(dist.ProcessGroup):
         self.latency = latency
         self.bandwidth = bandwidth
         self._wire = Wire()
-        self._incoming_free = 0.0  # when the wire in will be idle
-        # What the wire carried: collective, bytes, and when it was called (on a GPU: when its data
-        # was there), begun and over, in seconds of time.monotonic(). For timelines.
+        self._incoming_free = 0.0  # when the incoming wire will be idle
+        # Transfers on the wire, for timelines: collective, bytes, and the times of call (on a GPU:
+        # of ready data), begin and end, in seconds of time.monotonic().
         self.log: list[tuple[str, int, float, float, float]] = []
-        # Threads that do one thing after another, as wires do.
+        # One thread each, so tasks run one after another, as on wires.
         self._finisher, self._announcer = (ThreadPoolExecutor(max_workers=1) for _ in range(2))
 
     @property
     def group_name(self) -> str:
-        """The name under which torch keeps it: a DeviceMesh looks its group up by that."""
+        """The name of the group in torch's registry, with which a DeviceMesh looks it up."""
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:
-        """Its name in torch's messages."""
+        """Return the name in torch's messages."""
         return "slow"
 
-    # Messages of a batch go one by one: torch 2.15 asks the backend of each device, which it is
-    # itself, whether it would take them as one.
+    # Messages of a batch are sent one by one: torch 2.15 asks each device's backend, which is this
+    # group itself, whether it coalesces them.
     supports_coalescing = False
 
     def _get_backend(self, _device: torch.device) -> SlowGroup:
         return self
 
     def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
-        """Fill `future` when `work` is over; one thread does so for all, in order."""
+        """Fill `future` once `work` is complete; a single thread does this in order."""
 
         def finish() -> None:
             try:
@@ -166,9 +166,9 @@ class SlowGroup(dist.ProcessGroup):
         self._finisher.submit(finish)
 
     def _collective(self, name: str, operation: str, sized: int | None, *args: Any) -> _Held:
-        """Begin `operation` by the carrier's method `name`; the wire is busy for the ring's time.
+        """Start a collective by the carrier's method `name`; reserve the wire for the ring's time.
 
-        sized: which of `args` has the bytes of the whole tensor; None for a barrier.
+        sized: index in `args` of the whole tensor; None for a barrier.
         """
         tensors = [] if sized is None else args[sized]
         result = args[0] if sized is not None else []
@@ -184,29 +184,29 @@ class SlowGroup(dist.ProcessGroup):
         over = self._wire.line_up(ready, seconds, begun)
         return _Held(self, work, over, [result] if isinstance(result, torch.Tensor) else result)
 
-    # Point-to-point. A note of when the message was sent goes ahead of it, so that the receiver can
-    # tell when it would have arrived, however long it has been waiting.
+    # Point-to-point. A note with the time of sending precedes each message, so that the receiver
+    # can compute when the message would have arrived, however long it has waited.
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
         """Send one tensor to rank `peer`."""
         (tensor,) = tensors
         seconds = tensor.numel() * tensor.element_size() / self.bandwidth
-        pending: list[dist.Work] = []  # gloo drops a message whose handle is dropped: this keeps it
+        pending: list[dist.Work] = []  # keeps the handle: gloo drops a message with its handle
 
         def begun(begin: float, _: float) -> None:
             note = torch.tensor([begin], dtype=torch.float64)
-            with _disable_current_modes():  # the note is the emulation's: nobody shall count it
+            with _disable_current_modes():  # byte counts must not include the note
                 pending.append(self.carrier.send([note], peer, _tag(tensor, tag)))
 
         ready = Moment(tensors)
         over = self._wire.line_up(ready, seconds, begun)
         if not ready.known:
-            self._announcer.submit(over)  # the other side may ask before this host does
+            self._announcer.submit(over)  # the other side may ask first
 
         def due() -> float:
             end = over()
             if pending:
-                pending.pop().wait()  # once: gloo waits for ever when asked a second time
+                pending.pop().wait()  # only once: gloo waits for ever on a second wait
             return end
 
         return _Held(self, self.carrier.send(tensors, peer, tag), due, tensors)
@@ -224,7 +224,7 @@ class SlowGroup(dist.ProcessGroup):
         def due() -> float:
             if not arrival:
                 noted.wait()
-                # Nothing sets off before both ends are ready, with gloo as with nccl.
+                # Data moves once both ends are ready, with gloo as with nccl.
                 sent = max(note.item(), posted()) + self.latency + seconds
                 arrival.append(max(sent, self._incoming_free + seconds))
                 self._incoming_free = arrival[0]
@@ -233,7 +233,7 @@ class SlowGroup(dist.ProcessGroup):
         return _Held(self, self.carrier.recv(tensors, peer, tag), due, tensors)
 
 
-# Methods of a process group: the collective, and the argument with the bytes of the whole tensor.
+# Methods of a process group -> the collective, and the argument with the whole tensor.
 _COLLECTIVES = {
     "allreduce": ("all_reduce", 0),
     "broadcast": ("broadcast", 0),
@@ -267,5 +267,5 @@ for _name in (*_COLLECTIVES, *_RENAMED):
 
 
 def _tag(tensor: torch.Tensor, tag: int) -> int:
-    """That of the note: those of a GPU's messages are sent later, and must not pass for others'."""
+    """Return a tag for the note: GPU notes are sent later, and must not match other messages."""
     return tag + _NOTES if gpu.is_on(tensor.device) else tag

@@ -1,7 +1,7 @@
-"""The clock of a rank's wire: when what is lined up on it sets off, and when it is through.
+"""The clock of a rank's wire: when each queued transfer starts and ends.
 
-On the CPU, what is handed over is there, and all is known at once. On a GPU the host runs ahead of
-the data: the clock starts when the stream comes to the operation, which nobody knows before.
+On the CPU the data exists at the call, so all times are known at once. On a GPU the host runs ahead
+of the data: the clock starts when the stream reaches the operation, at a time not known before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardlab.common import gpu
 
 
 class Moment:
-    """When the data of `tensors` is there, in seconds of time.monotonic().
+    """The time at which the data of `tensors` is ready, in seconds of time.monotonic().
 
-    Now, on the CPU. On a GPU, when the current stream comes to this point, which an event marks.
-    Another one, in a stream that has nothing to do, marks the present, and the GPU counts the time
-    from one to the other.
+    On the CPU: now. On a GPU: when the current stream reaches this point, which an event marks.
+    Another event, in an idle stream, marks the present, and the GPU measures the time between the
+    two.
     """
 
     _idle: ClassVar[dict[torch.device, torch.Stream]] = {}
@@ -44,7 +44,7 @@ class Moment:
                 self._reached.record()
 
     def __call__(self) -> float:
-        """It; waits until it is known."""
+        """Return the time, after waiting until it is known."""
         if not self.known:
             self._present.synchronize()
             self._reached.synchronize()
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass
 class _Load:
-    """What is to leave, behind whatever was lined up before."""
+    """A transfer in the queue of a wire."""
 
     ready: Moment
     seconds: float
@@ -64,19 +64,19 @@ class _Load:
 
 
 class Wire:
-    """One rank's wire out."""
+    """The outgoing wire of one rank."""
 
     def __init__(self) -> None:
         self._free = 0.0  # when it will be idle
-        self._line: deque[_Load] = deque()  # of which it is not known when they begin
+        self._line: deque[_Load] = deque()  # transfers whose begin is not known yet
         self._lock = threading.Lock()
 
     def line_up(
         self, ready: Moment, seconds: float, begun: Callable[[float, float], None]
     ) -> Callable[[], float]:
-        """Keep the wire busy for `seconds`; returns what tells when that is over.
+        """Reserve the wire for `seconds`; return a function that returns the end of the transfer.
 
-        Whoever asks for it waits for `ready`. On the CPU all is known, and `begun` called, at once.
+        This function waits for `ready`. On the CPU all is known, and `begun` is called, at once.
         """
         load = _Load(ready, seconds, begun)
         self._line.append(load)

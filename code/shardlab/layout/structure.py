@@ -213,7 +213,7 @@ def structure(config: Config | Structure) -> Structure:
 
 @lru_cache(maxsize=256)
 def of_config(config: Config) -> Structure:
-    """The structure of GPT(config)."""
+    """Return the structure of GPT(config)."""
     found: dict[tuple[bool, int | None], int] = {}
     order = []
     for layer in range(config.layers):
@@ -228,7 +228,7 @@ def _kind(c: Config, sparse: bool, window: int | None) -> Kind:
     a, k, size = c.heads, c.key_value_heads, c.head_size
     core, latent = Core(a, k, size, c.value_size, window), 0
     heads = (3 if c.qk_norm else 2) * (a + k) * size
-    if c.latent is not None:  # each latent, and what its norm makes of it
+    if c.latent is not None:  # each latent, and its normalised copy
         latent, heads = 2 * (c.latent + (c.query_latent or 0)), 2 * a * (size + c.value_size)
     routed, width = None, c.ffn_width
     if sparse:

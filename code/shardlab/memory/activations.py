@@ -244,16 +244,16 @@ def deferred(layout: Layout, stage: int) -> int:
     return int(in_flight(layout, stage)) - min(ahead, layout.microbatches)
 
 
-# What a layer with experts keeps for its backward, if choices are even. E experts of width F, k of
-# them for each of bs tokens, e bytes an element; letters else as in `core`:
+# Tensors that a layer with experts keeps for its backward if choices are even: E experts of width
+# F, k of them per token, bs tokens, e bytes per element; other letters as in `core`:
 #
-#     router       scores bsE in float32; of each choice its number and its weight
-#     rows         what each chosen expert gets, and what it gives: 2kbshe
-#     experts      their wide tensors, as a feed-forward network's, k times
-#     shared       the same once, for their joint width
+#     router       scores bsE in float32; the expert number and the weight of each choice
+#     rows         inputs and outputs of each chosen expert: 2kbshe
+#     experts      their wide tensors, as in a feed-forward network, k times
+#     shared       the same once, for the shared experts' joint width
 #
-# Experts dealt out over c ranks leave E/c on each, and as many rows as before: those that go are as
-# many as those that come.
+# Over c expert-parallel ranks, E/c experts are on each rank, with as many rows as before: as many
+# rows leave a rank as arrive.
 
 
 def kept_by_experts(config: Config, z: Sizes, again: bool) -> int:

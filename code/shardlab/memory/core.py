@@ -192,7 +192,7 @@ class Sizes:
 
 @lru_cache(maxsize=1024)
 def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence: bool) -> Sizes:
-    """Sizes for `element` bytes an element; `sequence`: the stream is cut along the sequence."""
+    """Return Sizes for `element` bytes per element; sequence: tokens are cut by tp."""
     b_s, h = batch * seq, config.hidden
     tokens = -(-b_s // (tp if sequence else 1))
     stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0

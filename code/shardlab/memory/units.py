@@ -20,7 +20,7 @@ UNITS: dict[str, int] = {
 
 
 def format_bytes(size: float, unit: str = "GB") -> str:
-    """Format bytes in a unit of `UNITS`: format_bytes(31_406_250_000) is "31.41 GB"."""
+    """Format bytes in a unit of `UNITS`: 31_406_250_000 is "31.41 GB"."""
     check_one_of(UNITS, unit=unit)
     scale = UNITS[unit]
     return f"{size:,.0f} B" if scale == 1 else f"{size / scale:,.2f} {unit}"

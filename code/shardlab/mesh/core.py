@@ -233,7 +233,7 @@ class Parallel(nn.Module):
         if value is not None:
             mean += value
         dist.all_reduce(mean, group=self.groups.dp)
-        dist.all_reduce(mean, group=self.groups.pp)  # all stages but the last have 0
+        dist.all_reduce(mean, group=self.groups.pp)  # all stages but the last add 0
         return mean / check_group(self.groups.dp)[1]
 
     def clip_grad_norm_(self, limit: float) -> Tensor:

@@ -68,7 +68,7 @@ class Schedule:
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """By stage, the actions that its rank executes: passes and messages."""
+        """The actions that each stage's rank executes: passes and messages."""
         return with_messages(self) if self.given is None else self.given
 
     @cached_property

@@ -211,7 +211,7 @@ class _Walk:
 
 
 def from_text(*rows: str) -> Schedule:
-    """Parse a schedule, one row per stage: from_text("F0 F1 B0 B1", "F0 B0 F1 B1").
+    """Parse a schedule from one row per stage, such as "F0 F1 B0 B1", "F0 B0 F1 B1".
 
     F3.1 is for chunk 1 of a stage, with parts placed as in `loop`. Rows may contain messages; then
     no messages are added. Only the syntax is checked here; `validate` checks the rest.

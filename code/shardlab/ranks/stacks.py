@@ -1,4 +1,4 @@
-"""Where a rank stands: the stack of its main thread, from faulthandler's dump of all threads.
+"""The place where a rank stands: its main thread's stack, from faulthandler's dump of all threads.
 
 While the main thread waits for a backward, the hooks run in autograd's thread on a GPU, so that
 thread's stack is put in front. Helper threads, such as the one that reads the lifeline, are

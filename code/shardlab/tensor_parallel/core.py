@@ -77,7 +77,7 @@ def reduce_from(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_from_(x: Tensor, group: Group) -> Tensor:
-    """Same as `reduce_from`, but write the sum into `x`, which nobody else may keep."""
+    """Do the same as `reduce_from` in place: no other code may keep `x`."""
     return _ReduceFrom.apply(x, group, True) if check_group(group)[1] > 1 else x
 
 

@@ -189,7 +189,7 @@ def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def used(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a cut `layer`, as forward uses them."""
+    """Return weight and bias of a cut `layer`, as forward uses them."""
     pair = layer.weight, layer.bias
     parts, ranks = getattr(layer, "parts", None), check_group(layer.group)[1]
     if parts is None or parts == ranks:

@@ -140,7 +140,7 @@ def initialize(
     group, shapes = _group(model), full_shapes(model)
     device = ranks.device() if device is None else torch.device(device)
     _, size = check_group(group)
-    for module in model.modules():  # drawn, and dropped at once
+    for module in model.modules():  # drawn to advance the generator, and dropped at once
         if isinstance(module, VocabEmbedding):
             nn.Embedding(module.weight.shape[0] * size, module.weight.shape[1])
         elif isinstance(module, ColumnLinear | RowLinear | nn.Linear):

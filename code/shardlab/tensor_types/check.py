@@ -1,4 +1,4 @@
-"""A step on a pretended mesh, checked in one call: no second rank, no GPU.
+"""Check a step on a simulated mesh in one call: no second rank, no GPU.
 
 def step(dp, tp):  # one process group for each axis
     model = parallelize(MyModel(), tp)

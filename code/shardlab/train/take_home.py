@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp2")
 SIGNALS = signal.SIGTERM, signal.SIGUSR1  # stop after a step, and save
-# Data sheets' products of matrices in 16 bits, a second, without sparsity.
+# Peak 16-bit matrix FLOP/s from data sheets, without sparsity.
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +62,7 @@ class Refused(ValueError):
 
 
 def option(default: Any, words: str, *allowed: Any) -> Any:
-    """A field of `Options`: a number in a range or above a bound, or one of some words."""
+    """Make a field of `Options`: a number in a range or above a bound, or one of some words."""
     return field(default=default, metadata={"words": words, "allowed": allowed})
 
 
@@ -302,7 +302,7 @@ class Training(Stateful):
         dist.all_reduce(loss)  # a scalar: the mean over all ranks
         self.done += 1
         if copied:
-            copied.synchronize()  # until the GPU begins this step, all of which is queued by now
+            copied.synchronize()  # waits until the GPU begins this step, which is queued by now
         self.stopped = bool(on_host[1])
         return loss, norm
 
@@ -450,7 +450,7 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
         signal.signal(number, training.ask_to_stop)
     train, validation, test = (Windows(part, options.seq) for part in text(options))
 
-    def validate() -> None:  # a loss that is nan is no best
+    def validate() -> None:  # a nan loss is never the best
         mean = training.evaluate(validation)
         training.best = min(training.best, (mean if mean < math.inf else math.inf, training.done))
         training.note(validation=mean)

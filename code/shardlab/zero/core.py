@@ -97,7 +97,7 @@ class Zero1(Sharded):
     def _start_over(self) -> None:
         """Reset the gradient bookkeeping before a new backward pass."""
         self._backward.over()
-        self._unsent = list(self.reducer.gradients)  # in one fixed order on all ranks
+        self._unsent = list(self.reducer.gradients)  # the same order on all ranks
         self._pending = {bucket: len(bucket.flat.parameters) for bucket in self._unsent}
 
     def _pre_forward(self, *_: Any) -> None:
@@ -105,14 +105,14 @@ class Zero1(Sharded):
         if in_backward():  # inside backward: checkpointing recomputes this forward
             return
         self._await(self.flats)  # an error may have ended the last forward halfway
-        if self._backward.unfinished:  # an error ended the last backward halfway
+        if self._backward.unfinished:  # an error has ended the last backward halfway
             self.reducer.forget()
             self._start_over()
         news = any(flat.shard._version != self._versions[flat] for flat in self.flats)
         if news and not self._stepped:
             # A rank that gathers alone would wait for ever for the ranks that saw no change.
             raise RuntimeError("pieces were changed by hand: call changed() on all ranks")
-        for flat in reversed(self.flats) if self._stepped else ():  # in the order of forward
+        for flat in reversed(self.flats) if self._stepped else ():  # in forward's order
             flat.gather()
         self._stepped = False
 
@@ -311,7 +311,7 @@ class Zero3(Sharded):
         if in_backward():  # checkpointing recomputes this forward in backward
             return unit.wait()
         if unit is self.rest:
-            if self._backward.unfinished:  # an error ended the last backward halfway
+            if self._backward.unfinished:  # an error has ended the last backward halfway
                 self.reducer.forget()
                 self._start_over()
             self._free_all()  # an error may have ended the last forward halfway

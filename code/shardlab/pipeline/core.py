@@ -180,7 +180,7 @@ class Mail:
         self._messages[action] = Message(State.POSTED, tensor, transfer)
 
     def wait(self, action: Action) -> Tensor | None:
-        """Return a pass's input (F, B, I) once it has arrived, or None."""
+        """Return a pass's input (F, B, I) once it is there; None if it needs none."""
         receive = needed(self.schedule, self.stage, action)
         message = self._messages.pop(receive or result(action), None)
         if message is None:

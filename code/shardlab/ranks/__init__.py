@@ -7,9 +7,8 @@
 
 The same call works in a script that torchrun started: see `torchrun`.
 
-Every rank is a real process in a real process group. Output comes back grouped by rank, and results
-come back in rank order; a rank that fails ends the run with an error that names it. The path of a
-call:
+Every rank is a real process in a real process group. Output comes back grouped by rank, results in
+rank order; a rank that fails ends the run with an error that names it. The path of a call:
 
 1. `start` starts the processes, in which `worker` joins the group, calls the function and reports;
 2. this module waits for reports, and requests the stacks of ranks that still run (`stacks`);
@@ -143,9 +142,10 @@ def run(
     timeout: seconds for the run, counted after all ranks have met, because fresh interpreters and
         the first use of CUDA are slow. None: 120, extended at the end on a machine that is measured
         to be slow or busy.
-    device: "auto", "cpu", "cuda" or "xpu" (see `place`). method: "auto", "fork" or "fresh": how
-    processes start (see `start`). show: print the output of the ranks, grouped by rank. apart:
-    start new processes even under torchrun, for ranks that are meant to die or hang.
+    device: "auto", "cpu", "cuda" or "xpu" (see `place`).
+    method: "auto", "fork" or "fresh": how processes start (see `start`).
+    show: print the output of the ranks, grouped by rank.
+    apart: start new processes even under torchrun, for ranks that are meant to die or hang.
 
     Under torchrun the ranks are the processes that it started, and `method` and `show` have no
     effect (see `torchrun`). If `world_size` exceeds their number, or with `apart`, process 0 starts

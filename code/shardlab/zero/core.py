@@ -40,7 +40,7 @@ class Zero1(Sharded):
     parameters first. A full bucket is sent while backward computes the next gradients. After
     optimizer.step() a rank has new values of its own shards alone. The next forward gathers the
     others, and each module waits only for the parameters that it uses itself. Until then
-    `module` has stale values there. (The paper gathers at the end of the step.)
+    `module` has stale values of the other shards. (The paper gathers within the step.)
 
     Bytes on the wire: P(N-1)/N elements each for gradients and parameters, 2P together, as many
     as one all-reduce of the gradients sends (Rajbhandari, section 7.1). late: gradients stay in

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardlab import ranks
 from shardlab.measure import count
 
-TWO_GROUPS = "two groups at once"  # ranks 0 and 2, and 1 and 3: world ranks are not group ranks
+TWO_GROUPS = "two groups at once"  # ranks 0, 2 and 1, 3: world ranks differ from group ranks
 CASE_TIMEOUT_S = 20.0  # on a quiet machine a case takes less than a second
 EXTRA_TRAIT_PROBABILITY = 0.15
 
@@ -28,7 +28,7 @@ class Case:
     """One run: a number of ranks, some traits, and a seed for its sizes and numbers."""
 
     number: int
-    size: int  # ranks of a group
+    size: int  # number of ranks in a group
     traits: tuple[str, ...]
     seed: int
     hidden: bool = False
@@ -39,12 +39,12 @@ class Case:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The ranks of each group; all groups do the same with other numbers."""
+        """Ranks of each group; all groups do the same with other numbers."""
         return [[0, 2], [1, 3]] if self.has(TWO_GROUPS) else [list(range(self.size))]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and data, unless a part says otherwise."""
+        """Dtype of weights and data, unless a part says otherwise."""
         return torch.float32 if self.has("float32") else torch.float64
 
     @property
@@ -133,7 +133,7 @@ def gradients(**tensors: Tensor) -> dict[str, Tensor | None]:
 
 
 class Traffic:
-    """The bytes that leave a rank of `group`, and its collectives and messages."""
+    """A counter of the bytes, collectives and messages that leave a rank of `group`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.bytes, self.messages = group, 0.0, 0

@@ -1,4 +1,4 @@
-"""From a config.json to a `Structure`. torch and transformers are loaded when one is read."""
+"""A model's structure from its config.json; torch and transformers are imported on use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from . import bounds
 
 
 def read(path: str | Path, name: str = "config") -> Structure:
-    """The structure of the model that a config.json describes.
+    """Return the structure of the model that a config.json describes.
 
-    name: what messages call the argument. The same content is built once in a process. Raises
-    ValueError, in one line, for a file that is none, and for a model that is not counted.
+    name: the argument's name in messages. Equal content is built once in a process.
+    Raises ValueError for a file that is no config, and for a model that is not counted.
     """
     text = read_text(name, path, "JSON files", bounds.BYTES)
     try:
@@ -27,7 +27,7 @@ def read(path: str | Path, name: str = "config") -> Structure:
 
 
 def planned(path: str | Path, name: str = "config") -> Structure:
-    """The same, of a model whose time and memory can be predicted, or ValueError says why not."""
+    """Same as `read`, but raise ValueError for a model that is not predicted."""
     found = read(path, name)
     if found.unplanned:
         words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
@@ -37,7 +37,7 @@ def planned(path: str | Path, name: str = "config") -> Structure:
 
 @lru_cache(maxsize=64)
 def _read(text: str, trace: bool = True) -> Structure:
-    """trace: follow what layers compute and keep, which takes nine tenths of the time."""
+    """Build the structure; trace: follow layers' computation (nine tenths of the time)."""
     given, how = bounds.read(text)
     try:
         with warnings.catch_warnings(

@@ -4,11 +4,11 @@
 
     print(parity.check(plain, parallel, ranks=2))
 
-Two functions in, of any model and library, one verdict out; see `check`. `core` is the comparison;
-beside it `recording` sees what a program computes, `record` keeps it, `places` proposes where a
-rank's part stands, `noise` measures what `rounding` does; `causes`, `carried` (for what a step
-hands to the next), `clues` and `report` find the words.
-`check_resume` compares a run that was stopped; `first_layers` is for models that fit nowhere.
+`check` takes two functions, of any model and library, and returns a report. `core` compares
+tensors; `recording` hooks into a program, `record` stores its tensors, `places` proposes where a
+rank's part stands, `noise` measures rounding errors, which `rounding` draws anew; `causes`,
+`carried` (state that steps hand on), `clues` and `report` find the words.
+`check_resume` compares a resumed run; `first_layers` shortens models that do not fit into memory.
 """
 
 from .mistakes import MISTAKES, Mistake, mistakes

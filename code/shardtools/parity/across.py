@@ -1,4 +1,4 @@
-"""What only all ranks together show: rows that are nowhere, copies that differ, what is missing."""
+"""Checks across ranks: rows on no rank, samples, missing gradients, partial sums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .record import Record
 from .recording import BEFORE, Key, Part
 from .report import listed, of_ranks
 
-NOTHING = 1e-3  # of the largest gradient's size: what rounding alone makes is as small
+NOTHING = 1e-3  # share of the largest gradient's size below which gradients are mere rounding
 
 
 def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
-    """Of which rows of an output nobody has one, or an equal one; "" where all are there."""
+    """Describe an output's rows that neither stand on a rank nor equal one that does."""
     whole = near.whole
     if whole.dim() < 2 or key.phase != "forward":
         return ""
@@ -38,7 +38,7 @@ def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
 
 
 def _had(key: Key, whole: Tensor, ranks: list[Any]) -> Tensor:
-    """Of each number of a whole tensor, whether some rank has it."""
+    """Return a mask of the whole tensor: True for numbers that some rank holds."""
     had = torch.zeros(whole.shape, dtype=torch.bool)
     for matcher in ranks:
         for seen in matcher.seen.get(key, ()):
@@ -48,7 +48,7 @@ def _had(key: Key, whole: Tensor, ranks: list[Any]) -> Tensor:
 
 
 def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
-    """Of a weight, which numbers nobody has, nor equal ones; "" where all are there."""
+    """Describe a weight's numbers that no rank holds, by place or value ("" if none)."""
     had = _had(key, whole, ranks)
     if had.all() or torch.isin(whole[~had], whole[had]).all():
         return ""
@@ -71,9 +71,9 @@ def _who(key: Key, ranks: list[Any]) -> str:
 
 
 def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
-    """What is wrong with the samples of a step; "" where all ranks together have the plain ones.
+    """Describe what is wrong with a step's samples ("" if all ranks together match).
 
-    Those that ranks share are the same on each of them, and count once.
+    Ranks that share their samples have the same ones, which count once.
     """
 
     def ids(parts: Iterable[Part]) -> Counter[int]:
@@ -104,7 +104,7 @@ def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
 
 
 def lacks(key: Key, matcher: Any) -> bool:
-    """Whether a rank has a weight, and not the gradient or update that belongs to it."""
+    """Return True if a rank holds a weight, but not its gradient or update of this key."""
 
     def there(key: Key) -> int:
         return sum(1 for seen in matcher.seen.get(key, ()) if seen.part.value.numel())
@@ -120,7 +120,7 @@ def skipped(ranks: list[Any]) -> int:
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
-    """Return True if a rank has all children and weights of a module: a stage is not the model."""
+    """Return True if a rank has all children and weights of a module: a stage has not."""
     prefix = key.name.partition("[")[0]
     prefix += "." if prefix else ""
 
@@ -133,10 +133,7 @@ def complete(key: Key, plain: Record, matcher: Any) -> bool:
 
 
 def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
-    """Return True if every gradient of a step is right: then nothing before them is wrong.
-
-    What rounding makes another one counts only where it is next to nothing, as keys' biases' is.
-    """
+    """Return True if all gradients of a step are right; tiny ones may be mere rounding."""
 
     def fits(key: Key, seen: Any) -> bool:
         near = tolerance(plain, key, seen.part.value.dtype)
@@ -151,14 +148,15 @@ def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
     )
 
 
-Left = list[tuple[Any, int, Any]]  # parts that fit nowhere: of a matcher, of a number, what it saw
+Left = list[tuple[Any, int, Any]]  # parts that fit nowhere: matcher, index, what it saw
 
 
 def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
-    """Name the groups of ranks whose parts add up to the whole; "" if no groups' do.
+    """Name the groups of ranks whose parts add up to the whole ("" if there are none).
 
-    Such addends are no mistake in themselves. Equal ones are none, even if N halves make a whole:
-    somebody has added them up already, and then divided.
+    Partial sums are no mistake in themselves. Equal parts are no partial sums, even if
+    N
+    halves make a whole: somebody has all-reduced and divided them already.
     """
     for groups in groupings(len(ranks)):
         mine = [[one for one in left if one[0].rank in group] for group in groups]
@@ -168,7 +166,7 @@ def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
 
 
 def _adds_up(key: Key, near: Tolerance, left: Left) -> bool:
-    """Outputs call by call, gradients of outputs over all calls: some are the same in each."""
+    """Return True if outputs add up in each call, or output gradients over all calls."""
     values = [seen.part.value for _, _, seen in left]
     alike = (v.shape == values[0].shape and near.off(v, values[0]) <= 1 for v in values[1:])
     if len(values) > 1 and all(alike):
@@ -192,7 +190,7 @@ def _call_adds_up(key: Key, left: Left) -> bool:
 
 
 def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
-    """Each where its output stood; plain calls whose outputs are the same count together."""
+    """Return True if parts add up where outputs stood; equal plain calls count as one."""
     size, forward = near.whole.numel(), key._replace(phase="forward")
     numbers = torch.arange(1, size + 1).view(near.whole.shape)  # 0 is padding
     total, had = torch.zeros(2, size + 1, dtype=torch.float64)
@@ -212,12 +210,12 @@ def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
     )
     found, wanted = found[had > 0], wanted[had > 0]
     factor = 1.0 if known else ratio(found, wanted)
-    near = replace(near, size=near.size * n**0.5)  # of as many, each with its own rounding
+    near = replace(near, size=near.size * n**0.5)  # n calls, each with its own rounding
     return factor != 0.0 and near.off(found, wanted, factor) <= 1
 
 
 def groupings(ranks: int) -> Iterator[list[list[int]]]:
-    """Ways to have groups of equal size: all together, neighbours, every so many, each alone."""
+    """Yield groups of equal size: all, neighbours, strided ranks, each rank alone."""
     yield [list(range(ranks))]
     for size in (s for s in range(2, ranks) if ranks % s == 0):
         step = ranks // size

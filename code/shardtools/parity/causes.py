@@ -1,7 +1,7 @@
-"""What is wrong with a tensor, in words: CAUSES, of which the first that fits the numbers speaks.
+"""Causes of a wrong tensor, in words: the first of CAUSES that fits the numbers explains it.
 
-A new cause is a function of a `Case` that returns a sentence, or "" where it does not fit, and a
-row of CAUSES. Beside them: FACTORS, what a factor may come from.
+A new cause is a function of a `Case` that returns a sentence, or "" if it does not fit, and a row
+of CAUSES. FACTORS lists possible reasons of a factor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SEEDS = "begin each step of both with the same seed, or drop nothing"
 
 @dataclass
 class Value:
-    """What one rank has of a tensor, and what it should have."""
+    """One rank's part of a tensor, and its right value."""
 
     rank: int
-    found: Tensor  # in float64; of backward, its rank's factor taken out
+    found: Tensor  # in float64; in backward, divided by its rank's factor
     wanted: Tensor  # in float64
     place: Place
     wrong: bool
-    local: Tensor | None  # of a gradient, samples of what each backward gave: [passes, samples]
+    local: Tensor | None  # samples of a gradient from each backward pass: [passes, samples]
 
 
 class Case:
@@ -52,39 +52,39 @@ class Case:
         return max(gap(v.found, v.wanted, self.near.size)[0] for v in self.wrong)
 
     def alike(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two are the same but for rounding."""
+        """Return True if two tensors are the same but for rounding."""
         return one.shape == other.shape and gap(one, other, rms(other))[0] <= self.loose
 
     def micro_batches(self) -> int:
-        """Return how many micro-batches a rank's step has: calls of a module that is not shared."""
+        """Return the number of micro-batches in a step: calls of a module that is called least."""
         outputs = [k for k in self.plain.parts if k[:2] == (self.key.step, "forward")]
         calls = [max(len(m.seen.get(key, ())) for m in self.ranks) for key in outputs]
         return min(filter(None, calls), default=1)
 
     def made_by(self) -> dict[int, Part]:
-        """By rank, one of the wrong parts as it was seen."""
+        """Return the first part of each rank with a wrong value, by rank."""
         bad = {value.rank for value in self.wrong}
         return {m.rank: m.seen[self.key][0].part for m in self.ranks if m.rank in bad}
 
     def whole(self, **other: Any) -> Tensor | None:
-        """Another tensor of the plain run, by what its key has other than this one's."""
+        """Return another tensor of the plain run, whose key differs in the given fields."""
         key = self.key._replace(**other)
         return self.plain.whole(key) if key in self.plain.parts else None
 
 
 def same(one: float, other: float) -> bool:
-    """Whether two factors are."""
+    """Return True if two factors agree within SAME."""
     return abs(one - other) <= SAME * max(abs(one), abs(other))
 
 
 def all_same(factors: Iterable[float]) -> bool:
-    """Whether all of them are."""
+    """Return True if all factors agree within SAME of the first."""
     first, *others = [*factors] or [1.0]
     return all(same(factor, first) for factor in others)
 
 
 def spans(index: Tensor, most: int = 3) -> str:
-    """Numbers in order, in words: 0 to 3, 8."""
+    """Format sorted numbers as spans: 0 to 3, 8."""
     found: list[list[int]] = []
     for i in index.tolist():
         if found and i == found[-1][1] + 1:
@@ -95,7 +95,7 @@ def spans(index: Tensor, most: int = 3) -> str:
     return ", ".join(said) + (", …" if len(found) > most else "")
 
 
-# What a factor may come from: for n ranks and m micro-batches.
+# Factors and their possible reasons, for n ranks and m micro-batches.
 FACTORS: tuple[tuple[Callable[[int, int], float], str], ...] = (
     (lambda n, m: n, "a sum over {n} ranks that was not averaged"),
     (lambda n, m: 1 / n, "divided by {n} ranks once too often"),
@@ -121,7 +121,7 @@ def _start(case: Case) -> str:
 
 
 def _dice(case: Case) -> str:
-    """Another mask: zeros elsewhere, and what neither has dropped is the same."""
+    """Explain a different dropout mask: other zeros, and equal numbers where neither is zero."""
     seen = (s.part for m in case.ranks for s in m.seen.get(case.key, ()))
     if not any(part.drew for part in (*case.plain.parts[case.key], *seen)):
         return ""
@@ -143,30 +143,30 @@ def _dice(case: Case) -> str:
 
 
 def factors(case: Case) -> dict[int, float]:
-    """By rank, if the wrong ones are the right ones times a factor."""
+    """Return each rank's scale factor if every wrong value is a multiple of the right one."""
     found = {v.rank: ratio(v.found, v.wanted) for v in case.wrong}
     right = (found[v.rank] and case.alike(v.found, found[v.rank] * v.wanted) for v in case.wrong)
     return found if all(right) else {}
 
 
 def told(by_rank: dict[int, float]) -> str:
-    """Factors of ranks, in words."""
+    """Format the ranks' factors."""
     return ", ".join(f"rank {rank} {factor:.4g}" for rank, factor in sorted(by_rank.items()))
 
 
 def times(factor: float) -> str:
-    """A factor, in words; of one near 1, by how much."""
+    """Format a factor, with more digits if it is near 1."""
     return f"{factor:.7g}" if f"{factor:.4g}" == "1" else f"{factor:.4g}"
 
 
 def _factor(case: Case) -> str:
-    """The right one times a factor: one for all ranks, or each its own."""
+    """Explain a value that is the right one times a factor, common or per rank."""
     if not (by_rank := factors(case)):
         return ""
     c, n, m = next(iter(by_rank.values())), len(case.ranks), case.micro_batches()
     if not all_same(by_rank.values()):
         if all(value.found.numel() == 1 for value in case.wrong):
-            return ""  # any number is another one times some factor
+            return ""  # any single number is a multiple of another
         own = f"is the right one times a factor of each rank's own: {told(by_rank)}"
         return _not_summed(case) or own
     said = f"is {times(c)} times the right one"
@@ -184,7 +184,7 @@ def _factor(case: Case) -> str:
 
 
 def _not_summed(case: Case) -> str:
-    """Each rank's own, which nobody added up, or averaged."""
+    """Explain ranks' own values that were not all-reduced, or not averaged."""
     if len(case.values) < 2 or len({v.found.shape for v in case.values}) > 1:
         return ""
     by_place = _grouped(case.values, lambda one, other: one.place.same(other.place))
@@ -209,7 +209,7 @@ def _not_summed(case: Case) -> str:
 
 
 def _grouped(values: list[Value], alike: Callable[[Value, Value], bool]) -> list[list[Value]]:
-    """Those that are alike, together."""
+    """Group values that are alike."""
     found: list[list[Value]] = []
     for value in values:
         mine = next((g for g in found if alike(g[0], value)), None)
@@ -218,9 +218,9 @@ def _grouped(values: list[Value], alike: Callable[[Value, Value], bool]) -> list
 
 
 def shares(case: Case) -> dict[int, list[float]]:
-    """By rank: how often what each of its backwards gave is in the first wrong gradient.
+    """Return how often each backward's gradient is in the first wrong gradient, by rank.
 
-    Empty where it is no sum of them. Ranks that hold the same weight count together.
+    Returns {} if that is no such sum. Ranks that hold the same weight count together.
     """
     first = case.wrong[0]
     mates = [v for v in case.values if v is first or v.place.same(first.place)]
@@ -228,7 +228,7 @@ def shares(case: Case) -> dict[int, list[float]]:
     if any(v.local is None or v.local.shape[1:] != wanted.shape for v in mates):
         return {}
     basis = torch.cat([v.local.double() for v in mates]).T  # [samples, passes of all ranks]
-    if basis.shape[1] >= basis.shape[0]:  # anything would fit
+    if basis.shape[1] >= basis.shape[0]:  # with so many unknowns anything would fit
         return {}
     found = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution
     if not case.alike((basis @ found)[:, 0], wanted):
@@ -241,7 +241,7 @@ def shares(case: Case) -> dict[int, list[float]]:
 
 
 def _passes(case: Case) -> str:
-    """Backwards of one rank that do not count alike."""
+    """Explain a gradient in which one rank's backward passes do not count alike."""
     by_rank = shares(case)
     if all(same(s, each[0]) for each in by_rank.values() for s in each):
         return ""
@@ -258,7 +258,7 @@ def _passes(case: Case) -> str:
 
 
 def _mixed(case: Case) -> str:
-    """Made of the ranks' own gradients, but not as their mean."""
+    """Explain a gradient that is a sum of the ranks' own gradients, but not their mean."""
     by_rank = {rank: each[0] for rank, each in shares(case).items()}
     used = [rank for rank, share in by_rank.items() if share]
     if len(by_rank) < 2:
@@ -274,7 +274,7 @@ def _mixed(case: Case) -> str:
     )
 
 
-# Of wide formats the bits of a number, and how many of them a narrower one leaves zero.
+# Wide formats: an integer type of the same size, and the low bits that narrower formats leave zero.
 SPARE = {
     torch.float32: (torch.int32, {"bfloat16": 16, "float16": 13}),
     torch.float64: (torch.int64, {"float32": 29, "bfloat16": 45, "float16": 42}),
@@ -282,7 +282,7 @@ SPARE = {
 
 
 def _rounded(case: Case) -> str:
-    """With fewer digits than its format has: those of a narrower one, or of a sum of a few such."""
+    """Explain a value with the digits of a narrower format, or of a sum of a few such numbers."""
     first, dtype = case.wrong[0], case.near.whole.dtype
     if dtype not in SPARE or not 3 * case.near.of_all < case.error < 0.1:
         return ""
@@ -292,7 +292,7 @@ def _rounded(case: Case) -> str:
         return ((x.to(dtype).view(whole) & (2**zeros - 1)) == 0).double().mean().item()
 
     for name, zeros in narrow.items():
-        for sums in (0, 9):  # what a sum of two adds, mostly
+        for sums in (0, 9):  # a sum of two numbers mostly uses up to 9 bits more
             spare = max(1, zeros - sums)
             found = max(short(first.found * n, spare) for n in (1, len(case.ranks)))
             if found > 0.9 and short(first.wanted, spare) < 0.5:
@@ -301,7 +301,7 @@ def _rounded(case: Case) -> str:
 
 
 def _bias(case: Case) -> str:
-    """Too much by the same in every row, and that a weight of the module."""
+    """Explain an output whose rows are all off by the same amount, such as a bias."""
     value = case.wrong[0]
     if value.found.dim() < 2 or case.key.phase != "forward":
         return ""
@@ -346,7 +346,7 @@ def _of_before(case: Case) -> str:
 
 
 def _decay(case: Case) -> str:
-    """What is too much is the weight itself."""
+    """Explain an update that is off by a multiple of the weight: weight decay."""
     weight = case.whole(step=BEFORE, phase="weights")
     if case.key.phase != "update" or case.key.step or weight is None:
         return ""

@@ -1,6 +1,6 @@
-"""What the judge saw on its way to the first wrong tensor, in words: all CLUES that fit.
+"""Clues to the origin of the first wrong tensor, in words: all CLUES that fit.
 
-A new clue is a function of the `Judge` that returns a sentence, or "" where it does not fit, and a
+A new clue is a function of the `Judge` that returns a sentence, or "" if it does not fit, and a
 row of CLUES.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _right_before(judge: Judge) -> list[Key]:
-    """Return the tensors of its phase that were compared before the first wrong one."""
+    """Return the compared tensors of the same phase before the first wrong one."""
     at = judge.report.first.key
     before = [k for k in judge.order[: judge.order.index(at)] if k[:2] == at[:2]]
     whole = (k for k in before if any(complete(k, judge.plain, m) for m in judge.ranks))
@@ -28,13 +28,13 @@ def _right_before(judge: Judge) -> list[Key]:
 
 
 def _factors(judge: Judge) -> dict[int, float]:
-    """With which each rank's backward began in that step."""
+    """Return the factors with which each rank's backward began in that step."""
     step = judge.report.first.key.step
     return {m.rank: f for m in judge.ranks for f in m.factors(step)}
 
 
 def _began(judge: Judge) -> str:
-    """Addends that somebody should have added up before."""
+    """Name the first partial sum before the wrong tensor that nobody all-reduced."""
     at, order = judge.report.first.key, judge.order
     phase = "backward" if at.phase == "gradient" else at.phase
     before = order[: order.index(at) + 1]
@@ -48,7 +48,7 @@ def _began(judge: Judge) -> str:
 
 
 def _right_until(judge: Judge) -> str:
-    """The last that was right before it, where the inside is concerned."""
+    """Name the last right tensor before the first wrong output or output gradient."""
     at, right = judge.report.first.key, sorted(_right_before(judge), key=lambda key: bool(key.name))
     if at.phase not in ("forward", "backward") or not right:
         return ""
@@ -87,13 +87,13 @@ def _loss(judge: Judge) -> str:
 
 
 def _first(judge: Judge, phase: str) -> Key:
-    """The first tensor of a phase in that step, if any could be compared."""
+    """Return the first tensor of a phase in that step, or the first that could be compared."""
     keys = [k for k in judge.order if k[:2] == (judge.report.first.key.step, phase)]
     return next((k for k in keys if k not in judge.report.left_out), judge.report.first.key)
 
 
 def _shuffled(judge: Judge) -> str:
-    """The first output of the step, if its rows are there in no order."""
+    """Name the step's first output if its rows stand out of order."""
     first = _first(judge, "forward")
     if first.phase != "forward":
         return ""
@@ -106,7 +106,7 @@ def _shuffled(judge: Judge) -> str:
 
 
 def _more_telling(judge: Judge) -> str:
-    """What is said of another gradient or update, where the first one has too few numbers."""
+    """Quote another gradient or update with an explanation, if the first wrong one has none."""
     first, *others = judge.report.like_first
     if not first.words.startswith(ANOTHER):
         return ""
@@ -115,7 +115,7 @@ def _more_telling(judge: Judge) -> str:
 
 
 def _clipped(judge: Judge) -> str:
-    """All gradients of the step by one factor for each rank."""
+    """Say if all wrong gradients of the step are off by one factor for each rank."""
     findings, at = judge.report.like_first, judge.report.first.key
     if at.phase != "gradient" or len(findings) < 3 or not all(f.factors for f in findings):
         return ""
@@ -150,5 +150,5 @@ CLUES = _began, _right_until, _foreign, _loss, _more_telling, _clipped, _uneven
 
 
 def clues(judge: Judge) -> list[str]:
-    """What points to where the first wrong tensor comes from."""
+    """Return the clues to the origin of the first wrong tensor."""
     return [said for clue in CLUES if not judge.report.equal and (said := clue(judge))]

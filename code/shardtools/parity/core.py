@@ -1,26 +1,26 @@
-"""Do the parts of N ranks make the tensors of one process? And if not, which is the first wrong?
+"""The comparison of N ranks' tensors with those of one process: the matcher of each rank.
 
-Three rules keep what is ambiguous from hiding a mistake:
+Three rules keep an ambiguous match from hiding a mistake:
 
-1. Ends are strict. What the optimizer sees as a gradient, and what it makes of a weight, stands
-   where the weight itself stood before the first step, with factor 1, on every rank that holds it.
-   Weights are equal before any mistake can act, so where they stand is learned from the truth.
-2. The inside is lenient, and only locates: no alarm while every gradient of the step is right. An
-   output may stand anywhere, or be the sum of several ranks'; in backward each rank has one free
-   factor, for it may divide its loss at the end. An output's gradient stands where the output did.
-3. Of a weight all places that fit are kept (ones look alike). The set shrinks with every tensor
-   that follows, and never grows.
+1. Gradients and updates ("ends") are strict. The gradient that the optimizer sees, and the update
+   that it makes, stand where the weight itself stood before the first step, with factor 1, on every
+   rank that holds the weight. Weights are equal before any mistake can act, so their places are
+   learned from correct values.
+2. Outputs and their gradients ("inside") are lenient, and only locate a mistake: no alarm if every
+   gradient of the step is right. An output may stand anywhere, or be a partial sum; in backward
+   each rank has one free factor, since it may divide its loss at the end. An output's gradient
+   stands where the output did.
+3. A weight keeps all places that fit (ones fit many). Later tensors narrow this set.
 
 On each rank a `Matcher` finds the place of each tensor as it comes, by the rule of its phase, and
-keeps those that fit nowhere. What one tensor tells of the next is in two kinds of states alone:
+keeps the tensors that fit nowhere. Two kinds of state carry over from one tensor to the next:
 
-- `Weight`: UNKNOWN until the weight itself is seen; then its places, which every gradient and
-  update narrows;
-- `Call`, one micro-batch of a step: outputs stand where they were found; the factor of its backward
-  is FREE until the first gradient of an output fixes it; a phase is LOST once PATIENCE tensors of
-  it fitted nowhere, and then only a few places are tried.
+- `Weight`: UNKNOWN until the weight is seen; then its places, which gradients and updates narrow;
+- `Call`, one micro-batch of a step: the places of its outputs; the factor of its backward, FREE
+  until the first gradient of an output fixes it; a phase is LOST once PATIENCE of its tensors
+  fitted nowhere, and then only a few places are tried.
 
-`judge.Judge` sees what the matchers of all ranks found, and says what is wrong first.
+`judge.Judge` combines the matchers of all ranks, and says which tensor is wrong first.
 """
 
 from __future__ import annotations
@@ -37,62 +37,62 @@ from .places import Place, by_rows, by_twins, in_any_order, pieces, proposals
 from .record import Record
 from .recording import Key, Part, Sink
 
-FEW = 16  # proposals: to say what is wrong with a misfit, or where misfits are the rule
-PATIENCE = 8  # misfits of a phase and call after which no more proposals are tried
-LOOSE = 1e-3  # where rounding explains more than that, an output fits at wrong places, too
+FEW = 16  # proposals that are tried to explain a misfit, or once a phase is lost
+PATIENCE = 8  # misfits of a phase and call after which the phase is lost
+LOOSE = 1e-3  # above this tolerance, an output fits at wrong places, too
 ENDS = "gradient", "update"
 
 
 @dataclass
 class Seen:
-    """A part on a rank. Its value is kept where it fits nowhere, else it is on torch's meta."""
+    """A part on a rank; its value stays if it fits nowhere, else it is on torch's meta."""
 
     part: Part
     place: Place | None
-    factor: float = 1.0  # of backward on this rank
+    factor: float = 1.0  # this rank's factor in backward
 
     @property
     def fits(self) -> bool:
-        """Whether it was found in the plain run's tensor."""
+        """True if the part was found in the plain run's tensor."""
         return self.part.value.is_meta
 
 
 @dataclass
 class Weight:
-    """Where a weight of a rank may stand: all places that have fitted so far (rule 3)."""
+    """The places where a rank's weight may stand: all that have fitted so far (rule 3)."""
 
-    places: list[Place] = field(default_factory=list)  # none: UNKNOWN
+    places: list[Place] = field(default_factory=list)  # empty: UNKNOWN
 
     def that_hold(self, value: Tensor) -> list[Place]:
-        """Return the places of as many numbers as `value` has."""
+        """Return the places with as many numbers as `value`."""
         return [p for p in self.places if p.holds(value)]
 
 
 @dataclass
 class Call:
-    """What one call of a step's modules, a micro-batch, has shown so far on this rank (rule 2)."""
+    """The state of one call (micro-batch) of a step's modules on this rank (rule 2)."""
 
-    stood: dict[str, Place] = field(default_factory=dict)  # where outputs stand: by name
-    factor: float | None = None  # of backward; None: FREE
+    stood: dict[str, Place] = field(default_factory=dict)  # the outputs' places, by name
+    factor: float | None = None  # the factor of backward; None: FREE
     misfits: Counter[str] = field(default_factory=Counter)  # by phase
 
     def is_lost(self, phase: str) -> bool:
-        """Return True if so much of a phase fits nowhere that no more is worth a long search."""
+        """Return True if too many of the phase's tensors fit nowhere for long searches."""
         return self.misfits[phase] >= PATIENCE
 
 
 class Matcher(Sink):
-    """A sink on one rank: finds each tensor's place in the plain run's."""
+    """A sink on one rank that finds each tensor's place in the plain run's tensor."""
 
     def __init__(self, plain: Record, rank: int, ranks: int, begins: int = 0):
         super().__init__()
         self.plain, self.rank, self.ranks = plain, rank, ranks
-        self.begins = begins  # how many steps a run that is resumed has behind it
+        self.begins = begins  # steps that were taken before a resumed run
         self.weights: dict[tuple[str, int], Weight] = defaultdict(Weight)  # by name and number
         self.calls: dict[tuple[int, int], Call] = defaultdict(Call)  # by step and call
-        self.known: dict[tuple, list[Place]] = defaultdict(list)  # where outputs stood, by shape
-        self.clipped: dict[int, float] = {}  # of all gradients that are clipped later: by step
-        # What was found, for the judge.
+        self.known: dict[tuple, list[Place]] = defaultdict(list)  # places of outputs, by shape
+        self.clipped: dict[int, float] = {}  # clipping factor of all gradients of a step
+        # Results for the judge.
         self.seen: dict[Key, list[Seen]] = {}
         self.worst: dict[str, float] = {}  # by phase
 
@@ -100,22 +100,22 @@ class Matcher(Sink):
         return vars(self) | {"plain": None}
 
     def stood(self, key: Key, call: int) -> Place | None:
-        """Where the output of this name stands in this step's call, if it was found."""
+        """Return this output's place in this step's call; None if it was not found."""
         return self.calls[key.step, call].stood.get(key.name)
 
     def factors(self, step: int) -> list[float]:
-        """Return the factors of a step's backward, of the calls in which one was fixed."""
+        """Return the backward factors of the step's calls that have fixed one."""
         each = (call.factor for (at, _), call in self.calls.items() if at == step)
         return [factor for factor in each if factor is not None]
 
     def forget(self, key: Key) -> bool:
-        """As `Sink` says."""
+        """Same as `Sink.forget`."""
         key = self.plain.name(key)
         unfit = any(not seen.fits for seen in self.seen.get(key, ()))
         return unfit and bool(self.seen.pop(key))
 
     def see(self, key: Key, part: Part) -> None:
-        """Find its place; keep its value where there is none."""
+        """Find the part's place; keep its value if it fits nowhere."""
         key = self.plain.name(key)
         seen = self.seen.setdefault(key, [])
         place, factor = self.place(key, part, len(seen))
@@ -128,7 +128,7 @@ class Matcher(Sink):
         seen.append(Seen(part, place, factor))
 
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
-        """Where it stands in the plain run's tensor, times which factor; `number`: of its key."""
+        """Return the place of this part (the `number`-th of its key), and its factor."""
         whole = self.plain.whole(key)
         if whole is None or not whole.numel() or key.phase == "samples":
             return None, 1.0
@@ -146,17 +146,17 @@ class Matcher(Sink):
             return self._output(key, part, near), 1.0
         return self._output_gradient(key, part, near)
 
-    # Ends: strict
+    # Weights, gradients and updates: strict
 
     def _weight(self, weight: Weight, part: Part, near: Tolerance) -> Place | None:
-        """All places that fit are kept: those of constants are many. Same bits, if there are."""
+        """Keep all places that fit, or only the bitwise-equal ones if there are any."""
         fits: list[tuple[float, Place]] = []
         for each in self._weight_places(part, near.whole):
             offs = ((near.off(part.value, p.of(near.whole)), p) for p in each)
             if fits := [(off, p) for off, p in offs if off <= 1]:
                 break
         least = min((off for off, _ in fits), default=1.0)
-        # Few bits are near to many things: of copies the exact ones are the right ones.
+        # Numbers with few bits fit many places: if any are bitwise equal, only these count.
         weight.places = [p for off, p in fits if off == 0.0 or least > 0.0]
         return weight.places[0] if weight.places else None
 
@@ -167,12 +167,12 @@ class Matcher(Sink):
         yield filter(None, [by_rows(value, whole)])
 
     def _end(self, key: Key, weight: Weight, part: Part, near: Tolerance) -> Place | None:
-        """Where the weight stood, with factor 1."""
+        """Return a place where the weight stood and this part fits with factor 1."""
         owned = weight.that_hold(part.value)
         if part.unread or not near.decides:
             return owned[0] if owned else None
         factor = 1.0
-        if part.unclipped and owned:  # one for all of the step
+        if part.unclipped and owned:  # all gradients of a step share one clipping factor
             free = ratio(part.value.view(owned[0].shape), owned[0].of(near.whole))
             factor = self.clipped.setdefault(key.step, free)
         fits = [p for p in owned if self._fits(key, part.value.view(p.shape), p, near, factor)]
@@ -180,13 +180,13 @@ class Matcher(Sink):
             weight.places = fits
         return fits[0] if fits else None
 
-    # The inside: lenient
+    # Outputs and their gradients: lenient
 
     def _output(self, key: Key, part: Part, near: Tolerance) -> Place | None:
-        """Anywhere; where outputs of this shape stood before is the likeliest."""
+        """Return an output's best place anywhere, known outputs' places first."""
         value, shape, whole = part.value, tuple(part.value.shape), tuple(near.whole.shape)
         known = self.known[part.call, shape, whole]
-        # A part of a whole batch that comes call by call begins with its own rank's, or its call's.
+        # The likeliest part of the batch has this rank's number, or this call's number.
         first = self.rank if whole[:1] == shape[:1] or not part.call else part.call
         anywhere = self._proposed(key, part, whole, first)
         place = self._best(
@@ -204,13 +204,13 @@ class Matcher(Sink):
     def _proposed(
         self, key: Key, part: Part, whole: tuple[int, ...], first: int
     ) -> Iterator[Place]:
-        """All of them, or a few where the step is lost already."""
+        """Yield all proposed places, or a few if the call is lost already."""
         all_ = proposals(part.value.shape, whole, first, part.start)
         is_lost = self.calls[key.step, part.call].is_lost(key.phase)
         return islice(all_, FEW) if is_lost else all_
 
     def _of_call(self, key: Key, part: Part, whole: tuple[int, ...]) -> Iterator[Place | None]:
-        """A part of what the same call of the plain run gave."""
+        """Yield places within the output of the plain run's call of the same number."""
         calls = list(islice(self.plain.calls(key), part.call + 1))
         if len(self.plain.parts[key]) > 1 and part.call < len(calls):
             shape, begin = calls[part.call]
@@ -221,7 +221,7 @@ class Matcher(Sink):
     def _best(
         self, key: Key, value: Tensor, places: Iterable[Place | None], near: Tolerance
     ) -> Place | None:
-        """The best of those that fit, for loose tolerances fit wrong ones; else the first."""
+        """Return the place that fits best; with a tight tolerance, the first that fits."""
         best, least = None, 1.0
         for place in places:
             if place is None:
@@ -235,7 +235,7 @@ class Matcher(Sink):
         return best
 
     def _output_gradient(self, key: Key, part: Part, near: Tolerance) -> tuple[Place | None, float]:
-        """Where the output stood, if that is sure; times this rank's factor, the first one's."""
+        """Return the place where the output stood, if known; and this rank's factor."""
         value, shape = part.value, tuple(part.value.shape)
         stood = self.stood(key, part.call)
         if not near.decides:
@@ -249,7 +249,7 @@ class Matcher(Sink):
         tried = [mine, *self.factors(key.step)]
         for place in places:
             free = [ratio(value, place.of(near.whole))] if mine is None else tried
-            if free == [0.0] and self._fits(key, value, place, near):  # they say nothing of it
+            if free == [0.0] and self._fits(key, value, place, near):  # zeros fix no factor
                 return place, 1.0
             if factor := self._factor(key, part, place, near, free):
                 return place, factor
@@ -262,7 +262,7 @@ class Matcher(Sink):
     def _factor(
         self, key: Key, part: Part, place: Place, near: Tolerance, tried: list[float]
     ) -> float:
-        """The first factor with which it fits, which its call keeps; else 0."""
+        """Return the first factor with which a part fits, fixed for its call; else 0."""
         for factor in dict.fromkeys(tried):
             if factor and self._fits(key, part.value, place, near, factor):
                 call = self.calls[key.step, part.call]
@@ -273,9 +273,9 @@ class Matcher(Sink):
     def _twins(
         self, key: Key, part: Part, stood: Place, near: Tolerance, tried: list[float | None]
     ) -> Iterator[tuple[Place, float]]:
-        """Rows whose outputs are the same, and the gradients those that were found: with a factor.
+        """Yield places that permute rows of equal outputs to fit gradients, and factors.
 
-        Where none is known, some rows tell one: those that stand where they should.
+        Factors that are unknown yet are estimated from the first rows.
         """
         value, lost = part.value, self.calls[key.step, part.call].is_lost(key.phase)
         output = tolerance(self.plain, key._replace(phase="forward"), value.dtype)
@@ -304,7 +304,7 @@ class Matcher(Sink):
         return off <= 1
 
     def guess(self, key: Key, seen: Seen, number: int) -> Place | None:
-        """The most similar place of what fits nowhere: to say what is wrong with it."""
+        """Return the most similar place of a part that fits nowhere."""
         part, whole = seen.part, self.plain.whole(key)
         stood = self.stood(key, part.call)
         if key.phase == "backward" and stood is not None and stood.holds(part.value):

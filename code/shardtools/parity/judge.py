@@ -1,4 +1,4 @@
-"""Judge what all ranks found: the first wrong tensor, in the order of the computation."""
+"""The judge of all ranks' matches: finds the first wrong tensor in the order of computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .report import Finding, Report
 
 
 class Judge:
-    """Sees what the matchers of all ranks found, in the order of the plain computation."""
+    """The verdict of all ranks' matchers, in the order of the plain computation."""
 
     def __init__(self, plain: Record, ranks: list[Matcher], end: int | None = None):
         self.plain, self.ranks = plain, ranks
@@ -26,13 +26,13 @@ class Judge:
             matcher.plain = plain
         self.report = Report(len(ranks), fewer=plain.fewer)
         self.order = self._in_time()
-        self.addends: list[tuple[Key, str]] = []  # outputs and gradients that nobody has summed
+        self.addends: list[tuple[Key, str]] = []  # partial sums that were not all-reduced
         self.gradients_fit = cache(partial(across.gradients_fit, plain=plain, ranks=ranks))
 
     def judge(self) -> Report:
-        """Compare all; see `Report`."""
+        """Compare all tensors up to the first wrong phase; see `Report`."""
         steps = {matcher.steps for matcher in self.ranks}
-        if steps != {self.end}:  # cannot be told apart
+        if steps != {self.end}:  # steps of ranks that skip one cannot be matched
             took = ", ".join(f"rank {m.rank} {m.steps}" for m in self.ranks)
             words = f"the plain program took {self.end} optimizer steps, {took}: a skip?"
             bad = [m.rank for m in self.ranks if m.steps != self.end]
@@ -40,7 +40,7 @@ class Judge:
             return self.report
         for key in self.order:
             if self.report.findings and self.report.first.key[:2] != key[:2]:
-                break  # what comes after may be its consequence
+                break  # later differences may be consequences
             self._one(key)
         for matcher in self.ranks:
             for phase, off in matcher.worst.items():
@@ -49,7 +49,7 @@ class Judge:
         return self.report
 
     def _in_time(self) -> list[Key]:
-        """Time: phases of each step; modules by their last call; gradients from the end."""
+        """Return the keys by step and phase: modules by last call, gradients reversed."""
         first, steps = self.begin or BEFORE, range(self.begin, self.end)
         mine = (k for k in self.plain.parts
                 if (k.step == first if k.phase == "weights" else k.step in steps))  # fmt: skip
@@ -98,7 +98,7 @@ class Judge:
             self._say(key, [], words)
 
     def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
-        """Say what is wrong with those that fit nowhere; they may count as they should be after."""
+        """Explain parts that fit nowhere; wrong outputs get likely places for backward."""
         values = []
         for matcher, number, seen in parts:
             wrong = any(seen is one for *_, one in left)
@@ -119,7 +119,7 @@ class Judge:
         near = tolerance(self.plain, key, parts[0][2].part.value.dtype)
         case = Case(key, self.plain, self.ranks, near, values)
         bad, error = sorted({value.rank for value in case.wrong}), case.error
-        if key.phase in ENDS or self.report.equal:  # inside, the first alone is worth words
+        if key.phase in ENDS or self.report.equal:  # inside, explain only the first
             self._say(key, bad, in_words(case), error, near.explains(error), factors(case))
         else:
             self._say(key, bad, ANOTHER, error, near.explains(error))

@@ -1,7 +1,7 @@
-"""How near is near enough: measured, by plain runs where all moves by a unit in the last place.
+"""Tolerances, measured by plain runs in which all tensors move by a unit in the last place.
 
-Of each tensor two differences count: of all its numbers together, and of the worst of its rows,
-which alone sees one wrong row among thousands. Both are relative to the tensor's size.
+Each tensor has two differences, relative to its size: that of all its numbers together, and that of
+its worst row, which alone detects one wrong row among thousands.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from torch import Tensor
 from .record import Record
 from .recording import BEFORE, Key, Part, Sink
 
-DRAWS = 3  # runs that are perturbed
-# Times the largest difference of a draw. Of 999 random right programs (tests/parity_random.py) no
-# tensor needs more, in float32 and float64, than 3.9 forward, 3.2 backward, 5.4 as a gradient and
-# 10.5 as an update; in bfloat16 2.1, 2.4, 1.9 and 9.2: small models, before sums were drawn anew.
-# With that, gradients over 65,536 tokens and over 10^6 rows need less than 1.
+DRAWS = 3  # perturbed runs
+# Allowed difference over the largest of all draws. 999 random right programs, small models
+# (tests/parity_random.py), need at most 3.9 forward, 3.2 backward, 5.4 for gradients and 10.5 for
+# updates in float32 and float64; in bfloat16 2.1, 2.4, 1.9 and 9.2; all before `Rounding` was
+# added. With `Rounding`, gradients over 65,536 tokens and over 10^6 rows need less than 1.
 FACTOR = 12.0
-# Times a gradient's noise: an optimizer may see a smaller number with the other sign.
+# Multiple of a gradient's noise below which rounding may flip the sign of a number.
 TURNS = 3.0
-# Where more than COARSE is allowed, a factor that all numbers of a gradient share is judged, too.
-# Off by STEADY times what it is in a draw (of n numbers' noise a root of n is left) is allowed, or
-# by SHARED times the noise of one number, for it is rounded itself, as 1 / count and a clip are.
+# Where the tolerance exceeds COARSE, the common factor of a gradient's numbers is checked, too. It
+# may differ by STEADY times its difference in a draw (noise averages out over n numbers), or by
+# SHARED times the noise of one number: the factor itself, such as 1 / count or a clip, is rounded.
 COARSE, STEADY, SHARED = 1e-2, 6.0, 2.0
 PIECE = 2**20  # numbers that are compared at a time
-TINY = 1e-9  # of tensors this small, squares of differences are no float32 any more
-DECIDES = 0.5  # where more than that is allowed, rounding makes another tensor: nothing is said
+TINY = 1e-9  # size below which squares of differences underflow in float32
+DECIDES = 0.5  # above this tolerance, rounding decides the tensor: nothing is compared
 
 
 def rms(x: Tensor) -> float:
-    """Root mean square."""
+    """Return the root mean square."""
     norm = torch.linalg.vector_norm(x.flatten(), dtype=torch.float64).item() if x.numel() else 0.0
     return norm / sqrt(max(1, x.numel()))
 
 
 def eps(dtype: torch.dtype) -> float:
-    """One unit in the last place of 1."""
+    """Return one unit in the last place of 1; 0 for a dtype that is not floating-point."""
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tuple[float, float]:
-    """Differences from factor times `wanted`, relative to `size`: of all, and of the worst row."""
+    """Return differences from factor times `wanted` over `size`: of all, and of the worst row."""
     if not found.numel():
         return 0.0, 0.0
     width = found.shape[-1] if found.dim() > 1 else found.numel()
     rows, wide = max(1, PIECE // width) * width, torch.promote_types(found.dtype, torch.float32)
     wide = torch.promote_types(wide, wanted.dtype)
-    sums = wide if size > TINY else torch.float64  # the square of a difference has to be a number
+    sums = wide if size > TINY else torch.float64  # squares of differences must not underflow
     total = worst = 0.0
     for f, w in zip(found.flatten().split(rows), wanted.flatten().split(rows), strict=True):
         f, w = f.to(wide), w.to(wide)
@@ -67,7 +67,7 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
 
 
 def size_of(record: Record, key: Key) -> float:
-    """A plain tensor's root mean square, computed once; 0 where it has none."""
+    """Return a plain tensor's root mean square, computed once; 0 if it has none."""
     if key not in record.sizes:
         whole = record.whole(key)
         has = whole is not None and whole.is_floating_point()
@@ -95,11 +95,11 @@ class Noise(Sink):
         self.shared: dict[Key, float] = {}
 
     def see(self, key: Key, part: Part) -> None:
-        """Compare it with the same call's; where it has another shape, rounding routes anew."""
+        """Compare a part with the same call's; infinite if rounding changes its shape (routing)."""
         size, whole = size_of(self.record, key), self.record.whole(key)
         if not size:
             if whole is not None and whole.is_floating_point() and part.value.any():
-                self.squares[key] = self.row[key] = inf  # where rounding alone made it nothing
+                self.squares[key] = self.row[key] = inf  # zero in the plain run by rounding alone
             return
         for other in self.record.parts.get(key, ()):
             if other.call == part.call:
@@ -111,7 +111,7 @@ class Noise(Sink):
                     self.shared[key] = abs(ratio(part.value, other.value) - 1)
 
     def found(self) -> dict[Key, tuple[float, ...]]:
-        """Return each tensor's relative differences: of all, of a row, of the factor they share."""
+        """Return each tensor's relative differences: of all, of a row, of the common factor."""
         return {
             key: (
                 sqrt(squares / self.record.whole(key).numel()),
@@ -128,12 +128,12 @@ def largest(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> dict[K
     for key, parts in record.parts.items():
         least = eps(parts[0].value.dtype)
         row, weight, size = 2 * least, Key(BEFORE, "weights", key.name), size_of(record, key)
-        if key.phase == "update":  # a difference of two numbers that were rounded
+        if key.phase == "update":  # the difference of two rounded weights
             grain = eps(record.parts[weight][0].value.dtype)
             if size:
                 least = max(least, grain * size_of(record, weight) / size)
             elif grain > eps(torch.float32) or _lost(record, key, found):
-                least = inf  # too small to move this weight, where a neighbour's may move
+                least = inf  # too small to move this weight, though it may move after noise
             of_all, of_row = _turned(record, key, found)
             least, row = max(least, of_all / FACTOR), max(2 * least, of_row / FACTOR)
         each = [draw.get(key, (0.0, 0.0, inf)) for draw in draws]
@@ -148,9 +148,9 @@ def _lost(record: Record, key: Key, found: dict[Key, tuple]) -> bool:
 
 
 def _turned(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, float]:
-    """Return an update's differences if each number that rounding may turn round is turned.
+    """Return an update's differences if each number whose sign rounding may flip is flipped.
 
-    AdamW's first step has the size of its rate however small a gradient is, and its sign.
+    AdamW's first step has its rate's size however small the gradient is, and the gradient's sign.
     """
     gradient = key._replace(phase="gradient")
     g, u, size = record.whole(gradient), record.whole(key), size_of(record, key)
@@ -162,28 +162,28 @@ def _turned(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, f
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far from a plain tensor a rank's part may be."""
+    """The allowed differences between a plain tensor and a rank's part."""
 
     whole: Tensor
     size: float  # root mean square of the whole
     of_all: float
     of_row: float
-    shared: float = inf  # of a factor that all numbers share
+    shared: float = inf  # allowed difference of the common factor
 
     @property
     def decides(self) -> bool:
-        """Whether rounding leaves anything to compare."""
+        """True if rounding leaves anything to compare."""
         return self.of_all <= DECIDES
 
     def explains(self, error: float) -> float:
-        """Return how much of an error of all numbers rounding explains, or of their factor."""
+        """Return how much of an error rounding explains: of all numbers, or of their factor."""
         return self.of_all if error > self.of_all else min(self.of_all, self.shared)
 
     def off(self, value: Tensor, wanted: Tensor, factor: float = 1.0) -> float:
-        """The difference as a part of what is allowed: above 1 it is wrong."""
+        """Return the difference relative to what is allowed: above 1 it is wrong."""
         of_all, of_row = gap(value, wanted, self.size, factor)
         share = self.whole.numel() / max(1, value.numel())
-        allowed = min(self.of_row, self.of_all * sqrt(max(1.0, share)))  # a part may be the worst
+        allowed = min(self.of_row, self.of_all * sqrt(max(1.0, share)))  # for the worst part
         pairs = [(of_all, allowed), (of_row, self.of_row)]
         if self.shared < inf and factor and self.of_all > COARSE:
             pairs.append((abs(ratio(value, wanted) / factor - 1), self.shared * sqrt(share)))
@@ -191,7 +191,7 @@ class Tolerance:
 
 
 def tolerance(record: Record, key: Key, dtype: torch.dtype) -> Tolerance:
-    """Of a tensor that a rank has in this dtype."""
+    """Return the tolerance of a tensor that a rank holds in this dtype."""
     of_all, of_row, shared = record.noise.get(key, (0.0, 0.0, inf))
     least, whole = eps(dtype), record.whole(key)
     of_all, of_row = max(of_all, least), max(of_row, 2 * least)

@@ -1,4 +1,4 @@
-"""Rounding, drawn anew: what runs with noise move, in the places where a program rounds."""
+"""Random rounding errors for runs with noise, where a program rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that add up many numbers, each with the arguments in which it is linear, all at once.
+# Operators that add up many numbers, with the arguments in which each is jointly linear.
 SUMS = {
     "mm": "self", "bmm": "self", "addmm": "self mat1", "baddbmm": "self batch1", "sum": "self",
     "mean": "self", "index_put": "self values", "index_add": "self source",
@@ -28,12 +28,12 @@ def neighbours(x: Tensor, generator: torch.Generator) -> Tensor:
 class Rounding(TorchDispatchMode):
     """A mode in which sums and casts round differently.
 
-    Noise of one unit in the last place does not see how many terms a sum has, for it is less than
-    the rounding of a partial sum. So what is summed is multiplied by a random number, and the sum
-    divided by it: partial sums, and factors that TF32 shortens, are rounded anew.
-
-    A cast to fewer bits, as autocast's or in a step of Muon's, hides noise until one number is
-    rounded the other way. So a thousandth of them are.
+    Noise of one unit in the last place is smaller than the rounding of a partial sum:
+    terms are
+    multiplied by a random number, and their sum is divided by it, so that partial sums
+    round anew.
+    Casts to fewer bits (autocast, Muon) hide noise: a thousandth of their numbers move
+    by a unit.
     """
 
     def __init__(self, generator: torch.Generator):
@@ -55,7 +55,7 @@ class Rounding(TorchDispatchMode):
         return out / factor if scaled else out
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Move a thousandth of its numbers by a unit in the last place, one at least."""
+        """Move a thousandth of the numbers (at least one) by a unit in the last place."""
         few = max(1, x.numel() // 1024)
         index = torch.randint(x.numel(), (few,), generator=self.generator).to(x.device)
         chosen = x.flatten()[index]
@@ -69,10 +69,10 @@ def _is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def _linear(func: Any, args: tuple[Any, ...]) -> list[int]:
-    """Return the numbers of the arguments in which a sum is linear; [] if it is none.
+    """Return the indices of the arguments in which a sum is linear; [] for no sum.
 
-    Operators of backward are linear in their gradients. Numbers of 16 bits stay as they are: their
-    own rounding is larger than that of their sums.
+    Operators of backward are linear in their gradients. 16-bit numbers round too
+    coarsely.
     """
     name = func._schema.name.removeprefix("aten::")
     names = SUMS.get(name, "grad" if name.endswith("backward") else "").split()

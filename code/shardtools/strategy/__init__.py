@@ -1,15 +1,15 @@
-"""Which ways of dividing a model go together, for which model on which machines, and why.
+"""Which layouts suit a model on a cluster, with predicted memory and step time.
 
-- `MACHINES`, `room`: GPUs and their links; memory that a rank may take;
-- `Layout`: who holds which part;
-- `flops`, `zero_bytes`, `floor`, `training_days`: work, traffic, and the least that a step takes;
-- `predict`: what a step takes, in seconds and bytes, by one of `PROFILES` (what an implementation
-  keeps and does) and `Rates` (what has to be measured: by `learn` in files, by `measure` here);
-- `plan`: the layouts of a job, the fastest first, and what ruled out the others; `alone`: one;
-- `rungs`, `choose`: the flow chart over a plan, from copies alone to pipelines across nodes;
-- `fullness`, `slowness`: what a layout lacks, in a sentence.
+- `MACHINES`, `room`: GPUs and their links; memory that a rank may use;
+- `Layout`: degrees of parallelism, and which rank holds which part of the model;
+- `flops`, `zero_bytes`, `floor`, `training_days`: arithmetic, traffic, and lower bounds;
+- `predict`: seconds and bytes of a step, from one of `PROFILES` (an implementation's work and
+  memory) and measured `Rates` (by `learn` from files, by `measure` on this machine);
+- `plan`: feasible layouts, the fastest first, and why others were rejected; `alone`: one layout;
+- `rungs`, `choose`: a flow chart over a plan, from data parallelism to pipelines across nodes;
+- `fullness`, `slowness`: why a layout does not fit, or is slow, in a sentence.
 
-The standard library alone: whoever only plans does not have to load torch. Bytes, and seconds.
+Only the standard library is imported: planning does not load torch. Units are bytes and seconds.
 """
 
 from shardlab.common.machines import MACHINES

@@ -1,6 +1,6 @@
-"""What a layout lacks, in a sentence: where its bytes are, or where its seconds go.
+"""Advice on one layout: why it does not fit or is slow, and remedies against running out of memory.
 
-And what to do about memory: each remedy as it is predicted, and each engine's name for it.
+Each remedy is predicted, and named as each engine names it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .predict import predict
 from .profile import COURSE
 from .report import PARTS
 
-# Remedies that the planner can predict, and the engines' names for them; "" where one has none.
-# The names are held to the engines' own parsers: tests/test_your_job.py.
+# Remedies that the planner can predict, and the engines' options for them. The names are checked
+# against the engines' own parsers: tests/test_your_job.py.
 KNOBS: dict[str, dict[str, str]] = {
     "smaller micro-batches": {
         "torchtitan": "--training.local_batch_size",
@@ -74,23 +74,23 @@ KNOBS: dict[str, dict[str, str]] = {
 }
 
 
-ARITHMETIC = "products", "attention", "elementwise"  # of a step, which every layout needs
+ARITHMETIC = "products", "attention", "elementwise"  # parts of a step that every layout needs
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a layout, one of KNOBS, with what is predicted then."""
+    """A change of a layout, one of KNOBS, with its predicted memory and step time."""
 
     name: str
     layout: Layout
     reserved: float  # bytes of the fullest rank
-    seconds: float  # of a step
+    seconds: float  # per step
 
 
 def remedies(found: Plan, layout: Layout) -> list[Remedy]:
-    """What would reserve less than `layout` of a plan does, the least seconds first.
+    """Return the changes that would reserve less than a plan's `layout`, the fastest first.
 
-    All on the same GPUs, with the same batch; fragments are left out as if none were lost.
+    All keep the GPUs and the batch; the remedy against fragments assumes that none are lost.
     """
     before = planned(found, found.job(layout))
     listed = []
@@ -98,7 +98,7 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
         try:
             changed = replace(layout, **fields)
             after = planned(found, found.job(changed))
-        except ValueError:  # a shape that cannot be cut so
+        except ValueError:  # the model cannot be divided so
             continue
         reserved = after.reserved
         if changed == layout:
@@ -109,7 +109,7 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
 
 
 def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each of KNOBS as the fields that it changes, where this layout can have it."""
+    """Yield each of KNOBS that applies to this layout, with the fields that it changes."""
     profile = found.profile
     yield "nothing lost to fragments", {}
     if at.micro_batch % 2 == 0:
@@ -138,7 +138,7 @@ def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def told(found: Plan, layout: Layout) -> list[list[str]]:
-    """`remedies` as rows of a table: with each one's name in the profile's engine."""
+    """Return `remedies` as rows of a table, with each one's name in the profile's engine."""
     engine = found.profile.name
     table = [["out of memory?", "GB", "fits", "s", f"with {engine}"]]
     for one in remedies(found, layout):
@@ -152,9 +152,9 @@ def told(found: Plan, layout: Layout) -> list[list[str]]:
 def fullness(
     config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
 ) -> str:
-    """Why `layout` does not fit, and one change that would do; "" if it fits.
+    """Explain why `layout` does not fit, and name a change that would suffice ("" if it fits).
 
-    Bytes are predicted, of the course's own model. Raises ValueError as `predict` does, and for
+    Bytes are predicted for the course's own model. Raises ValueError as `predict` does, and for
     heads that this model cannot be cut into.
     """
     check_tensor_degree(config, layout.tp, copies=True)
@@ -178,9 +178,9 @@ def fullness(
 def slowness(
     config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
 ) -> str:
-    """What a step waits for the most, beside the arithmetic that every layout needs.
+    """Name what a step waits for most, beside the arithmetic that every layout needs.
 
-    Seconds are predicted, of the course's own model. Raises ValueError as `predict` does.
+    Seconds are predicted for the course's own model. Raises ValueError as `predict` does.
     """
     found = predict(config, machine, layout, seq=seq).seconds
     words = f"A step takes some {_digits(found.total)} s."
@@ -191,7 +191,7 @@ def slowness(
         )
     parts = {name: value for name, value in vars(found).items() if name not in ARITHMETIC}
     why = dict(PARTS)
-    if layout.recompute == "full":  # one pass of four
+    if layout.recompute == "full":  # recomputation is one pass of four
         parts["recomputation"] = (found.products + found.attention) / 4
         why["recomputation"] = "arithmetic that is done twice"
     most = max(parts, key=lambda name: parts[name])
@@ -201,5 +201,5 @@ def slowness(
 
 
 def _digits(seconds: float) -> str:
-    """Three of them, and no exponent."""
+    """Format seconds with three digits and no exponent."""
     return f"{float(f'{seconds:.3g}'):,g}"

@@ -1,11 +1,11 @@
-"""The flow chart: what to try first, and what next when it does not do.
+"""A flow chart over a plan: the technique to try first, and the next ones if it does not suffice.
 
-Eight rungs, from the least that can be changed to the most; each layout stands on one of them. The
-chart is a way to read a plan: of the layouts that fit, it takes the fastest of the first rung that
-has one, unless that rung shares weights (ZeRO-3) and the copies wait for them longer than they
-compute. The order is that of effort and of traffic: a rule of thumb for links that are much faster
-inside of a node. The plan's own first says how good a one. The last rung is for what fits on none:
-its states go to the host's memory, over a link that is slower than all others.
+The chart has eight rungs, from the smallest change to the largest; each layout stands on one. From
+a plan's feasible layouts it takes the fastest of the first rung that has any, unless that rung
+shards weights (ZeRO-3) and the copies wait for weights longer than they compute. Rungs are ordered
+by effort and by traffic: a rule of thumb for links that are much faster inside a node. Compare the
+choice with the plan's fastest layout to judge the rule. The last rung is for models that fit on no
+other: states move to the host's memory, over the slowest link of all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUNGS = (
 
 
 def rung(layout: Layout) -> str:
-    """Where a layout stands: on the rung of the last that it adds."""
+    """Return the rung of a layout: that of the last technique that it adds."""
     if layout.offload != "none":
         return RUNGS[7]
     if layout.pp > 1:
@@ -38,9 +38,9 @@ def rung(layout: Layout) -> str:
 
 
 def rungs(found: Plan) -> dict[str, Planned]:
-    """The fastest layout of each rung that has one that fits, in the chart's order.
+    """Return the fastest feasible layout of each rung, in the chart's order.
 
-    The chart knows no context ranks: those who have them stand in it where nothing else fits.
+    The chart ignores context parallelism, unless no layout fits without it.
     """
     best: dict[str, Planned] = {}
     alone = [planned for planned in found.fits if planned.layout.cp == 1]
@@ -50,9 +50,9 @@ def rungs(found: Plan) -> dict[str, Planned]:
 
 
 def choose(found: Plan) -> Planned:
-    """The first rung's layout whose weights do not come too late, or else the first that fits.
+    """Return the first rung's layout whose weights arrive in time, or else the first that fits.
 
-    Raises ValueError where nothing fits: what is short, and what would make it fit.
+    Raises ValueError if nothing fits: it says what is short, and what would make it fit.
     """
     if not found.fits:
         raise ValueError(short(found))
@@ -61,6 +61,6 @@ def choose(found: Plan) -> Planned:
 
 
 def keeps_up(planned: Planned) -> bool:
-    """Whether the wire does, where weights travel: copies wait no longer than they compute."""
+    """Return True unless ZeRO-3's copies wait longer for weights than they compute."""
     parts = planned.prediction.seconds
     return planned.layout.zero < 3 or parts.data <= parts.products + parts.attention

@@ -1,4 +1,4 @@
-"""`python -m shardlab strategy`: which layout, how long it takes, and whether it fits.
+"""`python -m shardlab strategy`: choose a layout, and predict its step time and memory.
 
     python -m shardlab strategy plan --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
     python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
@@ -6,7 +6,7 @@
     python -m shardlab strategy fit --rates here.json
     python -m shardlab strategy predict rows.csv --rates rates.json
 
-`--help` behind each of these words is its manual.
+`--help` after each of these commands prints its manual.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .profile import PROFILES, Profile, today
 from .rates import Rates, known, read
 from .rates import today as rates_today
 
-FIXED = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"  # fields of a layout that are kept
-WORDS = "recompute", "offload"  # and those that are by name
+FIXED = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"  # fields that options can fix
+WORDS = "recompute", "offload"  # fields that options can fix by name
 TOP = 10  # rows of the table
-BATCH_TOKENS = 4_194_304  # of a step, unless --batch says otherwise: what large models train with
-ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # those of `emit`
+BATCH_TOKENS = 4_194_304  # tokens per step without --batch: a common size for large models
+ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # same as `emit.ENGINES`
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -55,7 +55,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
-    """Add `strategy plan`, the one that a page's calculator runs."""
+    """Add `strategy plan`, which a page's calculator runs as well."""
     parser = _command(commands, "plan", _plan)
     _add_job(parser)
     add = partial(options.add, parser)
@@ -110,7 +110,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is planned for."""
+    """Add the options that describe the job to plan."""
     add = partial(options.add, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
@@ -139,12 +139,12 @@ def _plan(given: dict[str, Any]) -> int:
         python -m shardlab strategy plan --model llama-3-405b --gpu h100 --batch 2048 \\
             --layout "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron"
 
-    The table has micro-batch and how many; GB that the fullest rank reserves, and that stay free;
-    seconds of a step; MFU, without the pairs of tokens that masks and windows hide; with --tokens
-    the days and GPU hours of the training. --explain shows the first layout part by part.
+    The table shows size and number of micro-batches; GB that the fullest rank reserves, and GB that
+    stay free; seconds of a step; MFU, without pairs of tokens that masks and windows hide; with
+    --tokens days and GPU hours of the training. --explain shows the first layout part by part.
 
-    --layout takes one layout as it is, in the words of the table, and shows it part by part,
-    whether it fits or not; micro-batches that it does not name follow from --batch.
+    --layout takes one layout, written as in the table, and shows it part by part, whether it fits
+    or not; if it names no number of micro-batches, the number follows from --batch.
     """
     name, found = _planned(given)
     tokens, first = given.get("tokens"), found.fits[0] if found.fits else found.nearest
@@ -165,11 +165,11 @@ def _run(given: dict[str, Any]) -> int:
 
         python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
 
-    It says whether the layout equals one process, and what each rank holds and sends beside the
-    prediction. The exit status is 1 where it does not equal one process.
+    It prints whether the layout computes the same as one process, and what each rank holds and
+    sends beside the prediction. The exit status is 1 if it does not equal one process.
     """
     name, found = _planned(given, own=True)
-    from .trial import trained  # which loads torch
+    from .trial import trained  # loads torch
 
     text, good = trained(name, found.config, (found.fits or [found.nearest])[0].layout)
     print(text)
@@ -188,9 +188,9 @@ def _emit(given: dict[str, Any]) -> int:
     course the options of train.py; slurm a batch file for any program. --into writes the whole
     Slurm job of torchtitan, megatron or course into a folder.
 
-    It is planned with the bytes and seconds of that engine's --profile; with slurm, of any.
+    The plan uses the bytes and seconds of that engine's --profile; with slurm, of any profile.
     """
-    from . import emitted  # which no page's calculator loads
+    from . import emitted  # imported here: no page's calculator loads it
 
     given = emitted.for_engine(given)
     _, found = _planned(given, own=True)
@@ -199,7 +199,7 @@ def _emit(given: dict[str, Any]) -> int:
 
 
 def _fit(given: dict[str, Any]) -> int:
-    """Find rates from measured steps, and write them into a file.
+    """Fit rates to measured steps, and write them into a file.
 
         python -m shardlab strategy fit --rates here.json
         python -m shardlab strategy fit sweep.csv --rates rates.json --profile nanotron
@@ -208,7 +208,7 @@ def _fit(given: dict[str, Any]) -> int:
     --gpu. A CSV file has measured steps, with the columns of the Ultra-Scale sweep; a JSON file
     layer times, as a list of cases with "id", "config" and "published"; and with --profile engines
     a CSV file is a table of throughputs (engine, model, gpu, gpus, dtype, degrees, mbs, gbs, seq,
-    recompute, and tokens_per_s_per_gpu, step_s or tflops_per_gpu). Lines left out are named.
+    recompute, and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names lines that it skips.
     """
     from . import learn  # which no page's calculator needs
 
@@ -226,18 +226,18 @@ def _fit(given: dict[str, Any]) -> int:
 
 
 def _predict(given: dict[str, Any]) -> int:
-    """Print what is predicted of each row of a CSV file, or of each case of a JSON file.
+    """Predict each row of a CSV file, or each case of a JSON file.
 
         python -m shardlab strategy predict rows.csv --rates rates.json --profile nanotron
         python -m shardlab strategy predict cases.json --rates rates.json --profile megatron
 
-    A row comes back with predicted_seconds of a step, predicted_memory_gib that rank 0 reserves,
-    and a note: why it cannot be expressed; its numbers are then empty.
+    Each row is printed with predicted_seconds of a step, predicted_memory_gib that rank 0 reserves,
+    and a note: why the row cannot be predicted; its numbers are then empty.
 
-    Of cases it prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what is
-    allocated on the fullest rank, without what an allocator loses. A config has a shape (layers,
+    For cases it prints a JSON list of {"id", "seconds", "memory_gib", "note"}; the memory is what
+    the fullest rank allocates, without fragmentation. A config has a shape (layers,
     hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep,
-    etp, dp, mbs, gbs, seq, zero, recompute (none, selective, full); what is missing follows.
+    etp, dp, mbs, gbs, seq, zero, recompute (none, selective, full); others have defaults.
     """
     from . import learn  # which no page's calculator needs
 
@@ -251,7 +251,7 @@ def _predict(given: dict[str, Any]) -> int:
 
 
 def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
-    """Return the model's name, and the plan that is asked for. own: of the course's own model."""
+    """Return the model's name, and the requested plan; own: the course's own model must run it."""
     if "rates" in given:
         profile, rates = _rates(given)
     else:
@@ -272,7 +272,7 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
         layout = _entered(given, machine, seq)
         return name, alone(config, machine, layout, seq, profile, rates, dtype)
     check_whole(seq=seq, gpus=(gpus := given.get("gpus", "")))
-    # By default all copies get as many.
+    # By default all copies get equal numbers of sequences.
     batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
     fixed = _kept(given, config, gpus, machine, profile)
     found = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
@@ -282,19 +282,19 @@ def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
 
 
 def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
-    """Return the name of the model, and what it is made of; ValueError unless there is one."""
+    """Return the model's name and structure. Raises ValueError unless there is one model."""
     options.one_of(given, "model", "config")
     if "model" in given:
         check_one_of(PRESETS, model=given["model"])
         return given["model"], structure(PRESETS[given["model"]])
-    from shardtools import hub  # which no page's calculator needs
+    from shardtools import hub  # imported here: no page's calculator needs it
 
     path = Path(given["config"])
     found = hub.planned(path)
-    for words in found.assumed:  # aside: what is printed may be a configuration, or JSON
+    for words in found.assumed:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
     if own:  # the shape in which the course's own model computes the same
-        from shardlab.checkpoint.names import config_in  # which loads torch
+        from shardlab.checkpoint.names import config_in  # loads torch
 
         found = replace(found, own=config_in(path))
         if (total := structure(found.own).total) != found.total:
@@ -306,13 +306,13 @@ def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
 def _kept(
     given: dict[str, Any], config: Structure, gpus: int, machine: Machine, profile: Profile
 ) -> dict[str, Any]:
-    """The fields of a layout that the options keep.
+    """Return the fields of a layout whose values the options fix.
 
-    Raises ValueError for what no layout of the job can have; it says which there are.
+    Raises ValueError for values that no layout of the job can have, with the allowed ones.
     """
     fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
     for name, value in fixed.items():
-        if name != "ep":  # which depends on others
+        if name != "ep":  # ep depends on other fields
             Layout(**{name: value})
     tp, node = fixed.get("tp", 1), machine.per_node
     check_expert_degree(config, fixed.get("ep", 1))
@@ -327,7 +327,7 @@ def _kept(
 
 
 def _entered(given: dict[str, Any], machine: Machine, seq: int) -> Layout:
-    """The layout of --layout, with as many micro-batches as the batch that is asked for has."""
+    """Return the layout of --layout, with as many micro-batches as --batch needs."""
     check_whole(seq=seq)
     layout = read_layout(given["layout"])
     if (gpus := given.get("gpus", layout.ranks)) != layout.ranks:
@@ -352,7 +352,7 @@ def _profile(given: dict[str, Any]) -> Profile:
 
 
 def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
-    """Return the rates of a file, and the profile that they are for."""
+    """Return a file's rates, and their profile."""
     rates = read(Path(given["rates"]))
     profile = _profile({"profile": rates.profile, **given})
     if profile.name != rates.profile:
@@ -362,7 +362,7 @@ def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
 
 
 def table(rates: Rates) -> str:
-    """Rates as text: value, how far off it may be, what it is, where it comes from."""
+    """Format rates as a table: value, uncertainty, meaning and origin."""
     rows = [["rate", "value", "±", "what, and its origin"]]
     for name, rate in rates.all.items():
         spread, words = f"{100 * rate.spread:.0f} %", f"{rate.unit}; {rate.origin}"

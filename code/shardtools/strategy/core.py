@@ -1,15 +1,14 @@
-"""How long a step takes, part by part: what an implementation does, at rates found elsewhere.
+"""Step time, part by part: an implementation's work at given rates.
 
-Letters as in `cost`: P parameters, L layers, h hidden, F width, V vocabulary, s tokens of a
-sequence, b sequences of a micro-batch, m micro-batches, d copies, t, p and c cuts, v chunks.
+Symbols as in `cost`: P parameters, L layers, h hidden, F width, V vocabulary, s tokens of a
+sequence, b sequences of a micro-batch, m micro-batches, d data-parallel copies, t, p and c tensor,
+pipeline and context degrees, v chunks of a stage.
 
-    a layer    the longer, softly, of what the GPU and what the CPU takes. The GPU: products in
-               whole waves of tiles, attention, element-wise passes over memory, and those sums of
-               the tensor group that nothing hides. The CPU: launches. Beyond the node a latency
-    a stage    its layers; on the last the head and the loss
-    a step     m times the slowest stage, and the others once, less what the schedule fills;
-               messages between stages; the traffic of the copies that backward does not hide; the
-               optimizer; and where memory is short, the allocator's retries
+    a layer    the smooth maximum of GPU time (matrix products in whole waves of tiles, attention,
+               memory passes, exposed tensor collectives) and CPU time (launches)
+    a stage    its layers; on the last stage also the head and the loss
+    a step     m times the slowest stage; the pipeline's bubble; messages between stages; exposed
+               data-parallel traffic; the optimizer; allocator retries where memory is short
 """
 
 from __future__ import annotations
@@ -26,53 +25,50 @@ from .job import Job
 from .products import NUMBER, cut, formats, passes, product, products, reached
 from .rates import Values
 
-SOFT = 6  # of the longer of two: (x^6 + y^6)^(1/6), 12 % above where they are equal
-NARROW = 64  # size of a head up to which attention does not fill the chip
+SOFT = 6  # exponent of the smooth maximum (x^6 + y^6)^(1/6): 12 % above x where x = y
+NARROW = 64  # head size up to which attention does not fill the chip
 
-# Work of backward, in that of forward.
-BACKWARD = 2  # a product for the gradient of each of its two factors
-FLASH_BACKWARD = 2.5  # five products for two: scores anew. Dao 2023 (arXiv 2307.08691), section 4.1
-FORWARD = 1 / 3  # forward's share of what both launch and wait for, by that
-# Where the stream is cut too, backward waits at least for this share of its collectives: it has to
-# gather a gradient before it can compute anything. The other share are sums, which can be hidden.
+# Work of the backward pass as a multiple of the forward pass.
+BACKWARD = 2  # one matrix product for the gradient of each of the two factors
+FLASH_BACKWARD = 2.5  # scores recomputed: Dao 2023 (arXiv 2307.08691), section 4.1
+FORWARD = 1 / 3  # hence forward's share of a layer's launches and cross-node latencies
+# With sequence parallelism backward waits for its all-gathers, this share of its collectives.
 GATHERED = 0.5
 
-# How often weights' gradients that wait fill the bubble: once, or twice where more micro-batches
-# begin early. Qi et al. 2023 (arXiv 2401.10241).
+# How often deferred weight gradients fill the bubble: Qi et al. 2023 (arXiv 2401.10241).
 FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 
-# Of needed bytes over a GPU's limit, as predicted, which is off by some percent: below the first no
-# run is to retry, above the second all of them.
+# Predicted bytes over a GPU's limit: below the first ratio no job retries, above the second all.
 RETRIES = 0.94, 1.06
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Parts of a step, which add up to its `total`."""
+    """The parts of a step in seconds; `total` is their sum."""
 
-    products: float  # of matrices, on the slowest stage
+    products: float  # matrix products, on the slowest stage
     attention: float
-    elementwise: float  # passes over memory: norms, activations, plain attention's scores, the loss
-    launches: float  # what the CPU takes longer than the GPU
-    tensor: float  # sums inside of layers, and latencies beyond the node
-    context: float  # keys and values of the other ranks of a sequence
-    experts: float  # tokens on their way to experts on other ranks, and back
+    elementwise: float  # memory passes: norms, activations, plain attention's scores, the loss
+    launches: float  # CPU launch time that exceeds GPU time
+    tensor: float  # tensor-parallel collectives, and their latencies beyond the node
+    context: float  # keys and values from the other context ranks
+    experts: float  # all-to-alls: tokens to experts on other ranks, and back
     bubble: float
-    messages: float  # from stage to stage
-    data: float  # between the copies, and between the two ends of a tied embedding
+    messages: float  # between pipeline stages
+    data: float  # between data-parallel copies, and between the two ends of a tied embedding
     optimizer: float
-    host: float  # states that are kept there go, are updated, and come back
-    retries: float  # of an allocator that is short of memory
+    host: float  # offloaded states: transfers to and from the host, and updates there
+    retries: float  # allocator retries where memory is short
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the whole step."""
         return sum(vars(self).values())
 
 
 @dataclass
 class _Work:
-    """Seconds of one layer or head for one micro-batch, by part; sums and multiples of such."""
+    """Seconds of one layer or head for one micro-batch, by part; or sums and multiples."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -132,36 +128,37 @@ def _stage(job: Job, rates: Values, layers: Layers, stage: Stage) -> _Work:
 
 
 def _bubble(job: Job, layers: Layers, work: list[_Work], slowest: _Work) -> float:
-    """Return the seconds in which the slowest stage waits for the others."""
+    """Return the seconds in which the slowest stage waits for the other stages."""
     layout = job.layout
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
         return layout.microbatches * others if layout.pp > 1 else 0.0
     forward, backward = layers[job.model.largest]
-    # While the pipeline fills and drains, the CPU launches ahead.
+    # While the pipeline fills and drains, the CPU launches ahead, so launches cost no time.
     others -= sum(stage.launches for stage in work) - slowest.launches
     left = _left(layout, forward.total, backward.total, backward.products / BACKWARD)
     return others * left * _largest(job.stages)
 
 
 def _largest(found: list[Stage]) -> float:
-    """Of a stage with most layers, the share in the largest chunk, by which a pipeline fills."""
+    """Return the largest chunk's layers over the fullest stage's layers."""
     chunk = max(len(chunk) for stage in found for chunk in stage.chunks)
     return chunk / max(stage.layers for stage in found)
 
 
 def _likely(job: Job, rates: Values, needed: float) -> float:
-    """How likely the allocator retries, where so many bytes are needed."""
+    """Return the probability of allocator retries if a rank needs `needed` bytes."""
     some, every = RETRIES
     full = needed / (rates.limit * job.machine.memory)
     return min(1.0, max(0.0, (full - some) / (every - some)))
 
 
 def _left(layout: Layout, forward: float, backward: float, weights: float) -> float:
-    """The share of 1F1B's bubble that a schedule leaves.
+    """Return the share of 1F1B's bubble that remains under the layout's schedule.
 
-    weights: what of backward can wait, and fills, as often as `FILLS` says; and no more than there
-    is, one for each micro-batch but the last.
+    weights: seconds of weight gradients in backward, which zero-bubble schedules defer
+    into
+    the bubble, as often as `FILLS` says.
     """
     fills = FILLS.get(layout.schedule, 0)
     filled = min(fills, (layout.microbatches - 1) / max(1, layout.pp - 1)) * weights
@@ -169,7 +166,7 @@ def _left(layout: Layout, forward: float, backward: float, weights: float) -> fl
 
 
 def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Work]:
-    """Forward and backward of one layer for one micro-batch; by default of the last's kind."""
+    """Return the (forward, backward) work of one layer for one micro-batch."""
     kind = kind or job.model.kinds[job.model.order[-1]]
     attention, scores = _attention(job, rates, kind.core)
     width = (3 if kind.gated else 2) * passes(job, rates, kind.wide / job.layout.tp)
@@ -198,7 +195,7 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
         backward = backward.plus(forward)
     if "attention" in again:
         backward = backward.plus(_Work(attention=attention, elementwise=scores))
-    if "norms" in again:  # two of them, each read and written
+    if "norms" in again:  # two norms, each with one read and one write
         backward.elementwise += _stream(job, rates, 2 * 2 * NUMBER)
     if "ffn" in again:
         backward.elementwise += width
@@ -212,11 +209,11 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
 
 
 def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float]:
-    """Seconds of attention's two products, and of passes over its scores, in a forward pass."""
+    """Return the forward seconds of attention's products and of passes over its scores."""
     if core is None:
         return 0.0, 0.0
     t, flash = job.layout.tp, job.profile.attention == "flash"
-    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash leaves out masked pairs
+    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash skips masked pairs
     if flash:
         share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
         return work / (reached(job, rates, share) * job.machine.flops), 0.0
@@ -225,25 +222,25 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
 
 
 def _scans(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds of a state space's or a linear attention's own products, in a forward pass."""
+    """Return the forward seconds of a state space's or linear attention's own products."""
     work = job.tokens * kind.scans / job.layout.tp
     return rates.scan * work / (rates.attention * job.machine.flops)
 
 
 def _stream(job: Job, rates: Values, size: float) -> float:
-    """Seconds in which `size` bytes of the residual stream pass, for each token and width."""
+    """Return the seconds to move `size` bytes per number of the residual stream."""
     taken = size * job.tokens * job.model.hidden / job.sequence
     return taken / (rates.memory * job.machine.stream)
 
 
 def _launches(job: Job, rates: Values, kind: Kind, gpu: float) -> float:
-    """Seconds more than the GPU's, softly, in which the CPU launches a layer."""
+    """Return by how much the smooth maximum of CPU and GPU seconds exceeds `gpu`."""
     cpu = _cpu(job, rates, kind)
     return (gpu**SOFT + cpu**SOFT) ** (1 / SOFT) - gpu if cpu else 0.0
 
 
 def _cpu(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds in which the CPU launches a layer, forward and backward."""
+    """Return the seconds in which the CPU launches a layer, forward and backward."""
     layout = job.layout
     if job.captured:
         return 0.0
@@ -254,8 +251,9 @@ def _cpu(job: Job, rates: Values, kind: Kind) -> float:
 
 
 def pace(job: Job, rates: Values, kind: Kind) -> float:
-    """How long the GPU works on a layer, in the time that the CPU takes to launch it: over 1, the
-    CPU runs ahead. Of what is not captured.
+    """Return a layer's GPU seconds over the seconds in which the CPU launches it.
+
+    Above 1 the CPU runs ahead. The step must not be captured as a CUDA graph.
     """
     forward, backward = layer(job, rates, kind)
     both = forward.plus(backward)
@@ -263,21 +261,22 @@ def pace(job: Job, rates: Values, kind: Kind) -> float:
 
 
 def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
-    """Seconds of two all-to-alls: tokens go to their experts, and what these say comes back.
+    """Return the seconds of the two all-to-alls: tokens to their experts, outputs back.
 
-    Ranks that share experts stand as close as they can: in a node, where tensor and context ranks
-    leave room. Of what leaves the node, each GPU has a card of its own.
+    Assumes that expert-parallel ranks stand as close together as tensor and context
+    ranks
+    allow, and that each GPU has a network card of its own.
     """
     layout, machine, e = job.layout, job.machine, job.layout.ep
     if e == 1 or routed is None:
         return 0.0
     tokens = job.tokens / job.sequence
-    sent = NUMBER * tokens * routed.chosen * routed.inputs / e  # to each of the ranks
+    sent = NUMBER * tokens * routed.chosen * routed.inputs / e  # bytes to each rank
     apart = layout.cut if layout.etp is not None else layout.tp * layout.cp
     here = min(e, max(1, machine.per_node // apart))
     inside = (here - 1) * sent / (rates.node * machine.inside)
     far = (e - here) * sent
-    if job.profile.once and e > here:  # of those chosen in a node, one copy goes there
+    if job.profile.once and e > here:  # a node gets one copy of a token for all its experts
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
         far = NUMBER * tokens * routed.inputs * reached
@@ -285,21 +284,18 @@ def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
 
 
 def _tensor(job: Job, rates: Values) -> float:
-    """Seconds of the tensor group's collectives in a layer's forward pass: two all-reduces."""
+    """Return the seconds of a layer's two tensor-parallel all-reduces in forward."""
     t, machine = job.layout.tp, job.machine
     if t == 1:
         return 0.0
     rate = rates.node * machine.inside
-    if t > machine.per_node:  # a ring over full nodes leaves each of them on every card
+    if t > machine.per_node:  # a ring over full nodes uses every network card of a node
         rate = min(rate, rates.network * machine.between * machine.per_node)
     return 2 * 2 * (t - 1) / t * job.stream / rate
 
 
 def _context(job: Job, rates: Values, core: Core | None, attention: float) -> float:
-    """Seconds in which keys and values of a sequence's other ranks arrive, in a forward pass.
-
-    Where they come while attention computes with those that are there, what takes longer than it.
-    """
+    """Return the seconds in which forward receives keys and values of other ranks."""
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
         return 0.0
@@ -310,7 +306,7 @@ def _context(job: Job, rates: Values, core: Core | None, attention: float) -> fl
 
 
 def _head(job: Job, rates: Values) -> _Work:
-    """The output layer and the loss, forward and backward."""
+    """Return the work of the output layer and the loss, forward and backward."""
     model, t = job.model, job.layout.tp
     taken = (1 + BACKWARD) * product(job, rates, model.vocab / t, model.hidden, whole=True)
     logits = job.tokens * model.vocab / t
@@ -319,10 +315,10 @@ def _head(job: Job, rates: Values) -> _Work:
 
 
 def _messages(job: Job, rates: Values, busy: float) -> float:
-    """Seconds of a step's messages between stages, there and back.
+    """Return the seconds of a step's messages between stages, in both directions.
 
-    Where an interleaved schedule posts them early, they travel while other chunks compute, but for
-    those with which the pipeline fills and drains, and for what takes longer than that work.
+    Messages that are posted early overlap with other chunks, except while the pipeline
+    fills or drains, and except for any excess over the compute time.
     """
     layout = job.layout
     if layout.pp == 1:
@@ -336,7 +332,7 @@ def _messages(job: Job, rates: Values, busy: float) -> float:
 
 
 def _optimizer(job: Job, rates: Values, held: float, kept: float) -> float:
-    """Seconds in which `held` gradients are added up, and weights updated, `kept` of them here."""
+    """Return the seconds to accumulate `held` gradients and update `kept` parameters."""
     layout, profile = job.layout, job.profile
     update = profile.update * kept if layout.offload == "none" else 0.0
     read = update + profile.accumulate * held * layout.microbatches

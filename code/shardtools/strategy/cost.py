@@ -1,16 +1,15 @@
-"""What a layout costs: arithmetic, traffic, and the floor of a step in seconds.
+"""The cost of a layout: arithmetic, traffic, and a lower bound on the step time in seconds.
 
 P parameters, L layers, h hidden, s tokens of a sequence, b sequences of a micro-batch, m
-micro-batches, d copies, t and p cuts, e bytes an element, G bytes of a rank's gradients, W of its
-weights.
+micro-batches, d data-parallel copies, t and p tensor and pipeline degrees, e bytes an element.
 
-    arithmetic  6 for each token and weight of a matrix, and 6 L s h for each token's attention;
-                full recomputation repeats the layers' forward pass: 8
-    tensor      4 all-reduces of bshe in each layer and micro-batch, 6 with recomputation, each
-                2(t-1)/t on the wire
-    bubble      (p-1)/m of the longer of both; (p-1)/(vm) with v interleaved chunks
-    data        what `zero_bytes` says, between the copies
-    messages    2 bshe for each micro-batch, from a stage to the next
+    arithmetic  6 operations per token and matrix weight, and 6 L s h per token for attention;
+                full recomputation repeats the layers' forward pass: 8 instead of 6
+    tensor      4 all-reduces of bshe per layer and micro-batch, 6 with recomputation; each
+                sends 2(t-1)/t of its bytes
+    bubble      (p-1)/m of the longer of these two; (p-1)/(vm) with v interleaved chunks
+    data        `zero_bytes`, between the data-parallel copies
+    messages    2 bshe per micro-batch, from each stage to the next
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2, 3.2, 5.1 and appendix; Shoeybi et
 al. 2019 (arXiv 1909.08053), section 3; Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
@@ -40,14 +39,15 @@ def flops(
     recompute: str = "none",
     causal: bool = True,
 ) -> int:
-    """Floating-point operations of a step on `tokens` tokens, on all GPUs together.
+    """Return the floating-point operations of a step on `tokens` tokens, on all GPUs together.
 
-    causal: attention leaves out the pairs that the mask hides, half of them; papers count all,
+    causal: attention skips the pairs that the mask hides, half of all pairs; papers count all
+    pairs,
     as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
     """
     model = structure(config)
     seq = model.seq if seq is None else seq
-    again, twice = computed_again(recompute), recompute == "full"  # the forward pass, of three
+    again, twice = computed_again(recompute), recompute == "full"  # a 4th pass: forward again
     passes = 3 + twice, 3 + (twice or "attention" in again)
     found = 6.0 * model.vocab * model.hidden
     for kind, layers in zip(model.kinds, model.counted((range(len(model.order)),)), strict=True):
@@ -59,7 +59,7 @@ def flops(
 
 
 def _matrices(kind: Kind) -> int:
-    """Elements of a layer's matrices that one token meets: of all experts k alone."""
+    """Count the elements of a layer's matrices that one token uses: k experts, not all."""
     chosen = kind.routed.chosen if kind.routed else 0
     return sum((chosen if p.expert else 1) * p.inputs * p.outputs for p in kind.products)
 
@@ -72,19 +72,20 @@ def zero_bytes(
     weight: int = ELEMENT,
     gradient: int = ELEMENT,
 ) -> dict[str, int]:
-    """Bytes that a rank sends to the other copies in one step, by purpose.
+    """Return the bytes that a rank sends to the other copies in one step, by purpose.
 
-    params: that the rank would hold without ZeRO. weight, gradient: bytes of one. With G and W of
-    all of them, each times (d-1)/d:
+    params: parameters that the rank would hold without ZeRO. weight, gradient: bytes per element.
+    With G and W the bytes of all gradients and weights, each entry times (d-1)/d:
 
         stage   gradients   weights
         0       2 G                     one all-reduce
-        1       G           W           the same bytes, in its two halves
-        2       m G         W           each micro-batch's gradients leave before the next one's
-        3       m G         2 m W       and its weights come twice, for forward and for backward
+        1       G           W           the same bytes: reduce-scatter, then all-gather
+        2       m G         W           a reduce-scatter of gradients in each micro-batch
+        3       m G         2 m W       and all-gathers of weights, for forward and backward
 
-    So 1 costs what 0 does, and 2 and 3 multiply by the m that a pipeline needs. What stands outside
-    of the layers counts like the rest, though stage 3 may keep it from forward to backward.
+    So stage 1 costs as much as stage 0; stages 2 and 3 multiply by the m micro-batches that a
+    pipeline
+    needs. Parameters outside of the layers count alike, though stage 3 may keep them gathered.
     """
     m = microbatches
     others = ceil_div(params, dp) * (dp - 1)
@@ -94,17 +95,17 @@ def zero_bytes(
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds of the parts of one step, each at its least."""
+    """Lower bounds on the parts of one step, in seconds."""
 
     arithmetic: float
-    tensor: float  # all-reduces inside of layers: others' products can hide them
+    tensor: float  # all-reduces inside layers: products of other micro-batches can hide them
     bubble: float
-    data: float  # between the copies
-    messages: float  # from stage to stage
+    data: float  # between the data-parallel copies
+    messages: float  # between pipeline stages
 
     @property
     def total(self) -> float:
-        """With all that can be hidden behind the arithmetic hidden: no step takes less."""
+        """Lower bound on the step time: everything that arithmetic can hide is hidden."""
         return max(max(self.arithmetic, self.tensor) + self.bubble, self.data, self.messages)
 
     @property
@@ -120,19 +121,17 @@ def floor(
     seq: int | None = None,
     causal: bool = True,
 ) -> Floor:
-    """A floor of one step: every GPU at its data sheet's rate, every link full, no latency.
+    """Return a lower bound on the step time: full data-sheet rates, full links, no latency.
 
     Real steps take about twice as long: products do not reach the data sheet's rate, norms, masks
-    and additions are not counted, and not all traffic is hidden. `predict` says how long.
+    and additions are not counted, and not all traffic is hidden. `predict` estimates the real time.
 
-    The copies of one node add up gradients there first, and share the node's links to others: of
-    g of them, each carries a g-th. Tensor-parallel ranks stand inside a node if they fit there; a
-    ring over more of them leaves each node on every card. Unequal stages wait for the longest, so
-    that the floor of equal ones is theirs, too.
+    Copies on one node reduce gradients there first, and share the node's links to other nodes: each
+    of g copies sends a g-th. Tensor-parallel ranks stand inside a node if they fit there; a larger
+    ring leaves each node on every network card. Unequal stages wait for the slowest, so that the
+    bound of equal stages holds for them, too. Traffic of experts is assumed to be hidden.
 
-    Tokens on their way to experts are taken as hidden, too.
-
-    Raises ValueError for what cannot be cut so.
+    Raises ValueError for a model that cannot be divided so.
     """
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
@@ -160,7 +159,7 @@ def floor(
 
 
 def _bubble(layout: Layout) -> float:
-    """The bubble as a share of the rest; a backward pass takes twice its forward."""
+    """Return the bubble over the rest of the step; a backward pass takes twice its forward."""
     p, m = layout.pp, layout.microbatches
     if layout.schedule == "naive":
         return p - 1
@@ -176,22 +175,22 @@ def _data_seconds(
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)
-    if replicas > 1:  # groups add up the shards of their gradients, each rank with its like
+    if replicas > 1:  # HSDP: each rank all-reduces its gradient shard with the other groups
         shard = 2 * ELEMENT * ceil_div(max(held), group)
         seconds = max(seconds, _ring_seconds(machine, shard, replicas, layout.tp * group))
     return seconds
 
 
 def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> float:
-    """Seconds of `volume` (n-1)/n bytes around n ranks that stand `apart` GPUs from each other."""
-    here = min(ranks, max(1, machine.per_node // apart))  # in a node
+    """Return the seconds to send `volume` (n-1)/n bytes around n ranks, `apart` GPUs apart."""
+    here = min(ranks, max(1, machine.per_node // apart))  # ranks in one node
     nodes = ceil_div(ranks, here)
     inside = (here - 1) / here * volume / machine.inside
     return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:
-    """Days of a whole training: 8TP/(nX), with full recomputation.
+    """Return the days of a whole training run: 8TP/(nX), with full recomputation.
 
     T tokens, P parameters, n GPUs that reach X = `flops` FLOP/s each. Narayanan et al. 2021,
     section 5.1: 34 days for 175 billion parameters and 300 billion tokens on 1,024 GPUs

@@ -1,4 +1,4 @@
-"""What `strategy emit` writes: a configuration, or the files of a whole job."""
+"""The output of `strategy emit`: a configuration, or the files of a whole job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .emit.target import Target
 from .plan import Plan, Planned
 from .profile import PROFILES
 
-STEPS = 1000  # of the training, unless --tokens says otherwise
+STEPS = 1000  # steps of the training without --tokens
 
 
 def for_engine(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the profile of the engine that a plan is for. Slurm starts any program.
+    """Return the options with the engine's profile; Slurm starts any program, of any profile.
 
-    And --site as it was read, with the GPUs of its node where --per-node says no others.
+    --site is replaced by its contents, and sets --per-node to its GPUs per node by default.
     """
     engine = given["engine"]
     check_one_of(ENGINES, engine=engine)
@@ -48,13 +48,13 @@ def for_engine(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def emitted(given: dict[str, Any], found: Plan) -> str:
-    """The fastest layout that an engine can run, as its configuration."""
+    """Return the configuration of the fastest layout that an engine can run."""
     text = _fastest(given["engine"], found)[1].rstrip("\n")
     return given["site"].batch(text) if "site" in given else text
 
 
 def written(given: dict[str, Any], found: Plan) -> str:
-    """Write the whole job of an engine into a folder; what there is, and what comes next."""
+    """Write the whole job of an engine into a folder; return its files and the next command."""
     engine = given["engine"]
     known = {name: given[name] for name in ("time", "partition") if name in given}
     at = given.get("site")
@@ -82,9 +82,9 @@ def written(given: dict[str, Any], found: Plan) -> str:
 
 
 def _fastest(engine: str, found: Plan) -> tuple[Planned, str]:
-    """The fastest layout that an engine can run, and its configuration; why not the first, aside.
+    """Return the fastest layout that an engine can run, and its configuration.
 
-    Raises ValueError where it can run none.
+    Prints to stderr why the first layout is refused. Raises ValueError if the engine can run none.
     """
     why = ""
     for number, one in enumerate(found.fits or [found.nearest], 1):

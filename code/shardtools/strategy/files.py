@@ -1,9 +1,9 @@
-"""Jobs and what was measured of them, as files have them.
+"""Jobs and their measured values, read from files.
 
-A line of CSV, of the Ultra-Scale sweep or of a table of throughputs, and a JSON object of a
-published configuration have the same fields by the same names. In `published/throughput.csv` they
-are in our words; `said` has those of the source. What cannot be expressed raises ValueError with
-the reason: whoever reads a whole file writes it beside the row.
+A CSV row of the Ultra-Scale sweep, a row of a table of throughputs, and a JSON object of a
+published configuration have the same fields under the same names. `published/throughput.csv` uses
+the course's words; its column `said` has the source's. A job that cannot be expressed raises
+ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .cost import flops
 from .job import DTYPES, Job
 from .profile import BY_ENGINE, Profile
 
-# Columns that a sweep has to have, and a table of throughputs.
+# Required columns of a sweep, and of a table of throughputs.
 COLUMNS = "layers", "hidden", "heads", "ffn", "seq", "mbs", "ga", "dp", "pp", "tp", "zero"
 THROUGHPUTS = "engine", "model", "gpu", "gpus", "dtype", "mbs", "gbs", "seq"
-# Other names of a field, and of what is computed again.
+# Other names of fields, and of recomputation settings.
 ALSO = {"vp": "vpp", "n_gpus": "gpus", "tok_s_gpu": "tokens_per_s_per_gpu"}
 RECOMPUTED = {
     "baseline": "none", "sp": "none", "selective+sp": "selective", "full recompute": "full",
 }  # fmt: skip
-SWEEP_VOCABULARY = 131_072  # the sweep's: its column is not in the file
+SWEEP_VOCABULARY = 131_072  # vocabulary of the sweep, which has no column for it
 MEGATRON_VOCABULARY = 51_200  # GPT-2's 50,257, padded
-TIMES = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"  # that a published case may have
+TIMES = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"  # times that a published case may have
 
 
 def read_rows(name: str, path: Path) -> list[dict[str, str]]:
-    """The lines of a CSV file as dictionaries. Raises ValueError; `name`: the option's."""
+    """Return the rows of a CSV file as dictionaries. Raises ValueError; `name`: the option."""
     text = read_text(name, path, "CSV files")
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""))
@@ -65,7 +65,7 @@ def read_rows(name: str, path: Path) -> list[dict[str, str]]:
 
 
 def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
-    """A JSON list of objects with an "id" and a "config". Raises ValueError."""
+    """Read a JSON list of objects with an "id" and a "config". Raises ValueError."""
     cases = read_json(name, path)
     good = isinstance(cases, list) and all(
         isinstance(x, dict) and "id" in x and isinstance(x.get("config"), dict) for x in cases
@@ -77,8 +77,8 @@ def read_cases(name: str, path: Path) -> list[dict[str, Any]]:
 
 
 def row_job(row: Mapping[str, Any], profile: Profile) -> Job:
-    """The job of a line: of a table of throughputs, whose engine it names, where profile is that
-    of the engines; or of the sweep, on H100s unless its column `gpu` says another.
+    """Return the job of a row: of a throughput table, which names its engine, if the profile is
+    "engines"; else of the sweep, on H100s unless its column `gpu` names another GPU.
     """
     c = _fields(row) | {"sequence_parallel": True}
     if profile.name == "engines":
@@ -92,9 +92,9 @@ def row_job(row: Mapping[str, Any], profile: Profile) -> Job:
 
 
 def row_measured(row: Mapping[str, Any], job: Job) -> tuple[float | None, float | None]:
-    """Seconds of a step and bytes reserved, as a line of its job has them; None: not there.
+    """Return a row's seconds of a step and reserved bytes; None for a value that is not there.
 
-    Operations are a model's own, as Megatron counts them: three passes, and half of the pairs.
+    `tflops_per_gpu` counts model FLOPs as Megatron does: three passes, and half of the pairs.
     """
     c, tokens = _fields(row), job.layout.batch * job.seq
     seconds = size = None
@@ -111,16 +111,16 @@ def row_measured(row: Mapping[str, Any], job: Job) -> tuple[float | None, float 
 
 
 def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
-    """The job of a published configuration.
+    """Return the job of a published configuration.
 
-    Where a key is missing: one copy, stage, chunk; as many sequences in a step as the copies take
-    at once; GPT-2's vocabulary; no ZeRO. A gated network and fused attention are taken for what
-    has key-value heads or a width that is no multiple of h, and the latter from 4,096 tokens on.
+    Defaults: one copy, stage and chunk; a batch of one micro-batch per copy; GPT-2's vocabulary; no
+    ZeRO. Models with key-value heads, or whose width is no multiple of h, are taken to have a gated
+    network and fused attention; fused attention is also assumed from 4,096 tokens on.
     "file" is the config.json of a model, in place of a shape.
     """
     c = {"vocab": MEGATRON_VOCABULARY} | _fields(config)
     if "file" in c:
-        from shardtools import hub  # which no page's calculator needs
+        from shardtools import hub  # imported here: no page's calculator needs it
 
         check_kind(str, file=c["file"])
         return _job(c, replace(profile, attention="flash"), hub.planned(c["file"], "file"))
@@ -132,14 +132,14 @@ def case_job(config: Mapping[str, Any], profile: Profile) -> Job:
 
 
 def case_measured(case: Mapping[str, Any]) -> dict[str, float]:
-    """The times that a case's table prints, by their keys: `TIMES`."""
+    """Return the times that a case's table prints, by key: `TIMES`."""
     printed = case.get("published") or {}
     check_kind(Mapping, published=printed)
     return {key: _number(printed, key) for key in TIMES if printed.get(key) is not None}
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is there, by one name."""
+    """Return the fields that have a value, under one name each."""
     return {ALSO.get(key, key): value for key, value in given.items() if value not in (None, "")}
 
 
@@ -175,7 +175,7 @@ def _shape(c: Mapping[str, Any], gelu: bool, tied: bool) -> Config:
 
 
 def machine_of(c: Mapping[str, Any]) -> Machine:
-    """The machine of a GPU's name, as tables write it: "A100", "H100 80GB", "NVIDIA GB200"."""
+    """Return the machine of a GPU's name in tables: "A100", "H100 80GB", "NVIDIA GB200"."""
     if "gpu" not in c:
         raise ValueError("gpu is missing")
     size = None if c.get("gpu_mem_gb") is None else _number(c, "gpu_mem_gb")

@@ -1,12 +1,12 @@
 """Rates from a few measured steps: robust least squares of logarithms, with priors.
 
-Wanted are rates under which predicted and measured times differ little, and which differ little
-from what is known beforehand. Residuals are logarithms of predicted over measured, so that a
-rate's unit does not matter, and fast and slow steps count alike. Each is weighed by
-exp(-(r/cσ)²) of the round before (Welsch's weights): a run that something else slowed down has
-nothing to say, and be it every fifth. A prior is a value and a spread: without one, rates that no
-measured step tells apart take absurd values. Gauss-Newton; the uncertainty of a rate is what the
-curvature says.
+The fit seeks rates under which predicted and measured times differ little, and which differ little
+from their priors. Residuals are log(predicted / measured), so that a rate's unit does not matter,
+and fast and slow steps count alike. Each residual r is weighted by exp(-(r/cσ)²) of the round
+before (Welsch's weights), so that runs which something else slowed down do not count, even if every
+fifth run is such. A prior is a value and a spread: without priors, rates that no measured step can
+tell apart take absurd values. The method is Gauss-Newton; a rate's uncertainty follows from the
+curvature.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 from .rates import Rate, Rates
 
-Predict = Callable[[dict[str, float]], float]  # from rates to what was measured
-STEP = 1e-4  # of a logarithm, to differentiate by
-LEAST = 0.03  # a run is repeated this well at best
-WELSCH = 2.985  # with which weights lose 5 % where nothing but a normal error is there
+Predict = Callable[[dict[str, float]], float]  # predicts the measured value from rates
+STEP = 1e-4  # finite-difference step in a rate's logarithm
+LEAST = 0.03  # relative repeatability of a run, at best
+WELSCH = 2.985  # Welsch's c, with an efficiency of 95 % under normal errors
 
 
 def fit(
@@ -30,10 +30,10 @@ def fit(
     origin: str,
     rounds: int = 20,
 ) -> Rates:
-    """`begin` with the `free` rates moved to where they agree best with what was measured.
+    """Return `begin` with its `free` rates fitted to the measured values.
 
-    measured: pairs of a function, which predicts a value from rates, and the value that was found.
-    origin: said of each rate that moved, with how far off it may be.
+    measured: pairs of a function, which predicts a value from rates, and the measured value.
+    origin: stored with each fitted rate, beside its uncertainty.
 
     Raises ValueError where nothing was measured.
     """
@@ -44,7 +44,7 @@ def fit(
     taken = np.log([value for _, value in measured])
 
     def residuals(rates: np.ndarray) -> np.ndarray:
-        """Logarithms of predicted over measured, at these logarithms of the free rates."""
+        """Return log(predicted / measured) for these logarithms of the free rates."""
         values = {**begin, **dict(zip(free, np.exp(rates).tolist(), strict=True))}
         return np.log([predict(values) for predict, _ in measured]) - taken
 

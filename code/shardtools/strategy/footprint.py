@@ -1,12 +1,11 @@
-"""How much memory a stage takes, part by part: what is allocated, and what is reserved with it.
+"""Memory of a stage, part by part: allocated bytes, and bytes that are reserved beside them.
 
-`memory` counts model states, what goes into a layer's products, micro-batches in flight, and what
-ZeRO-3 gathers. What an engine has of its own comes on top: tensors by its `Profile`, as its source
-has them; bytes outside of the cut matrices (`kept`), of the loss (`logit`), and of buffers by its
-`Rates`, which are measured.
+`memory` counts model states, inputs of products, micro-batches in flight, and ZeRO-3's gathers.
+This module adds what depends on an engine: saved tensors from its `Profile`, counted in its source;
+from its measured `Rates` bytes outside of cut matrices (`kept`), of the loss (`logit`), of buffers.
 
-An allocator reserves more than a program holds: blocks do not fit one into another, and a buffer
-that another stream still reads comes back late. Tools report the reserved bytes.
+An allocator reserves more than a program allocates: blocks do not fit into each other, and a buffer
+that another stream still reads is freed late. Tools report the reserved bytes.
 """
 
 from __future__ import annotations
@@ -32,44 +31,44 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Bytes:
-    """Parts of what one rank of a stage reserves, which add up to `reserved`."""
+    """The bytes that one rank of a stage reserves, by part; `reserved` is their sum."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: float  # kept for backward, with all micro-batches in flight
-    logits: float  # and what computes the loss
-    buffers: float  # of gradients and weights on their way
-    fragments: float  # what the allocator loses between activations
-    late: float  # buffers of the tensor group's collectives that come back late
+    activations: float  # saved for backward, for all micro-batches in flight
+    logits: float  # and buffers of the loss
+    buffers: float  # for gradients and weights in communication
+    fragments: float  # lost to fragmentation between activations
+    late: float  # tensor-parallel collectives' buffers that are freed late
     fixed: float
 
     @property
     def allocated(self) -> float:
-        """Bytes in use at the fullest moment."""
+        """Bytes in use at the peak."""
         return self.reserved - self.fragments - self.late - self.fixed
 
     @property
     def needed(self) -> float:
-        """Bytes that the allocator has to have: all but those that come back late."""
+        """Bytes that the allocator must have: all except buffers that are freed late."""
         return self.reserved - self.late
 
     @property
     def reserved(self) -> float:
-        """Bytes that the allocator has taken."""
+        """Bytes that the allocator has reserved."""
         return sum(vars(self).values())
 
 
 def footprint(job: Job, rates: Values, stage: int = 0) -> Bytes:
-    """What a rank of `stage` reserves, counted from 0.
+    """Return the bytes that a rank of `stage` (counted from 0) reserves.
 
-    Raises ValueError for layers that the stages cannot share.
+    Raises ValueError if the stages cannot share the layers.
     """
     return _reserved(job, rates, stage, _late(job, rates))
 
 
 def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
-    """late: what buffers that come back late would take, if there were room."""
+    """Return a stage's reserved bytes; late: bytes of late-freed buffers if there were room."""
     here = job.stages[stage]
     layout, held = job.layout, job.held(here)
     state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
@@ -84,21 +83,20 @@ def _reserved(job: Job, rates: Values, stage: int, late: float) -> Bytes:
         _buffers(job, rates, here, held.all), kept * (rates.fragments - 1),
     )  # fmt: skip
     fixed = rates.fixed * GIB
-    # What would come back late does so at once where there is no room for it.
+    # Without room for them, buffers are freed at once instead of late.
     most = max(0.0, rates.limit * job.machine.memory - sum((*parts, 0.0, fixed)))
     return Bytes(*parts, min(late, most), fixed)
 
 
 def fullest(job: Job, rates: Values) -> Bytes:
-    """What the stage reserves that reserves the most."""
+    """Return the bytes of the stage that reserves the most."""
     return first_and_fullest(job, rates)[1]
 
 
 def first_and_fullest(job: Job, rates: Values) -> tuple[Bytes, Bytes]:
-    """What the first stage reserves; and what that does which reserves the most.
+    """Return the bytes of the first stage, and those of the stage that reserves the most.
 
-    It is the first, the second, or the last. The second keeps a micro-batch less than the first,
-    and may have a layer more.
+    The fullest is the first, the last, or the second: a micro-batch less, perhaps a layer more.
     """
     late = _late(job, rates)
     some = sorted({0, min(1, job.layout.pp - 1), job.layout.pp - 1})
@@ -107,7 +105,7 @@ def first_and_fullest(job: Job, rates: Values) -> tuple[Bytes, Bytes]:
 
 
 def on_host(job: Job) -> int:
-    """Bytes of states that a rank keeps in the host's memory: of the stage that has most."""
+    """Return the bytes of host memory that a rank of the stage with most states uses."""
     layout, recipe = job.layout, job.profile.recipe
     if layout.offload == "none":
         return 0
@@ -116,21 +114,21 @@ def on_host(job: Job) -> int:
 
 
 def activations(job: Job, rates: Values, stage: Stage) -> float:
-    """Bytes that the layers of a stage keep for one micro-batch."""
-    if job.layout.recompute == "full":  # each layer's input
+    """Return the bytes that the layers of a stage save for one micro-batch."""
+    if job.layout.recompute == "full":  # only each layer's input is saved
         return stage.layers * job.stream / job.sequence
     return sum(n * _kept(job, rates, kind) for kind, n in job.layers(stage))
 
 
 def _kept(job: Job, rates: Values, kind: Kind) -> float:
-    """Bytes that a layer keeps; `rates.kept`: of the stream, by one whose norms keep 4h of it."""
+    """Return a layer's saved bytes; `rates.kept` is that of norms which keep 4h of the stream."""
     again, profile, t = computed_again(job.layout.recompute), job.profile, job.layout.tp
     stream = (rates.kept - (2 * NUMBER if "norms" in again else 0)) * kind.stream / 4
     outside = stream + NUMBER * kind.latent
     core = kind.core
     heads = NUMBER * t * kind.heads_on(t, again)
     if core and profile.attention == "plain" and "attention" not in again:
-        # Those who have it train with dropout: scores twice, and a mask of bytes.
+        # Engines with plain attention train with dropout: scores twice, and a mask of 1 B each.
         heads += (2 * NUMBER + 1) * core.heads * job.seq
     tensors = (WIDE if "ffn" in again else profile.wide)["swiglu" if kind.gated else "gelu"]
     wide = NUMBER * (tensors // 2 if "ffn" in again else tensors) * kind.wide
@@ -150,11 +148,12 @@ def _buffers(job: Job, rates: Values, stage: Stage, held: int) -> float:
 
 
 def _late(job: Job, rates: Values) -> float:
-    """Buffers of the uncut stream that collectives still hold while the CPU runs ahead.
+    """Return the bytes of uncut-stream buffers that collectives hold while the CPU runs ahead.
 
-    It runs ahead where nothing stops it. Without a pipeline nothing does, and in a node little; a
-    stage whose neighbours are on other nodes waits for their messages, but for the p - 1 passes it
-    begins with. Of these the first counts only where the GPU is slower than the CPU.
+    Without a pipeline nothing stops the CPU from running ahead, and in one node little does. A
+    stage
+    whose neighbours are on other nodes waits for their messages, except in its first p - 1 passes;
+    of these only the first counts, and only if the GPU is slower than the CPU.
     """
     layout = job.layout
     if layout.tp == 1:

@@ -1,6 +1,6 @@
-"""What it takes to keep states in the host's memory: the link to it, and a step of its processors.
+"""Step time of offloading to host memory: transfers over the host link, and the CPU optimizer.
 
-Letters as in `cost`. Both rates are assumed: nobody's measured steps are behind them.
+Symbols as in `cost`. Both rates are assumptions: no measured step supports them.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from .job import Job
 from .rates import Values
 
-# Of a machine's link to the host, that copies from page-locked memory reach. Copies from other
-# memory, or links that two GPUs share, are slower.
+# Share of the host link's rate that copies from page-locked memory reach. Copies from pageable
+# memory, or over links that two GPUs share, are slower.
 LINK = 0.8
-# Parameters per second that a GPU's part of the processors updates with Adam: at 28 bytes read and
-# written for each, 14 GB/s of a memory that eight of them share.
+# Parameters per second that a GPU's share of the host's CPUs updates with Adam: 28 bytes each.
 UPDATES = 5e8
-MEMORY = 2e12  # bytes of a node's host that its GPUs may take together: a DGX H100 has 2 TB
+MEMORY = 2e12  # bytes of host memory that a node's GPUs may use together: a DGX H100 has 2 TB
 
 
 def seconds(job: Job, rates: Values, kept: float, busy: float) -> float:
-    """Seconds of a step in which a rank with `kept` parameters in its share waits for the host.
+    """Return the seconds in which a rank with `kept` parameters in its shard waits for the host.
 
-    busy: the step's work. Gradients go there, weights come back, and the processors update them in
-    between: Ren et al. 2021 (arXiv 2101.06840), section 4. Offloaded parameters come for each pass
-    of each micro-batch, which hides behind the work as ZeRO-3's gathers do.
+    busy: seconds of the step's compute. Gradients go to the host, the CPU updates the weights, and
+    weights come back: Ren et al. 2021 (arXiv 2101.06840), section 4. Offloaded parameters are
+    fetched
+    for each pass of each micro-batch; compute hides these transfers as it hides ZeRO-3's gathers.
     """
     layout, wire = job.layout, job.profile.wire
     if layout.offload == "none":

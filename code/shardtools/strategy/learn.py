@@ -1,7 +1,7 @@
-"""Files of measured steps: the rates that they tell, and what rates predict of each step.
+"""Rates fitted to files of measured steps, and predictions for each step of a file.
 
-What each half of the published table is predicted by the other, the table keeps for a picture. With
-the rates, after a change of what is predicted:
+The table of throughputs has a column for a picture: each half of the rows as predicted from the
+other half. After a change of the prediction, renew the rates and this column:
 
     python -m shardlab strategy fit code/shardtools/strategy/published/throughput.csv \\
         --profile engines --rates code/shardtools/strategy/published/rates_engines.json
@@ -39,9 +39,9 @@ from .profile import ENGINES, Profile
 from .rates import Rates, Values, guesses
 
 Measured = list[tuple[Predict, float]]
-Run = tuple[Job, float | None, float | None]  # its seconds, and its bytes
+Run = tuple[Job, float | None, float | None]  # a job, its seconds, its bytes
 
-# Which rates each kind of measurement can tell something about.
+# Rates that each kind of measurement can determine.
 LAYER = "products", "memory", "elementwise", "scores", "node", "hidden"
 MEMORY = "kept", "fragments", "logit", "late", "settled", "gathered", "fixed"
 STEP = (
@@ -54,19 +54,19 @@ OF_ENGINES = (
     "casts", "scan", "grouped", "rows", "routes", "deal", "travels", "eager", "torchtitan",
     "automodel", "fsdp",
 )  # fmt: skip
-OTHERS = "by_others_s"  # the column of a table
-ADDED = "predicted_seconds", "predicted_memory_gib", "note"  # to the columns of a file
+OTHERS = "by_others_s"  # the table's column of `by_others`
+ADDED = "predicted_seconds", "predicted_memory_gib", "note"  # columns added to a file
 
 
 def fitted(source: Path, profile: Profile, left: list[str]) -> Rates:
-    """The rates that a file tells; `left` gets a line for each of its lines that tells none."""
+    """Fit rates to a file; `left` gets a line for each row that is left out."""
     if source.suffix == ".json":
         return from_cases(read_cases("file", source), profile, source.name)
     return from_rows(_rows(source, profile), profile, source.name, left)
 
 
 def _rows(path: Path, profile: Profile) -> list[dict[str, str]]:
-    """The lines of a file. Raises ValueError for a table of throughputs with another profile."""
+    """Read a file's rows. Raises ValueError for a table of throughputs with another profile."""
     rows = read_rows("file", path)
     throughputs = bool(rows) and all(name in rows[0] for name in THROUGHPUTS)
     if throughputs != (profile.name == "engines"):
@@ -76,7 +76,7 @@ def _rows(path: Path, profile: Profile) -> list[dict[str, str]]:
 
 
 def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
-    """The lines of a file as CSV, each with what is predicted of it. Raises ValueError for it."""
+    """Return a file's rows as CSV with predictions. Raises ValueError for a bad file."""
     values, rows = rates.values_of(), _rows(path, profile)
     columns = [name for name in (rows[0] if rows else COLUMNS) if name not in (None, *ADDED)]
     text = io.StringIO()
@@ -86,7 +86,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
         found: dict[str, Any] = dict.fromkeys(ADDED, "")
         try:
             job = row_job(row, profile)
-            # A job that needs a little more gives back what it lost to fragments, and goes on.
+            # A job that needs slightly more than there is frees fragmented blocks, and continues.
             size = min(first_rank(job, values), job.machine.memory)
             found["predicted_seconds"] = f"{of_job(job, values).seconds.total:.6g}"
             found["predicted_memory_gib"] = f"{size / GIB:.4g}"
@@ -97,7 +97,7 @@ def predicted_rows(path: Path, profile: Profile, rates: Rates) -> str:
 
 
 def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
-    """What is predicted of each case, in order. Raises ValueError for the file."""
+    """Predict each case of a file, in order. Raises ValueError for a bad file."""
     values = rates.values_of()
     listed = []
     for case in read_cases("file", path):
@@ -115,12 +115,12 @@ def predicted_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str
 def from_rows(
     rows: Iterable[Mapping[str, Any]], profile: Profile, origin: str, left: list[str] | None = None
 ) -> Rates:
-    """Rates by the lines of a file that can be expressed, and that tell seconds or bytes.
+    """Fit rates to the rows that can be expressed, and that have seconds or bytes.
 
-    Runs that the file's column `state` calls other than "steady" say nothing about others.
-    left: gets a sentence for each line that says nothing, counted as in a file, from 2.
+    Runs whose column `state` is not "steady" are left out.
+    left: gets a sentence for each row that is left out, counted as in a file, from 2.
 
-    Raises ValueError where none does.
+    Raises ValueError if no row remains.
     """
     jobs: list[Run] = []
     for line, row in enumerate(rows, 2):
@@ -140,9 +140,9 @@ def from_rows(
 
 
 def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str) -> Rates:
-    """Rates by the layer times among published cases, or by their step times where there are none.
+    """Fit rates to the layer times of published cases, or to step times if there are none.
 
-    Raises ValueError where no case has either.
+    Raises ValueError if no case has either.
     """
     layers: Measured = []
     jobs: list[Run] = []
@@ -165,7 +165,7 @@ def from_cases(cases: Iterable[Mapping[str, Any]], profile: Profile, origin: str
 
 
 def _of_runs(runs: Sequence[Run], profile: Profile, origin: str) -> Rates:
-    """Rates by runs' bytes, and then by their seconds."""
+    """Fit rates to runs' bytes, and then to their seconds."""
     rates = guesses(profile.name)
     if sizes := [(_reserves(job), size) for job, _, size in runs if size]:
         rates = fit(rates, sizes, MEMORY, f"fitted on the memory of {len(sizes)} runs: {origin}")
@@ -193,10 +193,10 @@ def _reserves(job: Job) -> Predict:
 
 
 def by_others(rows: Sequence[Mapping[str, Any]], seed: int = 1) -> list[float]:
-    """Seconds of each line of a table of throughputs.
+    """Return the predicted seconds of each row of a table of throughputs.
 
-    Lines are shuffled, as `seed` has it, and halved: each half is predicted by rates that are
-    fitted on the other.
+    Rows are shuffled with `seed`, and halved: each half is predicted with rates that are fitted to
+    the other half.
     """
     places = list(range(len(rows)))
     random.Random(seed).shuffle(places)

@@ -1,10 +1,10 @@
-"""Rates of the machine at hand, measured in well under a minute: `strategy fit` without a file.
+"""Rates of this machine, measured in under a minute: `strategy fit` without a file.
 
-Each is the median of several timings, and as unsure as they differ. A GPU's are shares of its data
-sheet where it is known. A CPU has no sheet, and GPUs may be new: then what is measured here is the
-sheet, of which a job reaches all.
+Each rate is the median of several timings, with their scatter as its uncertainty. A known GPU's
+rates are shares of its data sheet. A CPU has no data sheet, and a GPU may be too new to be known:
+then the measured values become the data sheet, of which a job reaches all.
 
-Between nodes nothing can be measured from one of them; those rates stay what they were.
+Links between nodes cannot be measured from one node; those rates keep their known values.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from shardlab.measure.count import clock
 
 from .rates import Rate, Rates, known
 
-REPEATS = 7  # of each timing, after one that warms up
-LEAST = 0.02  # of a spread: the same machine differs by as much tomorrow
+REPEATS = 7  # repetitions of each timing, after one to warm up
+LEAST = 0.02  # least relative uncertainty: a machine's timings differ by as much from day to day
 
 
 def measure(profile: str = "course") -> Rates:
-    """`known(profile)` with what can be measured here, and the machine at hand."""
+    """Return `known(profile)` with this machine, and the rates that can be measured on it."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a rank has: one of several on the CPU's cores
+    torch.set_num_threads(1)  # as each of several ranks on the CPU's cores has
     try:
         found = {
             "products": _products(device),
@@ -67,7 +67,7 @@ def measure(profile: str = "course") -> Rates:
 
 
 def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
-    """A machine whose sheet is what was measured."""
+    """Return a machine whose data sheet is what was measured."""
     if name == "CPU":
         memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
     else:
@@ -82,14 +82,14 @@ def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
 def _rate(
     device: torch.device, amount: float, work: Callable[[], Any], wait: bool = True
 ) -> tuple[float, float]:
-    """Amount a second of `work`, several times, and how far it may be off.
+    """Return (rate per second, relative uncertainty) of repeated timings of `work`.
 
-    wait: until the GPU has done it, not only been told.
+    amount: work per call. wait: time until the GPU is done, not only until launches return.
     """
     now = (lambda: clock(device)) if wait else time.perf_counter
     taken = []
     for _ in range(REPEATS + 1):
-        clock(device)  # nothing of what was before is left to do
+        clock(device)  # wait for earlier work
         begin = now()
         work()
         taken.append(now() - begin)
@@ -104,7 +104,7 @@ def _products(device: torch.device) -> tuple[float, float]:
 
 
 def _attention(device: torch.device) -> tuple[float, float]:
-    """Fused, causal, forward: half of the pairs."""
+    """Measure fused causal attention, forward: half of the pairs."""
     heads, s, size = (16, 4096, 128) if device.type == "cuda" else (4, 512, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(1, heads, s, size, device=device).to(dtype) for _ in range(3))
@@ -113,7 +113,7 @@ def _attention(device: torch.device) -> tuple[float, float]:
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """One pass that reads a large tensor and writes another."""
+    """Measure one pass that reads a large tensor and writes another."""
     n = 2**29 if device.type == "cuda" else 2**24
     a = torch.randn(n // 4, device=device)
     b = torch.empty_like(a)
@@ -121,9 +121,9 @@ def _memory(device: torch.device) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Seconds in which the CPU tells the device what a layer does, forward and backward.
+    """Return the seconds in which the CPU launches a layer, forward and backward.
 
-    The layer is so small that there is nothing else to wait for.
+    The layer is so small that the GPU's work takes no time.
     """
     config = Config(hidden=64, heads=4, mlp="swiglu", norm="rms", bias=False)
     layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)
@@ -134,9 +134,9 @@ def _launch(device: torch.device) -> tuple[float, float]:
 
 
 def _node(on_gpu: bool) -> tuple[float, float] | None:
-    """Bytes a second of each rank in an all-reduce of all GPUs of this node, or of two processes.
+    """Measure a rank's bytes per second in an all-reduce of this node's GPUs, or of two processes.
 
-    None on a single GPU, which has none to talk to.
+    Returns None on a single GPU.
     """
     size = torch.cuda.device_count() if on_gpu else 2
     return ranks.run(_all_reduce, size, show=False)[0] if size > 1 else None

@@ -1,7 +1,7 @@
-"""The models that published tables of throughputs name: what each is made of.
+"""Models that published tables of throughputs name, with their structures.
 
-Shapes of the course's own kind stand here. Of other models, `published/models.json` has kinds of
-layers and tensors, as they were counted in their config.json: reading a table loads no torch.
+Shapes of the course's own kind stand here. For other models, `published/models.json` has the kinds
+of layers and tensors, counted from their config.json: reading a table loads no torch.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _SHAPES = {
 
 @cache
 def named(name: str) -> Structure:
-    """What the model of that name is made of. Raises ValueError for others."""
+    """Return the structure of the model of that name. Raises ValueError for unknown names."""
     if name in _SHAPES:
         return structure(_SHAPES[name])
     published = json.loads(PUBLISHED.read_text("utf-8"))
     check_one_of([*_SHAPES, *published], model=name)
-    found = {"tied": False} | published[name]  # without what stands there by default
+    found = {"tied": False} | published[name]  # the file leaves out default values
     return Structure(
         **found
         | {

@@ -1,11 +1,9 @@
-"""A plan: the layouts of a job, predicted; which are fastest, and what ruled out the others.
+"""The search for layouts of a job: predicts them, ranks those that fit, counts the rejected ones.
 
-This is the one search. What else chooses, the chart for instance, chooses from its layouts.
-
-It does not predict what it knows to be of no use: larger micro-batches of a layout that does not
-fit, context ranks where the same layout fits without, operators that are computed again where
-nothing has to be or where it cannot be faster than what is there, and the host's memory where
-something fits without it.
+This is the only search; the flow chart, for instance, chooses from its results. It skips
+predictions that cannot matter: larger micro-batches of a layout that does not fit, context
+parallelism or offloading where something fits without, recomputation by operator where it is not
+needed or cannot be fastest.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ from .rates import Rates, Values
 from .space import LACKS, LONG, Fields, bases, recomputed, shapes, sharded
 
 CROWDED = "needs more than the host's memory"
-MOST_GPUS = 1_000_000  # of a job: every layout is tried, and there is one for each divisor
-# Of a step, that a pipeline's bubble takes: above it context ranks may pay, for they make more
-# micro-batches of the same batch.
+MOST_GPUS = 1_000_000  # in a job: the search tries a layout for each divisor
+# Bubble over step time above which context parallelism may pay, since with fewer copies the same
+# batch makes more micro-batches.
 IDLE = 0.05
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, what it takes, and what comes of that."""
+    """A candidate layout with its predicted memory, step time and MFU."""
 
     layout: Layout
     prediction: Prediction
     seconds: float
     reserved: float  # bytes of the fullest rank
-    tokens: float  # in a second, on all GPUs
-    # Share of the data sheet's operations, in the format of the products, that go into the model:
-    # pairs that a mask, a window or a chunk hides are no part of it, and recomputation neither.
+    tokens: float  # per second, on all GPUs
+    # Model FLOPs over the data sheet's operations in the products' format. Pairs that a mask, a
+    # window or a chunk hides do not count, nor does recomputation.
     mfu: float
 
 
 @dataclass
 class Plan:
-    """What was asked; layouts that fit, the fastest first; how many fell out for which reason."""
+    """A request, its feasible layouts (fastest first), and counts of rejected ones by reason."""
 
     config: Structure
     machine: Machine
@@ -62,16 +60,16 @@ class Plan:
     profile: Profile
     rates: Rates
     dtype: str = "bf16"
-    fixed: Mapping[str, object] = field(default_factory=dict)  # fields that have these values
+    fixed: Mapping[str, object] = field(default_factory=dict)  # required values of fields
     fits: list[Planned] = field(default_factory=list)
     ruled: Counter[str] = field(default_factory=Counter)
-    nearest: Planned | None = None  # of those that do not fit, the one that lacks least
-    # Parts of the space: "" where it was searched, or else why it was not.
+    nearest: Planned | None = None  # the infeasible layout that lacks the least memory
+    # Parts of the search space: "" if the part was searched, else the reason why not.
     searched: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def values(self) -> Values:
-        """The rates' values."""
+        """The values of the rates."""
         return self.rates.values_of()
 
     @cached_property
@@ -80,11 +78,11 @@ class Plan:
         return room(self.machine, self.values)
 
     def keeps(self, layout: Layout, *names: str) -> bool:
-        """Whether those fields of a layout are as asked for."""
+        """Return True if these fields of a layout have the requested values."""
         return all(getattr(layout, n) == self.fixed[n] for n in names if n in self.fixed)
 
     def job(self, layout: Layout) -> Job:
-        """What is predicted of a layout."""
+        """Return the job to predict for a layout."""
         return Job(self.config, self.machine, layout, self.profile, self.seq, self.dtype)
 
 
@@ -99,21 +97,21 @@ def plan(
     fixed: Mapping[str, object] | None = None,
     dtype: str = "bf16",
 ) -> Plan:
-    """The layouts for `batch` sequences in a step on `gpus` GPUs, as far as they may be of use.
+    """Search the layouts for `batch` sequences per step on `gpus` GPUs.
 
-    Tried are all tensor degrees inside of a node (with sequence parallelism), all pipelines, 1F1B
-    and interleaved, with stages as equal as the profile's engine can have them, ranks that share a
-    sequence where it is long, all ways to deal out experts, the profile's stages of ZeRO (2 and 3
-    without a pipeline: no engine here has others), micro-batches in powers of two, recomputation,
-    of layers and of operators, and where nothing fits the host's memory.
-    fixed: fields of the layouts that have to have these values. dtype: of products: `DTYPES`.
+    Candidates are all tensor degrees inside a node (with sequence parallelism), all pipelines, 1F1B
+    and interleaved, with stages as equal as the profile's engine allows, context parallelism for
+    long
+    sequences, all expert-parallel degrees, the profile's stages of ZeRO (0 and 1 with a pipeline),
+    micro-batches in powers of two, recomputation of layers and of operators, and where nothing fits
+    offloading. fixed: required values of layout fields. dtype: format of products, one of `DTYPES`.
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which an
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
     below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, for rates of another profile, and for
-    machines that have no products of that dtype.
+    machines without products of that dtype.
     """
-    config = structure(config)  # once, and not for each layout
+    config = structure(config)  # converted once, not for each layout
     check_kind(Machine, machine=machine)
     check_whole(1, MOST_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)
@@ -136,20 +134,20 @@ def plan(
         found.nearest = planned(found, min(lacking, key=lambda pair: pair[0])[1])
     if found.fits and "recompute" not in found.fixed:
         _operators(found)
-    # Of layouts that take the same time, the emptier one: it leaves room for what is not counted.
+    # Equally fast layouts are sorted by memory: free memory is a margin for what is not counted.
     found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
     found.searched = _searched(found, last)
     return found
 
 
 def check_dtype(machine: Machine, dtype: str) -> None:
-    """Raise ValueError where a machine has no products of that dtype."""
+    """Raise ValueError if a machine has no products of that dtype."""
     has = {"bf16": True, "fp8": machine.fp8, "mxfp8": machine.fp8, "nvfp4": machine.fp4}
     check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
 def planned(found: Plan, job: Job, held: tuple[Bytes, Bytes] | None = None) -> Planned:
-    """What comes of one of its jobs, which fits or not; held: as in `of_job`.
+    """Predict one of the plan's jobs, whether it fits or not; held: as in `of_job`.
 
     Raises ValueError as `predict` does.
     """
@@ -169,7 +167,7 @@ def alone(
     rates: Rates | None = None,
     dtype: str = "bf16",
 ) -> Plan:
-    """The plan of one layout, as it is. Raises ValueError as `predict` and `plan` do."""
+    """Return the plan of one given layout. Raises ValueError as `predict` and `plan` do."""
     check_dtype(machine, dtype)
     job = structure(config), machine, layout.ranks, layout.batch, seq, profile
     found = Plan(*job, rates_of(profile, rates), dtype)
@@ -182,9 +180,9 @@ def alone(
 
 
 def _search(found: Plan, offload: str) -> list[tuple[float, Job]]:
-    """Fill `found` with what of the space fits; return what does not, and what it reserves."""
+    """Add the layouts that fit to `found`; return those that do not, with reserved bytes."""
     lacking: list[tuple[float, Job]] = []
-    easy: dict[tuple[int, ...], int] = {}  # the fewest context ranks with which all goes well
+    easy: dict[tuple[int, ...], int] = {}  # fewest context ranks without recompute and bubble
     again = recomputed(found)
     for base in bases(found, found.ruled if offload == "none" else Counter()):
         copies = base.tp, base.pp, base.dp * base.cp
@@ -210,10 +208,10 @@ def _search(found: Plan, offload: str) -> list[tuple[float, Job]]:
 def _fill(
     found: Plan, start: Layout, tried: list[Fields], lacking: list[tuple[float, Job]]
 ) -> bool:
-    """Add what fits of a layout's shapes; return whether the first may have room at all.
+    """Add a layout's shapes that fit; return False if even the smallest shape lacks memory.
 
-    Those with one chunk need more and more, and each of them less than the ones with several chunks
-    that follow it. What comes late is not needed: a larger layout may not have it.
+    Shapes with one chunk need more and more memory, and each needs less than the interleaved shapes
+    that follow. Late buffers are not needed bytes: a larger layout may not have them.
     """
     for number, fields in enumerate(tried):
         job = found.job(replace(start, **fields))
@@ -234,10 +232,10 @@ def _bubble(layout: Layout) -> float:
 
 
 def _operators(found: Plan) -> None:
-    """Add layouts that compute some operators again, where they may be the fastest.
+    """Add layouts that recompute some operators, if they may be the fastest.
 
-    They lie between a layout that keeps all, which does not fit, and one that keeps its layers'
-    inputs, which does: they take longer than the one, and fit if at all where the other does.
+    Each lies between a layout without recomputation, which does not fit, and a slower one with full
+    recomputation, which does.
     """
     fitting = {one.layout for one in found.fits}
     first = "attention+" if found.profile.attention == "plain" else ""
@@ -266,7 +264,7 @@ def _operators(found: Plan) -> None:
 
 
 def _searched(found: Plan, offload: str) -> dict[str, str]:
-    """Parts of the space: "" where it was searched, or else why it was not."""
+    """Return, for each part of the search space, "" or the reason why it was not searched."""
     profile, fixed = found.profile, found.fixed
     name = profile.name
     without = f"{name} has none"
@@ -302,7 +300,7 @@ def _searched(found: Plan, offload: str) -> dict[str, str]:
 
 
 def short(found: Plan) -> str:
-    """Why nothing of `found` fits: what comes nearest, and by how much."""
+    """Explain why no layout fits: the closest one, and how much memory it lacks."""
     gpus = found.gpus
     if found.nearest is None:
         why = "; ".join(found.ruled) or "the layouts asked for do not exist"

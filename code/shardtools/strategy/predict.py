@@ -1,6 +1,4 @@
-"""What a job will take: seconds and bytes, predicted, beside the floor that `cost` counts; and how
-much memory there is for it.
-"""
+"""Predicted seconds and bytes of a job (`cost` counts lower bounds), and a GPU's memory limit."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from .rates import Rates, Values, known
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of the fullest rank, each in parts.
+    """Predicted seconds of a step and bytes of the fullest rank, each by part.
 
-    host: bytes that a rank keeps in the host's memory, at most.
+    host: the most bytes of host memory that a rank uses.
     """
 
     seconds: Seconds
@@ -32,9 +30,9 @@ class Prediction:
 
 
 def room(machine: Machine, rates: Values | None = None) -> float:
-    """Bytes of one GPU that a rank may reserve: beyond them the allocator begins to retry.
+    """Return the bytes that a rank may reserve on one GPU before the allocator begins to retry.
 
-    rates: by default those that are known of the course's own model.
+    rates: by default the known rates of the course's own model.
     """
     return (known(COURSE.name).values_of() if rates is None else rates).limit * machine.memory
 
@@ -47,13 +45,14 @@ def predict(
     rates: Rates | None = None,
     seq: int | None = None,
 ) -> Prediction:
-    """What a step of `layout` takes.
+    """Predict the seconds and bytes of a step of `layout`.
 
-    rates: of that profile; by default `known`. Each states its origin and how sure it is.
+    rates: rates of that profile, with origin and uncertainty; by default `known`.
     seq: tokens of a sequence, by default the model's longest.
 
-    Raises ValueError for layers that the stages cannot share, heads or experts that cannot be cut
-    or dealt out so, and rates of another profile.
+    Raises ValueError for layers that the stages cannot share, for heads or experts that cannot be
+    cut
+    or distributed so, and for rates of another profile.
     """
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
@@ -62,24 +61,24 @@ def predict(
 
 
 def of_job(job: Job, rates: Values, held: tuple[Bytes, Bytes] | None = None) -> Prediction:
-    """What a step of `job` takes. Raises ValueError as `predict` does.
+    """Predict the seconds and bytes of a step of `job`. Raises ValueError as `predict` does.
 
-    held: its `first_and_fullest`, from whoever has asked for that already.
+    held: the job's `first_and_fullest`, if the caller has computed it already.
     """
     check_job(job)
-    # The limit beyond which a step takes longer was found where rank 0 alone was watched.
+    # `limit`, beyond which a step takes longer, was fitted on runs that recorded rank 0 alone.
     first, fullest = first_and_fullest(job, rates) if held is None else held
     return Prediction(seconds(job, rates, first.needed), fullest, on_host(job))
 
 
 def first_rank(job: Job, rates: Values) -> float:
-    """Bytes that rank 0, which is on the first stage, reserves. Raises ValueError as `predict`."""
+    """Return the bytes that rank 0 (first stage) reserves. Raises ValueError as `predict` does."""
     check_job(job)
     return footprint(job, rates).reserved
 
 
 def rates_of(profile: Profile, rates: Rates | None) -> Rates:
-    """`rates`, or those that are known. Raises ValueError for those of another profile."""
+    """Return `rates`, or else the known rates. Raises ValueError for rates of another profile."""
     rates = known(profile.name) if rates is None else rates
     if rates.profile != profile.name:
         raise ValueError(f"rates.profile={rates.profile!r}: allowed is {profile.name!r}")
@@ -87,10 +86,10 @@ def rates_of(profile: Profile, rates: Rates | None) -> Rates:
 
 
 def check_job(job: Job) -> None:
-    """Raise ValueError for what cannot be cut so, or is not predicted."""
+    """Raise ValueError for a layout that cannot divide the model, or that is not predicted."""
     layout = job.layout
     for name, size in cut_sizes(job.model).items():
-        if name != "key_value_heads" and size % layout.tp:  # engines copy those
+        if name != "key_value_heads" and size % layout.tp:  # engines replicate these heads
             raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={size}")
     if job.seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")

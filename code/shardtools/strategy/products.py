@@ -1,7 +1,7 @@
-"""How long a rank's products of matrices take, and the passes over memory that they need.
+"""Seconds of a rank's matrix products, and of the memory passes that they need.
 
-Letters as in `core`, which has the rest of a layer. Products reach a share of what the data sheet
-has for their format, by the chip; those of experts have few rows each, and one comes after another.
+Symbols as in `core`. Products reach a share of the data sheet's rate that depends on chip and
+format; the products of experts have few rows each, and run one after another.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from shardlab.layout.structure import Kind, Product
 from .job import Job
 from .rates import Values
 
-TILE = 128, 256  # of a product's output, which one multiprocessor computes
-NUMBER = 2  # bytes of a 16-bit one, in which activations and their gradients are held and sent
+TILE = 128, 256  # shape of a product's output tile, which one multiprocessor computes
+NUMBER = 2  # bytes of a number in activations and their gradients
 
-# Megatron's rates were found on these; another chip reaches them as its best product does.
+# Megatron's rates were fitted on A100s; another chip's are scaled by its best product's rate.
 A100 = MACHINES["a100"].best
 
 
 def products(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds of a layer's products, those of a rank's own experts among them.
+    """Return the seconds of a layer's products, including those of the rank's own experts.
 
-    Of the experts each has to read its weights, one after another, however few tokens choose it;
-    and the step waits for the fullest rank.
+    Every expert reads its weights, however few tokens choose it; the fullest rank sets the time.
     """
     taken = sum(cut(job, rates, one) for one in kind.products if not one.expert)
     if not kind.routed:
@@ -42,7 +41,7 @@ def products(job: Job, rates: Values, kind: Kind) -> float:
 
 
 def cut(job: Job, rates: Values, one: Product, rows: float | None = None) -> float:
-    """Seconds of a rank's share of a product, for so many rows; None: all tokens."""
+    """Return the seconds of a rank's shard of a product with `rows` rows (None: all tokens)."""
     t = job.layout.cut if one.expert else job.layout.tp
     outputs = one.outputs / (t if one.tp == 0 else 1)
     return product(job, rates, outputs, one.inputs / (t if one.tp == 1 else 1), rows)
@@ -56,9 +55,9 @@ def product(
     rows: float | None = None,
     whole: bool = False,
 ) -> float:
-    """Seconds of rows × inputs times inputs × outputs; None: as many rows as tokens.
+    """Return the seconds of a product rows × inputs times inputs × outputs (None: a row per token).
 
-    whole: in 16 bits, whatever the format of others is.
+    whole: in 16 bits, whatever format the job's other products have.
     """
     rows = job.tokens if rows is None else rows
     taken = 2 * rows * outputs * inputs / _rate(job, rates, whole)
@@ -70,7 +69,7 @@ def product(
 
 
 def _rate(job: Job, rates: Values, whole: bool) -> float:
-    """Operations per second that products reach."""
+    """Return the operations per second that products reach."""
     machine = job.machine
     share = rates.products * (rates.newer if machine.fp4 else 1.0 if machine.fp8 else rates.older)
     if whole or job.flops == machine.flops:
@@ -79,18 +78,18 @@ def _rate(job: Job, rates: Values, whole: bool) -> float:
 
 
 def reached(job: Job, rates: Values, share: float) -> float:
-    """A share of the data sheet's rate, held below 1 in the step of an engine that takes longer.
+    """Return a share of the data sheet's rate, capped at 1 or at the engine's factor of step time.
 
-    A rate that was fitted on one GPU may exceed the data sheet of another.
+    A share that was fitted on one GPU may exceed the data sheet of another.
     """
     return min(share, getattr(rates, job.profile.engine) if job.profile.engine else 1.0)
 
 
 def formats(job: Job, rates: Values, kind: Kind) -> float:
-    """Seconds of passes that products need beside them, in a forward pass.
+    """Return the forward seconds of memory passes that products need beside their arithmetic.
 
-    What goes into products of 8 bits, and what comes out, is cast; rows are put in the experts'
-    order, and back; and their biases are added, by engines that do so outside of the products.
+    8-bit products cast inputs and outputs; rows are permuted into the experts' order, and back; and
+    some engines add the experts' biases in passes of their own.
     """
     width = 0.0
     if job.dtype != "bf16":
@@ -106,7 +105,7 @@ def formats(job: Job, rates: Values, kind: Kind) -> float:
 
 @lru_cache(maxsize=4096)
 def _ends(kind: Kind, tp: int, cut: int) -> float:
-    """Numbers of a token that a rank's products read and write."""
+    """Count the numbers per token that a rank's products read and write."""
     found = 0.0
     for one in kind.products:
         t, times = tp, 1.0
@@ -118,5 +117,5 @@ def _ends(kind: Kind, tp: int, cut: int) -> float:
 
 
 def passes(job: Job, rates: Values, width: float) -> float:
-    """Seconds in which a number is read or written for each token and `width`."""
+    """Return the seconds to read or write `width` numbers per token."""
     return NUMBER * job.tokens * width / (rates.memory * job.machine.stream)

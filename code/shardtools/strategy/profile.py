@@ -1,8 +1,7 @@
-"""What an implementation keeps in memory and does in a step, beyond the arithmetic of the model.
+"""Profiles: an implementation's memory and work in a step, beyond the arithmetic of the model.
 
-Six of them: the course's own model, Megatron-LM, nanotron, and the other engines that a plan is
-emitted for. What is counted from their source stands here; what has to be measured stands in
-`rates`.
+There is one for the course's own model, Megatron-LM, nanotron, and each other engine that a plan
+is emitted for. Numbers are counted in the source; measured numbers are in `rates`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from shardlab.memory.core import PRECISIONS, WIDE, Recipe
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes in which a parameter's gradient and its weight travel."""
+    """Bytes per parameter in which gradients and weights are communicated."""
 
     gradient: int
     weight: int
@@ -23,46 +22,48 @@ class Wire:
 
 @dataclass(frozen=True)
 class Profile:
-    """One implementation, by default the course's own model under torch: 16-bit gradients, ZeRO as
-    FSDP2 does it. Bytes are for a token, or for a parameter, of the whole model."""
+    """One implementation, by default the course's own: 16-bit gradients, ZeRO as in FSDP2.
+
+    Bytes are per token, or per parameter, of the whole model.
+    """
 
     name: str
-    stages: str = "megatron"  # rule by which it cuts a pipeline: see `stages`
+    stages: str = "megatron"  # rule that cuts layers into stages: see `Layout.stages`
     # "flash" keeps no scores and computes no masked pairs; "plain" does both.
     attention: str = "flash"
-    # Tensors that a feed-forward network keeps, by its kind.
+    # Tensors that a feed-forward network saves for backward, by its kind.
     wide: Mapping[str, int] = field(default_factory=lambda: WIDE)
-    recipe: Recipe = PRECISIONS["bf16"]  # of model states
-    bucket: int = 2  # bytes of a parameter more, where copies are not sharded
-    wire: Wire = Wire(2, 2)  # bytes that a parameter travels in
+    recipe: Recipe = PRECISIONS["bf16"]  # precision of model states
+    bucket: int = 2  # extra bytes per parameter without ZeRO (DDP's buckets)
+    wire: Wire = Wire(2, 2)  # bytes per parameter in communication
     # Work of a step beside the layers.
-    update: int = 34  # bytes that the optimizer reads and writes for each parameter it keeps
-    accumulate: int = 6  # the same for each micro-batch, where gradients are added up
-    loss: int = 32  # for each logit, forward and backward
+    update: int = 34  # bytes that the optimizer reads and writes per parameter that it keeps
+    accumulate: int = 6  # bytes per parameter and micro-batch to accumulate gradients
+    loss: int = 32  # bytes per logit, forward and backward
     waves: bool = False  # products count whole waves of tiles
-    reduced: bool = False  # ZeRO-1 sums whole gradients up, and does not scatter them
-    ahead: bool = True  # weights of ZeRO-1 and 2 are gathered behind the next forward pass
+    reduced: bool = False  # ZeRO-1 all-reduces gradients instead of reduce-scattering them
+    ahead: bool = True  # ZeRO-1 and 2 overlap gathers of weights with the next forward pass
     captured: bool = False  # without a pipeline a step is a CUDA graph: no CPU launches the layers
-    sequence_parallel: bool = False  # always, where tensors are cut
-    # What it offers.
+    sequence_parallel: bool = False  # tensor parallelism always includes sequence parallelism
+    # Features that it supports.
     zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO, without a pipeline; with one, 0 and 1
     interleaves: bool = True
-    # That it can compute again, one by one: see `Layout.recompute`.
+    # Operators that it can recompute selectively: see `Layout.recompute`.
     operators: tuple[str, ...] = ("norms", "ffn", "norms+ffn")
-    # What it can keep in the host's memory, as DeepSpeed does it: see `Layout.offload`.
+    # States that it can offload to the host, as DeepSpeed does: see `Layout.offload`.
     offloads: tuple[str, ...] = ("optimizer", "parameters")
-    shares: bool = True  # sequences among ranks
-    copies: bool = True  # of heads of keys and values, on more tensor ranks than there are heads
-    folds: bool = True  # tensor ranks may join those that share the experts: see `Layout.etp`
-    # Of today's engines.
-    engine: str = ""  # the rate that says how much longer its steps take than its family's
+    shares: bool = True  # context parallelism
+    copies: bool = True  # replicates key and value heads if there are more tensor ranks than heads
+    folds: bool = True  # tensor ranks may join expert parallelism: see `Layout.etp`
+    # Only for today's engines.
+    engine: str = ""  # name of the rate that is its step time over its family's
     compiled: bool = True  # element-wise work is fused
-    hides: bool = False  # keys and values of other ranks come behind attention
-    posts: bool = False  # messages of interleaved stages, before they are waited for
-    # Numbers of 2 B that are read and written where experts have biases: for each that one gives,
-    # and that its first product gives. In bf16, and in 8 bits with a scale for each tensor.
+    hides: bool = False  # overlaps context-parallel communication with attention
+    posts: bool = False  # posts messages of interleaved stages before it waits for them
+    # Accesses of 2-byte numbers for experts' biases: per output of an expert, and per output of
+    # its first product. In bf16, and in 8 bits with a scale for each tensor.
     biased: tuple[int, int] = (0, 0)
-    once: bool = False  # a token goes to each node once, however many experts it chose there
+    once: bool = False  # sends a token to each node once, however many experts it chose there
 
 
 COURSE = Profile("course")
@@ -106,9 +107,9 @@ MEGATRON = Profile(
     hides=True,  # --cp-comm-type p2p, as it is by default
 )
 
-# torch 2.13's fully_shard, as `emit` writes it: float32 weights, among the optimizer's states here,
-# and a 16-bit copy of them; sums and sums of micro-batches in float32. Of ZeRO-3's share the 16-bit
-# copy is not there, though 2 B are counted.
+# torch 2.13's fully_shard, as `emit` writes it: float32 weights (counted as optimizer states) and
+# a 16-bit copy; gradients are reduced and accumulated in float32. ZeRO-3's shard has no 16-bit
+# copy, though 2 B are counted for it.
 FSDP2 = replace(
     COURSE,
     name="fsdp2",
@@ -124,13 +125,12 @@ FSDP2 = replace(
     shares=False,
     copies=False,
     folds=False,
-    engine="torchtitan",  # which measured the same fully_shard; the script does not compile
+    engine="torchtitan",  # measured with the same fully_shard; the script does not compile
     compiled=False,
 )
 
 # torchtitan 0.3.0, on the same fully_shard: training.disable_cuda_graphs is False, and pipelines
-# cannot be captured (its config/configs.py and trainer.py).
-# It is emitted compiled.
+# cannot be captured (its config/configs.py and trainer.py). `emit` turns compilation on.
 TORCHTITAN = replace(
     FSDP2,
     name="torchtitan",
@@ -144,9 +144,9 @@ TORCHTITAN = replace(
     hides=True,
 )
 
-# DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and for the step
-# a copy of its share in float32; ZeRO-1 and 2 gather when the step is over.
-_COPIED = replace(PRECISIONS["bf16"], master=4 + 4)  # and a copy of gradients, in float32
+# DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and a float32
+# copy of a rank's shard for the step; ZeRO-1 and 2 gather weights after the step.
+_COPIED = replace(PRECISIONS["bf16"], master=4 + 4)  # float32 copies of weights and gradients
 DEEPSPEED = replace(
     COURSE,
     name="deepspeed",
@@ -161,14 +161,14 @@ DEEPSPEED = replace(
     folds=False,
 )
 
-# Today's engines in one family, whose rates are found together: Megatron Core, and what differs in
-# others. Tokens go to experts by DeepEP or HybridEP, and rings of context hide behind attention.
+# Today's engines form one family, whose rates are fitted together: Megatron Core, and differences
+# of others. Tokens go to experts by DeepEP or HybridEP; attention hides context-parallel rings.
 # Megatron-Bridge sets overlap_p2p_comm where stages are interleaved, and only there (its
 # training/comm_overlap.py); torch.distributed.pipelining, which the others use, waits for each.
 # Biases of experts' second products are added expert by expert, in float32 (`_apply_bias` in
-# experts.py of Megatron Core 0.16.1 and of NeMo Automodel): times a token's weight 4 B written, the
-# sum 4 + 2 read and 4 written, put together 4 and 4, and made 16-bit again 4 and 2: 28. What the
-# first gives is clamped before its activation and put together (fused_bias_geglu.py there): 8.
+# experts.py of Megatron Core 0.16.1 and of NeMo Automodel). Bytes per output: bias times a token's
+# weight 4 written; sum 4 + 2 read, 4 written; concatenation 4 and 4; cast to 16 bits 4 and 2: 28.
+# The first product's output is clamped and concatenated (fused_bias_geglu.py there): 8 bytes.
 # Bridge's recipes in mxfp8 have one kernel for all of an expert (cutedsl_fused_grouped_mlp).
 ENGINES = replace(
     MEGATRON, name="engines", attention="flash", waves=False, ahead=True, sequence_parallel=True,
@@ -189,7 +189,7 @@ PROFILES = {
 
 
 def today(profile: Profile) -> Profile:
-    """`profile` as one trains with it now, where its rates come from older runs.
+    """Return `profile` as it trains now, if its rates come from older runs.
 
     Attention is fused. Megatron Core 0.19.2 gathers ZeRO-1's weights behind the next forward pass
     (--overlap-param-gather), and has ZeRO-2 and 3 (Megatron-FSDP).

@@ -1,8 +1,8 @@
-"""Rates: the numbers that no source code tells, each with its unit, its origin, and how sure it is.
+"""Rates: numbers that no source code tells, each with unit, origin and uncertainty.
 
-A rate is fitted from measured steps (`fit`), measured on this machine, or guessed: a data sheet's
-number times what jobs commonly reach of it. Shares are of the data sheet, so that a rate found on
-one machine says something about another.
+A rate is fitted to measured steps (`fit`), measured on this machine, or guessed: a data sheet's
+number times the share that jobs commonly reach. Shares are relative to the data sheet, so that a
+rate from one machine says something about another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardlab.common.machines import Machine
 
 @dataclass(frozen=True)
 class Rate:
-    """One number. `spread`: it may well be off by this factor, less one: 0.1 is a tenth."""
+    """One rate. `spread`: its relative uncertainty, as a factor less one (0.1 is a tenth)."""
 
     value: float
     unit: str
@@ -28,7 +28,7 @@ class Rate:
 
 
 class Values:
-    """The values alone, as formulas read them: an attribute for each of `_GUESSES`."""
+    """Values of the rates, as attributes for formulas: one for each of `_GUESSES`."""
 
     def __init__(self, **values: float) -> None:
         self.__dict__ = {**_WITHOUT, **values}
@@ -36,11 +36,11 @@ class Values:
 
 @dataclass(frozen=True)
 class Rates(Mapping[str, float]):
-    """The rates of one profile by name; `rates["launch"]` is the value alone."""
+    """The rates of one profile by name; `rates["launch"]` is a value without its origin."""
 
     profile: str
     all: dict[str, Rate]
-    machine: Machine | None = None  # on which they were measured, where that is known
+    machine: Machine | None = None  # the machine on which they were measured, if known
 
     def __getitem__(self, name: str) -> float:
         return self.all[name].value
@@ -52,11 +52,11 @@ class Rates(Mapping[str, float]):
         return len(self.all)
 
     def values_of(self) -> Values:
-        """The values alone, by attribute."""
+        """Return the values, as attributes."""
         return Values(**self)
 
     def write(self, path: Path) -> None:
-        """Into a JSON file."""
+        """Write the rates to a JSON file."""
         listed = {name: vars(rate) for name, rate in self.all.items()}
         given: dict[str, Any] = {"profile": self.profile, "rates": listed}
         if self.machine:
@@ -65,9 +65,9 @@ class Rates(Mapping[str, float]):
         path.write_text(text + "\n", "utf-8")
 
 
-# What each rate is, and its guesses: value and spread. A profile without a guess of its own takes
-# that of the profile it is like, or else the course's. A layer takes the longer, softly, of what a
-# GPU and what a CPU takes. Bytes follow, and then what today's engines alone have.
+# Each rate's meaning, and guesses by profile: value and spread. A profile without a guess takes
+# that of the profile it is like (`_LIKE`), or else the course's. First rates of time, then of
+# memory, then rates of today's engines alone.
 # fmt: off
 _GUESSES = {
     "products": ("share of the data sheet's operations that matrix products reach",
@@ -102,7 +102,7 @@ _GUESSES = {
          "engines": (0.3, 0.5)}),
     "gathers": ("share of the traffic of ZeRO-2 and 3 that a step's work does not hide, at least",
         {"course": (0.2, 0.5)}),
-    # nccl reckons with 14 µs itself: hwLat in its src/graph/tuning.cc, a ring over the network.
+    # NCCL itself assumes 14 µs: hwLat in its src/graph/tuning.cc, for a ring over the network.
     # nanotron gathers the weights of a layer one by one.
     "hop": ("seconds of a layer's gather or sum for each further node of the copies, under ZeRO",
         {"course": (1.4e-05, 0.5), "nanotron": (0.0001, 0.5)}),
@@ -110,13 +110,13 @@ _GUESSES = {
         {"course": (1.15, 0.15), "engines": (1.0, 0.05)}),
     "step": ("seconds of a step beside all that is counted",
         {"course": (0.01, 1.0), "nanotron": (0.05, 1.0)}),
-    # At 96 % nodes sometimes fail (the same issue): NCCL and the context need the rest.
+    # At 96 % nodes sometimes fail (see LIMIT's issue): NCCL and the CUDA context need the rest.
     # nanotron, early in 2025, retried from some 71.5 GiB on.
     "limit": ("share of a GPU's memory beyond which the allocator retries",
         {"course": (0.927, 0.02), "nanotron": (0.9042, 0.02)}),
     "retries": ("times as long as a step takes then",
         {"course": (1.0, 0.5), "nanotron": (7.0, 0.5)}),
-    # Of memory.
+    # Rates of memory.
     "kept": ("bytes for each token and width that a layer keeps outside of its cut matrices",
         {"course": (8.0, 0.1), "megatron": (10.0, 0.1), "nanotron": (12.0, 0.15)}),
     "fragments": ("times as much as activations are, with what the allocator loses to fragments",
@@ -128,10 +128,10 @@ _GUESSES = {
     "settled": ("micro-batches after which two thirds of these are there", {"course": (4.0, 0.7)}),
     "gathered": ("times a rank's weights that ZeRO-1's gather takes beside them",
         {"course": (0.1, 0.5), "nanotron": (1.0, 0.5)}),
-    # DeepSpeed's buckets: 5e8 gradients of 2 B, twice where it overlaps.
+    # DeepSpeed's buckets: 5e8 gradients of 2 B, twice if communication overlaps.
     "fixed": ("GiB that are reserved whatever the layout",
         {"course": (0.3, 0.7), "megatron": (0.5, 0.7), "deepspeed": (2.2, 0.3)}),
-    # Of today's engines alone; without them, `_WITHOUT`.
+    # Rates of today's engines; other profiles take the neutral values of `_WITHOUT`.
     "fp8": ("times that share, which products of 8 bits reach", {"engines": (1.0, 0.2)}),
     "mxfp8": ("the same with a scale for each block", {"engines": (1.0, 0.2)}),
     "nvfp4": ("the same for products of 4 bits", {"engines": (0.7, 0.3)}),
@@ -160,16 +160,16 @@ _GUESSES = {
 }
 # fmt: on
 _LIKE = {**dict.fromkeys(("fsdp2", "torchtitan", "deepspeed"), "course"), "engines": "megatron"}
-# What changes nothing: of those that count at all times, and of factors.
+# Neutral values of rates that a profile lacks: 0 for addends, 1 for factors.
 _ADDED = "casts", "rows", "routes", "deal"
 _WITHOUT = {
     name: 0.0 if name in _ADDED else 1.0
     for name, (_, values) in _GUESSES.items()
     if "course" not in values
 }
-_MEASURED = "torchtitan", "fsdp2"  # whose steps are among those of today's engines
+_MEASURED = "torchtitan", "fsdp2"  # profiles whose steps were measured with today's engines
 _NOT_OF_THEM = (
-    "launch", "crossing",  # of Megatron, which launches less
+    "launch", "crossing",  # Megatron's values: it launches less
     "limit", "retries", "kept", "fragments", "logit", "late", "settled", "gathered", "fixed",
 )  # fmt: skip
 PUBLISHED = Path(__file__).parent / "published"
@@ -178,7 +178,7 @@ LIMIT = "seen: H100s go on with 73.3 of 79.1 GiB reserved, pytorch/torchtitan#17
 
 
 def guesses(profile: str) -> Rates:
-    """The rates from which a fit begins."""
+    """Return the guessed rates, from which a fit begins."""
     likes, rates = (profile, _LIKE.get(profile), "course"), {}
     for name, (unit, values) in _GUESSES.items():
         if found := next((values[like] for like in likes if like in values), None):
@@ -200,11 +200,11 @@ def known(profile: str) -> Rates:
 
 
 def today(rates: Rates) -> Rates:
-    """What `known` has, as one trains with it now, where the runs it was found on are older.
+    """Return `rates` adjusted to current training setups, if they were fitted on older runs.
 
-    Megatron's gradients leave while backward goes on (--overlap-grad-reduce, in Core 0.19.2), and
-    its layers have no dropout any more: of the 10 bytes of Korthikanti et al. 2022 (Table 2) two
-    are its masks.
+    Megatron overlaps gradient reduction with backward (--overlap-grad-reduce, in Core 0.19.2), and
+    has
+    no dropout: two of the 10 bytes of Korthikanti et al. 2022 (Table 2) are its masks.
     """
     if rates.profile != "megatron":
         return rates
@@ -215,7 +215,7 @@ def today(rates: Rates) -> Rates:
 
 
 def read(path: Path) -> Rates:
-    """Rates that `Rates.write` wrote. Raises ValueError, which names what is wrong in the file."""
+    """Read rates that `Rates.write` wrote. Raises ValueError, which names the fault in the file."""
     given = read_json("rates", path)
     try:
         profile, listed = given["profile"], given["rates"]

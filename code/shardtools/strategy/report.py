@@ -1,4 +1,4 @@
-"""A plan as text, and as data: the table, why the first is first, one layout part by part."""
+"""A plan as text and as data: the table, why the first is first, one layout part by part."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .cost import DAY, floor
 from .plan import Plan, Planned
 from .rates import Rates
 
-# Of what is reserved, by which predicted bytes of rows that were not fitted are off in the median:
+# Median relative error of predicted reserved bytes, on rows that were not fitted:
 # lessons/strategy.md, "Predicted beside measured".
 MARGIN = 0.07
-LITTLE = 0.25  # of the data sheet's operations
+LITTLE = 0.25  # MFU below which a layout gets a warning
 LINE = 90  # characters of a line on the site's pages
-PARTS = {  # of a step's seconds
+PARTS = {  # parts of a step's seconds
     "products": "products of matrices, on the slowest stage",
     "attention": "attention's core",
     "elementwise": "norms, activations, the loss: passes over memory",
@@ -32,7 +32,7 @@ PARTS = {  # of a step's seconds
     "host": "states go to the host's memory, are updated there, and come back",
     "retries": "the allocator is short of memory",
 }
-PIECES = {  # of a rank's bytes
+PIECES = {  # parts of a rank's bytes
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "the optimizer's states",
@@ -46,9 +46,9 @@ PIECES = {  # of a rank's bytes
 
 
 def row(found: Plan, planned: Planned, tokens: float | None = None) -> dict[str, Any]:
-    """What is known of one layout, in plain numbers: bytes, seconds, shares.
+    """Return one layout's numbers as a dictionary: bytes, seconds and shares.
 
-    tokens: of the whole training, whose days and GPU hours are told.
+    tokens: tokens of the whole training, to add its days and GPU hours.
     """
     machine = replace(found.machine, flops=found.job(planned.layout).flops)
     told: dict[str, Any] = {
@@ -75,7 +75,7 @@ def row(found: Plan, planned: Planned, tokens: float | None = None) -> dict[str,
 
 
 def waits_for(planned: Planned) -> str:
-    """The part that takes the most beside products and attention."""
+    """Return the part of a step that takes longest beside products and attention."""
     parts = dict(vars(planned.prediction.seconds))
     rest = {name: parts[name] for name in parts if name not in ("products", "attention")}
     most = max(rest, key=lambda name: rest[name])
@@ -83,7 +83,7 @@ def waits_for(planned: Planned) -> str:
 
 
 def text(name: str, found: Plan, top: int, tokens: float | None = None) -> str:
-    """The table of the `top` best layouts, why the first is first, and what was ruled out."""
+    """Format the `top` best layouts as a table, why the first is first, and rejections."""
     head = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
     table = [[*head, *["days", "GPU hours"] * bool(tokens), "waits for"]]
     for planned in found.fits[:top]:
@@ -117,13 +117,13 @@ def text(name: str, found: Plan, top: int, tokens: float | None = None) -> str:
 
 
 def guessed(rates: Rates) -> str:
-    """Return the number of rates that nobody has measured."""
+    """Say how many rates are guesses."""
     many = sum(rate.origin.startswith("a guess") for rate in rates.all.values())
     return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
 
 
 def aligned(table: list[list[str]]) -> list[str]:
-    """Rows with columns of one width: text to the left, numbers to the right."""
+    """Return rows with columns of one width: text to the left, numbers to the right."""
     head, *body = table
     ranges = range(len(head))
     widths = [max(len(line[k]) for line in table) for k in ranges]
@@ -138,7 +138,7 @@ def aligned(table: list[list[str]]) -> list[str]:
 
 
 def first(found: Plan) -> str:
-    """Why the first is first: against the first of another kind."""
+    """Explain why the first layout is first, against the best layout with other degrees."""
     best = found.fits[0]
     others = [planned for planned in found.fits[1:] if _kind(planned) != _kind(best)]
     if not others:
@@ -159,7 +159,7 @@ def first(found: Plan) -> str:
 
 
 def on_host(found: Plan, planned: Planned) -> list[str]:
-    """What a layout needs of the host's memory, and what that costs, in a sentence; or none."""
+    """Describe a layout's use of host memory and its cost in a sentence; [] without offloading."""
     parts, size = planned.prediction.seconds, planned.prediction.host
     if not size:
         return []
@@ -182,7 +182,7 @@ def _kind(planned: Planned) -> tuple[int, ...]:
 
 
 def ruled(found: Plan) -> str:
-    """How many layouts were tried, and what ruled out those that are not there."""
+    """Say how many layouts were tried, and the most common reasons for rejection."""
     tried = len(found.fits) + sum(found.ruled.values())
     words = [f"Of {tried:,} tried {len(found.fits):,} fit."]
     words += [f"{n:,} ruled out: {reason}." for reason, n in found.ruled.most_common(4)]
@@ -190,14 +190,14 @@ def ruled(found: Plan) -> str:
 
 
 def searched(found: Plan) -> str:
-    """Which parts of the space were searched, and why others were not."""
+    """Say which parts of the search space were searched, and why others were not."""
     here = ", ".join(name for name, why in found.searched.items() if not why)
     left = "; ".join(f"{name} ({why})" for name, why in found.searched.items() if why)
     return f"Searched: {here}. Not searched: {left}."
 
 
 def warnings(found: Plan, planned: Planned) -> list[str]:
-    """What to mind of a layout, in sentences: little room, or few of the machine's operations."""
+    """Warn of little free memory, or of few of the machine's operations, in sentences."""
     said, free = [], found.room - planned.reserved
     if free < 0:
         said.append(
@@ -224,7 +224,7 @@ def warnings(found: Plan, planned: Planned) -> list[str]:
 
 
 def data(found: Plan, best: list[Planned], tokens: float | None = None) -> dict[str, Any]:
-    """A plan in plain numbers: its best layouts, and what `text` says beside them."""
+    """Return a plan as plain numbers: its best layouts, and everything that `text` says."""
     return {
         "best": [row(found, one, tokens) for one in best],
         "fit": len(found.fits),
@@ -236,7 +236,7 @@ def data(found: Plan, best: list[Planned], tokens: float | None = None) -> dict[
 
 
 def explained(found: Plan, planned: Planned) -> str:
-    """One layout in bytes and seconds, part by part, and where its rates come from."""
+    """Format one layout's bytes and seconds, part by part, and the origins of its rates."""
     one, layout = row(found, planned), planned.layout
     floors = "no step is faster: the data sheet's rates, all traffic hidden"
     seconds = {**one["seconds_by_part"], "together": one["seconds"], "floor": one["floor_seconds"]}
@@ -263,7 +263,7 @@ def explained(found: Plan, planned: Planned) -> str:
 
 
 def _origins(rates: Rates) -> list[str]:
-    """Which rates come from where, the surest first."""
+    """List the rates of each origin, those with the least uncertainty first."""
     origins: dict[str, list[str]] = {}
     for name, rate in sorted(rates.all.items(), key=lambda item: item[1].spread):
         origins.setdefault(rate.origin, []).append(f"{name} ± {100 * rate.spread:.0f} %")

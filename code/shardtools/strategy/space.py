@@ -1,7 +1,7 @@
-"""The layouts of a job that there are to try, in groups of which the emptiest is known beforehand.
+"""The search space of a plan: layouts in groups whose smallest memory use is known beforehand.
 
-A plan walks through degrees (`bases`), and for each of these through ZeRO (`sharded`), what is
-computed again (`recomputed`), and micro-batches and chunks (`shapes`).
+A plan iterates over degrees (`bases`), for each over stages of ZeRO (`sharded`), recomputation
+(`recomputed`), and micro-batches and chunks (`shapes`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .profile import Profile
 if TYPE_CHECKING:
     from .plan import Plan
 
-LONG = 8192  # tokens of a sequence, from which on ranks may share it
-LEAST = 2048  # of these each of them has at least
-CHUNKS = 2, 4, 8  # of a stage, that are tried
+LONG = 8192  # sequence length in tokens from which context parallelism is tried
+LEAST = 2048  # least number of tokens for each context rank
+CHUNKS = 2, 4, 8  # numbers of chunks per stage that are tried
 LACKS = "needs more memory than there is"
 UNCUT = "stages that the layers cannot be cut into"
-Fields = dict[str, Any]  # of a layout, by their names
+Fields = dict[str, Any]  # some fields of a layout, by name
 
 
 def bases(plan: Plan, ruled: Counter[str]) -> Iterator[Layout]:
-    """Degrees and stages, of fewest context ranks first; `ruled` counts what cannot be, by reason.
+    """Yield layouts of all degrees and stages, with micro-batches of 1, fewest context ranks first.
 
-    Their micro-batches are of one sequence.
+    `ruled`: counts of impossible layouts by reason.
     """
     config, gpus, batch, seq = plan.config, plan.gpus, plan.batch, plan.seq
     for tp in divisors(min(gpus, plan.machine.per_node)):
@@ -62,7 +62,7 @@ def bases(plan: Plan, ruled: Counter[str]) -> Iterator[Layout]:
 
 
 def divides(config: Structure, tp: int, copies: bool) -> bool:
-    """Whether `tp` ranks can cut a model; copies: of heads of keys and values, if need be."""
+    """Return True if `tp` ranks can cut a model; copies: key and value heads may be replicated."""
     try:
         check_tensor_degree(config, tp, copies)
     except ValueError:
@@ -71,17 +71,17 @@ def divides(config: Structure, tp: int, copies: bool) -> bool:
 
 
 def rule(layers: int, pp: int, profile: Profile) -> str | None:
-    """The rule by which a profile cuts so many layers into stages; None: it cannot."""
+    """Return the rule by which a profile cuts `layers` into `pp` stages, or None if it cannot."""
     if profile.stages == "nanotron":
         return profile.stages if pp <= layers else None
     if layers % pp == 0:
         return "equal"
-    # With a layer's place for each end, and a layer for each stage between them.
+    # The embedding and the head take a layer's place each; stages between them need a layer.
     return "megatron" if profile.stages == "megatron" and layers + 2 >= 2 * pp else None
 
 
 def contexts(plan: Plan, ranks: int) -> list[int]:
-    """Degrees to which ranks share a sequence: where it is long, or where that is asked for."""
+    """Return the context-parallel degrees to try: above 1 for long sequences, or on request."""
     if "cp" in plan.fixed:
         return [n for n in divisors(ranks) if n == plan.fixed["cp"]]
     if plan.seq < LONG or not plan.profile.shares:
@@ -90,9 +90,9 @@ def contexts(plan: Plan, ranks: int) -> list[int]:
 
 
 def dealt(plan: Plan, experts: int, tp: int, shards: int) -> list[tuple[int, int | None]]:
-    """Over how many ranks the experts are dealt out, and into how many each of them is cut.
+    """Return the pairs (expert-parallel degree, tensor degree of an expert) to try.
 
-    They are cut as all else is, or not at all, where the tensor ranks join in.
+    None: experts are cut as other matrices. 1: whole experts, spread over tensor ranks, too.
     """
     if not experts:
         return [(1, None)]
@@ -103,7 +103,7 @@ def dealt(plan: Plan, experts: int, tp: int, shards: int) -> list[tuple[int, int
 
 
 def sharded(plan: Plan, base: Layout, offload: str = "none") -> Iterator[Layout]:
-    """A layout with each stage of ZeRO that its engine has for it."""
+    """Yield the layout with each stage of ZeRO that its engine supports there."""
     stages = plan.profile.zeros
     if offload != "none":
         stages = tuple(z for z in stages if z >= (3 if offload == "parameters" else 1))
@@ -118,7 +118,7 @@ def sharded(plan: Plan, base: Layout, offload: str = "none") -> Iterator[Layout]
 
 
 def recomputed(plan: Plan) -> tuple[str, ...]:
-    """What is computed again, from what keeps least to what keeps most."""
+    """Return the recomputation settings to try, in increasing order of activation memory."""
     if "recompute" in plan.fixed:
         return (str(plan.fixed["recompute"]),)
     plain = plan.profile.attention == "plain"
@@ -126,7 +126,7 @@ def recomputed(plan: Plan) -> tuple[str, ...]:
 
 
 def shapes(plan: Plan, base: Layout) -> Iterator[Fields]:
-    """Micro-batches in powers of two; after each, several chunks on a stage where layers allow."""
+    """Yield micro-batch sizes in powers of two, each followed by its interleaved variants."""
     each, places = base.microbatches, plan.config.layers + 2 * (base.stages == "megatron")
     for k in range(each.bit_length()):
         size, m = 1 << k, each >> k
@@ -141,6 +141,6 @@ def shapes(plan: Plan, base: Layout) -> Iterator[Fields]:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of `n`, from 1."""
+    """Return all divisors of `n`, in increasing order."""
     small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
     return small + [n // k for k in reversed(small) if k * k != n]

@@ -1,9 +1,8 @@
-"""A plan, run: the same cuts of the same kind of model, as small as this machine can train.
+"""A trial run of a plan: the same layout and kind of model, as small as this machine can train.
 
-Degrees are cut, widths and layers with them; what tells the layout apart stays: which axes there
-are and their order, ZeRO, tokens cut along the tensor group, recomputation, the pipeline's schedule
-and micro-batches. So what each rank holds and sends is predicted by the same formulas that the plan
-stands on, and counted.
+Degrees are reduced, widths and layers with them; the layout keeps its axes and their order, ZeRO,
+sequence parallelism, recomputation, the pipeline's schedule and micro-batches. So the formulas that
+the plan relies on predict what each rank holds and sends, and the run counts it.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from shardlab.layout.structure import own_config
 from shardlab.mesh.job import Job, rounding, run
 from shardtools.commands.mesh import as_predicted, told
 
-MOST_RANKS = 8  # two of each axis that a mesh cuts along
+MOST_RANKS = 8  # two ranks on each of three axes of the mesh
 STEPS = 5
-EVEN = "equal", "megatron"  # rules that fit few layers: those of each stage are the large model's
+EVEN = "equal", "megatron"  # rules of `Layout.stages` that work with few layers
 HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
-# Losses are some 5.5, where neighbours in float32 are 5e-7 apart. Five steps with AdamW, which
-# divides by gradients' sizes, were seen to part by 3e-6 in most models.
+# Losses are about 5.5, where neighbouring float32 numbers are 5e-7 apart. After five steps of
+# AdamW, which divides by gradients' sizes, losses of most models differed by 3e-6.
 ROUNDING = 2e-5
-# Where a gradient is all but zero, a step may go anywhere: then each of the two is as far from the
-# exact one as one process is. That twice, and some room. A mistake is 1e-2 and more.
+# Where a gradient is almost zero, AdamW's step may go anywhere: each run then differs from the
+# exact result as one process does. Twice that, with a margin. A mistake is 1e-2 and more.
 APART = 3
 
 
 def small(
     model: Config | Structure, layout: Layout, most: int = MOST_RANKS
 ) -> tuple[Job, list[str]]:
-    """What runs in place of a plan, on `most` ranks, and what of the plan it leaves out, in words.
+    """Return the job that runs in place of a plan on `most` ranks, and the features that it omits.
 
     Raises ValueError for a model that no mesh trains.
     """
@@ -58,7 +57,7 @@ def small(
 
 
 def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
-    """The largest degree goes to a divisor of its own, until the product is `most` or less."""
+    """Reduce the largest degree to a divisor until the product of all degrees is at most `most`."""
     while prod(degrees.values()) > most:
         axis = max(degrees, key=lambda name: degrees[name])
         size = degrees[axis]
@@ -68,7 +67,7 @@ def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
 
 
 def _scaled(config: Config, layout: Layout) -> Config:
-    """A model of that kind that `layout` can cut: the same parts, few layers of small widths."""
+    """Return a model of the same kind that `layout` can cut, with few layers of small widths."""
     shared = min(2, config.heads // config.key_value_heads)  # queries that share a key
     narrow = max(2, layout.tp)
     hidden = narrow * shared * HEAD
@@ -93,7 +92,7 @@ def _scaled(config: Config, layout: Layout) -> Config:
 
 
 def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, bool]:
-    """What comes of training a plan small, in lines; and whether it is as predicted and equal.
+    """Train a plan at small size; return a report, and True if it is as predicted and equal.
 
     Raises RuntimeError as `ranks.run` does.
     """
@@ -109,9 +108,9 @@ def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, 
 
 
 def equal(gaps: dict[str, float], own: dict[str, float] | None = None) -> bool:
-    """Whether a job's losses and its last gradients are those of one process, up to rounding.
+    """Return True if a job's losses and last gradients equal one process's, up to rounding.
 
-    own: how far that process is from itself in 64 bits, where the usual limit is too narrow.
+    own: differences of one process from itself in 64 bits, where the usual limit is too narrow.
     """
     own = own or {}
     limits = {what: max(ROUNDING, APART * own.get(what, 0.0)) for what in ("losses", "gradients")}

@@ -1,20 +1,20 @@
-"""A chosen layout as a configuration for an engine, with the reason of each line beside it.
+"""A chosen layout as an engine's configuration, with the reason for each line.
 
     print(emit("megatron", PRESETS["llama-3-8b"], MACHINES["h100"], Layout(dp=16, zero=3)))
 
-| engine     | what is written                                        | for                   |
+| engine     | output                                                 | for                   |
 |------------|--------------------------------------------------------|-----------------------|
-| deepspeed  | its configuration, in Hjson, which is what it reads    | DeepSpeed 0.19.8      |
+| deepspeed  | its configuration, in Hjson, which DeepSpeed reads     | DeepSpeed 0.19.8      |
 | torchtitan | a module with one configuration function               | torchtitan 0.3.0      |
 | megatron   | a shell script around the arguments of pretrain_gpt.py | Megatron Core 0.19.2  |
 | course     | the options of the course's train.py, for a shell      | torch 2.11 to 2.15    |
 | slurm      | a batch file that starts torchrun on each node         | Slurm                 |
 
 `job` returns all files of a Slurm job for torchtitan, Megatron or the course's script: a batch file
-with its environment, its signal and its way to resume, beside the engine's own file. Any other
-program, such as yours with DeepSpeed, is started by the batch file of "slurm".
-A layout that an engine cannot express is refused, with the field and the values allowed. What no
-layout decides (data, learning rate, checkpoints) has plain values, under a comment that says so.
+with its environment, its signal and its way to resume, beside the engine's own file. The batch file
+of "slurm" starts any other program, such as yours with DeepSpeed.
+A layout that an engine cannot express is refused, with the field and the values allowed. Settings
+that no layout decides (data, learning rate, checkpoints) get simple values, marked by a comment.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def emit(
     layout: Layout,
     seq: int | None = None,
 ) -> str:
-    """The text of a file for `engine` (one of ENGINES) that runs `layout`.
+    """Return the text of a file for `engine` (one of ENGINES) that runs `layout`.
 
     seq: tokens of a sequence, by default the model's longest.
 
-    Raises ValueError for an unknown engine, a shape that cannot be cut so, GPUs that fill no whole
-    nodes, and what the engine cannot express: it names the field, its value and what is allowed.
+    Raises ValueError for an unknown engine, a shape that cannot be divided so, GPUs that fill no
+    whole nodes, and what the engine cannot express: it names the field, its value and allowed ones.
     """
     check_one_of(ENGINES, engine=engine)
     return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq))

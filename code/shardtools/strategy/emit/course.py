@@ -1,6 +1,6 @@
-"""Options of the course's own script, `train.py`, which needs PyTorch alone.
+"""Options of the course's own script, `train.py`, which needs only PyTorch.
 
-Its model is a plain GPT, in whose place yours goes: the options say its sizes and its layout.
+Its model is a plain GPT, to be replaced by yours: the options give its sizes and its layout.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from .target import Row, Target, beside
 
 FILE = "options.sh"
-STRATEGIES = "ddp", "zero1", "zero2", "fsdp2"  # by the stage of ZeRO
+STRATEGIES = "ddp", "zero1", "zero2", "fsdp2"  # indexed by the stage of ZeRO
 
 
 def write(target: Target) -> str:
-    """A list of options, for a shell; ValueError for what the script cannot do."""
+    """Return the options as a shell array. Raises ValueError for features that the script lacks."""
     _check(target)
     lines = [
         *(f"# {line}" for line in target.title()),
@@ -44,7 +44,7 @@ def _rows(target: Target) -> list[Row]:
 def _check(target: Target) -> None:
     at = target.layout
     target.allow(pp=[1], cp=[1], ep=[1], replicas=[1], recompute=["none"], offload=["none"])
-    if at.tp > 1:  # matrices are cut with fully_shard, in bf16; what stands between them is whole
+    if at.tp > 1:  # the script combines tp with fully_shard, in bf16, without sequence parallelism
         target.allow("tp > 1", sequence_parallel=[False], zero=[1, 2, 3])
     if at.tp > 1 and target.half == "fp16":
         raise target.refusal(f"tp={at.tp}", "is 1, in fp16")

@@ -1,12 +1,12 @@
 """DeepSpeed's configuration, for 0.19.8: JSON with comments.
 
-DeepSpeed reads its file with Hjson, a JSON that takes comments, when it is given the file's name:
-`deepspeed.initialize(model=model, config="ds_config.json")`, or `--deepspeed_config`. What reads
-the file by itself, as Hugging Face's Trainer does, wants plain JSON: drop the lines that begin
-with //.
+DeepSpeed reads a named file with Hjson, a JSON that allows comments:
+`deepspeed.initialize(model=model, config="ds_config.json")`, or `--deepspeed_config`. Programs that
+read the file themselves, such as Hugging Face's Trainer, need plain JSON: delete the lines that
+begin with //.
 
-Not in this file, since DeepSpeed takes them from the program: the model and where it is cut into
-stages, what is recomputed, the optimizer.
+DeepSpeed takes these from the program, not from this file: the model and its division into stages,
+recomputation, the optimizer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .target import Target
 
 FILE = "ds_config.json"
 
-# Names of the course's plain GPT: cut by columns where outputs are a rank's own, by rows where they
-# are added up. `deepspeed_engine.core.COURSE_PLAN` is the same.
+# Names of the course's plain GPT: column-parallel matrices, then row-parallel ones, whose outputs
+# are all-reduced. `deepspeed_engine.core.COURSE_PLAN` is the same.
 TENSOR_PLAN = {
     "use_default_specs": False,
     "layer_specs": [
@@ -30,7 +30,7 @@ TENSOR_PLAN = {
 
 
 def write(target: Target) -> str:
-    """The text of the file; ValueError for what DeepSpeed cannot do, or not from a file."""
+    """Return the text of the file. Raises ValueError for features that it cannot express."""
     _check(target)
     head = [
         *target.title(),
@@ -49,7 +49,7 @@ def write(target: Target) -> str:
 
 
 def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
-    """Whether a key is there, its value, and its reason."""
+    """Return rows of (condition, key, value, reason)."""
     at, why = target.layout, target.why
     host, full = at.offload != "none", at.recompute == "full"
     zero: dict[str, Any] = {"stage": at.zero}
@@ -85,7 +85,7 @@ def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
     return [
         (True, "train_micro_batch_size_per_gpu", at.micro_batch, f"b: {why['micro_batch']}"),
         (True, "gradient_accumulation_steps", at.microbatches, f"m: {why['microbatches']}"),
-        # With tp DeepSpeed would hold the true number against all ranks, tp's included.
+        # With tp DeepSpeed would check the batch size against all ranks, including tp's.
         (at.tp == 1, "train_batch_size", at.batch, why["batch"]),
         (True, "zero_optimization", zero, sharing),
         (True, target.half, {"enabled": True}, f"{why['half']}; a float32 master copy."),
@@ -105,12 +105,12 @@ def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
 
 def _check(target: Target) -> None:
     at = target.layout
-    target.allow(cp=[1], replicas=[1])  # sequences are shared in the model's code, not from here
-    if at.tp > 1:  # its tensor parallelism keeps whole what stands between the cut matrices
+    target.allow(cp=[1], replicas=[1])  # context parallelism is in the model's code, not here
+    if at.tp > 1:  # its tensor parallelism has no sequence parallelism
         target.allow("tp > 1", sequence_parallel=[False])
     if at.offload == "optimizer":
         target.allow("offload='optimizer'", zero=[1, 2, 3])
-    if at.pp > 1:  # gradients of many micro-batches are added up, and layers recomputed whole
+    if at.pp > 1:  # a pipeline accumulates gradients, and recomputes whole layers
         pipelines = {"schedule": ["1f1b"], "recompute": ["none", "full"]}
         target.allow("pp > 1", tp=[1], zero=[0, 1], **pipelines)
         if len(set(target.parts())) > 1:

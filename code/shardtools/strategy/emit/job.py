@@ -1,9 +1,9 @@
-"""A whole job for Slurm: a batch file, what the site wants before it, and the engine's own files.
+"""Files of a whole Slurm job: a batch file, the site's setup, and the engine's own files.
 
     for name, text in job(target, Limits("12:00:00"), steps=1000, seconds=85.0).items(): ...
 
 The batch file asks for a signal some minutes before its end. Megatron and train.py then save and
-leave; torchtitan knows no signal, and goes back to its last checkpoint. The job returns to the
+exit; torchtitan handles no signal, and resumes from its last checkpoint. The job returns to the
 queue under its number, and the engine resumes from its folder.
 """
 
@@ -21,8 +21,8 @@ FILE, SITE = "job.sbatch", "site.sh"
 RUN = "run"  # the folder, beside the batch file, of checkpoints and metrics
 ENGINES = ("torchtitan", "megatron", "course")
 SIGNAL = 300  # seconds before the end: Slurm may be a minute early, and a save takes its time
-LEAST = 600  # of a time limit: less than that leaves no time to train
-LOST = 0.1  # of a time limit that training may lose, where it ends without a save
+LEAST = 600  # seconds: a shorter time limit leaves no time to train
+LOST = 0.1  # share of the time limit that may be lost if a job ends without a save
 TIMES = "MINUTES, HOURS:MINUTES:SECONDS and DAYS-HOURS:MINUTES:SECONDS, of 10 minutes or more"
 
 _SITE = """\
@@ -79,7 +79,7 @@ ask() { scontrol requeue "$SLURM_JOB_ID"; }"""
 
 @dataclass(frozen=True)
 class Limits:
-    """A time limit as sbatch takes it, and the partition to run in. Raises ValueError."""
+    """A time limit in sbatch's format, and a partition. Raises ValueError for bad values."""
 
     time: str = "01:00:00"
     partition: str = ""
@@ -92,12 +92,12 @@ class Limits:
 
     @property
     def seconds(self) -> int:
-        """Of the time limit; 0 for what is none."""
+        """Seconds of the time limit; 0 if it is no time."""
         return in_seconds(self.time)
 
 
 def in_seconds(time: str) -> int:
-    """Of a time as Slurm writes it, as 90, 12:00:00 or 1-12; 0 for what is none."""
+    """Parse a Slurm time limit ("90", "12:00:00", "1-12") into seconds; 0 if it is not one."""
     form = r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?"
     if not (found := re.fullmatch(form, time)):
         return 0
@@ -109,9 +109,9 @@ def in_seconds(time: str) -> int:
 
 
 def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str, str]:
-    """The job's files by their names. seconds: of a step, as it is predicted.
+    """Return the job's files by name; seconds: predicted seconds of a step.
 
-    Raises ValueError for what the engine cannot do.
+    Raises ValueError for features that the engine lacks.
     """
     every = max(1, int(LOST * limits.seconds / seconds))  # steps from one checkpoint to the next
     files = _files(target)
@@ -137,7 +137,7 @@ def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str,
 
 
 def _files(target: Target) -> dict[str, str]:
-    """The engine's own files, by their names."""
+    """Return the engine's own files, by name."""
     if target.engine == "torchtitan":
         return {torchtitan.FILE: torchtitan.write(target)}
     if target.engine == "megatron":
@@ -147,7 +147,7 @@ def _files(target: Target) -> dict[str, str]:
 
 
 def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
-    """What starts a node's ranks and resumes them, in lines; and lines that go before."""
+    """Return the lines that start or resume a node's ranks, and lines that precede them."""
     n = target.ranks_of_node
     torchrun = [
         f'torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={n} --rdzv-backend=c10d',

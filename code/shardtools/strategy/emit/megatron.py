@@ -11,17 +11,17 @@ from itertools import groupby
 from .target import Row, Target, beside
 
 FILE = "train_megatron.sh"
-# GPUs on which sums start in time by themselves: its arguments.py asks for compute capability 10.
+# GPUs without need of CUDA_DEVICE_MAX_CONNECTIONS=1 (arguments.py: compute capability 10 on).
 BLACKWELL = "B200", "B300"
-MODULES = {  # that it can compute again, by our words
+MODULES = {  # modules that Megatron can recompute, by the course's names
     "selective": ("--recompute-modules core_attn", "from queries and keys to their values"),
     "norms": ("--recompute-modules layernorm", "their outputs, where the products take them"),
 }
-SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # of Megatron-FSDP
+SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # Megatron-FSDP's names for ZeRO-2 and 3
 
 
 def write(target: Target) -> str:
-    """The text of the script; ValueError for what Megatron cannot do."""
+    """Return the text of the script. Raises ValueError for features that Megatron lacks."""
     _check(target)
     n = target.ranks_of_node
     launch = [f"torchrun --nproc-per-node={n}"]
@@ -111,7 +111,7 @@ def _layout(target: Target) -> list[Row]:
 
 
 def _text(parts: list[int]) -> str:
-    """Layers of each part, as Megatron writes them: Et*7|(t*8|)*14t*7L."""
+    """Return the layers of each part in Megatron's notation: Et*7|(t*8|)*14t*7L."""
     each = [f"t*{n}" if n else "" for n in parts]
     each[0], each[-1] = f"E{each[0]}", f"{each[-1]}L"
     runs = [(name, len(list(same))) for name, same in groupby(each)]
@@ -165,9 +165,9 @@ def _own(target: Target) -> list[Row]:
 def _check(target: Target) -> None:
     at = target.layout
     target.allow(offload=["none", "optimizer"])
-    if at.offload == "optimizer":  # the distributed optimizer alone goes to the host
+    if at.offload == "optimizer":  # only the distributed optimizer can be offloaded
         target.allow("offload='optimizer'", zero=[1])
-    if at.pp > 1:  # Megatron-FSDP shares weights between copies of whole models
+    if at.pp > 1:  # Megatron-FSDP shards weights of whole models only
         target.allow("pp > 1", schedule=["1f1b", "interleaved"], zero=[0, 1])
     if at.pp > 1 and at.schedule == "interleaved" and at.microbatches % at.pp:
         allowed = f"are multiples of pp={at.pp} with schedule='interleaved'"

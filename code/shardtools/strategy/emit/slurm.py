@@ -1,6 +1,6 @@
-"""A batch file for Slurm: one torchrun on each node, and each a rank for each of its GPUs.
+"""A batch file for Slurm: one torchrun on each node, which starts a rank for each GPU.
 
-The shape is that of `shardtools/cluster/jobs/torchrun.sbatch`, which the course's tests submit.
+Its form is that of `shardtools/cluster/jobs/torchrun.sbatch`, which the course's tests submit.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from .target import Target, beside
 
 FILE = "plan.sbatch"
-CPUS = 4  # for each rank: its own thread, its loader's, and nccl's
-# Of a batch file: where ranks meet, and what each of a node's has of its cores.
+CPUS = 4  # cores per rank: for its own thread, its loader's, and NCCL's
+# Part of a batch file: the rendezvous address, and threads per rank.
 MEET = """\
 # Ranks meet at the first node, under the address at which Slurm itself finds that node.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -30,7 +30,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
 
 
 def options(target: Target, time: str, partition: str = "") -> list[str]:
-    """The lines that ask Slurm for the plan's nodes and GPUs, for so long."""
+    """Return the lines that request the plan's nodes and GPUs from Slurm for `time`."""
     n = target.ranks_of_node
     nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.per_node}"
     rows = [
@@ -50,7 +50,7 @@ def options(target: Target, time: str, partition: str = "") -> list[str]:
 
 
 def write(target: Target) -> str:
-    """The text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
+    """Return the text of the file, for `sbatch plan.sbatch train.py ARGUMENTS`."""
     head = [
         "#!/bin/bash",
         *(f"# {line}" for line in target.title()),

@@ -1,4 +1,4 @@
-"""What every engine is told, what all of them refuse, and the reasons that several of them give."""
+"""The input of every engine's writer, common checks, and reasons that several engines print."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
 from shardtools.strategy.profile import PROFILES
 
-WIDTH = 100  # columns of what is written
-# Fields of a shape that no configuration here sets, and the only value that each may have.
+WIDTH = 100  # columns of the files that are written
+# Fields of a shape that no configuration here sets, with the only value that each may have.
 PLAIN = {
     "qk_norm": False, "window": None, "latent": None, "yarn": None, "shared_experts": 0,
     "dense_layers": 0, "expert_groups": 1, "routed_scale": 1.0, "capacity": None,
@@ -23,7 +23,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Target:
-    """A job for one engine: a shape, on machines, in a layout, with `seq` tokens a sequence."""
+    """A job for one engine: a shape, a machine, a layout, and `seq` tokens per sequence."""
 
     engine: str
     config: Config
@@ -40,7 +40,7 @@ class Target:
         layout: Layout,
         seq: int | None,
     ) -> Target:
-        """Of any model that the course's own GPT can be; seq: by default the model's longest."""
+        """Convert any model that the course's GPT can be; seq: by default the model's longest."""
         own = own_config(config, emit=engine)
         return cls(engine, own, machine, layout, own.seq if seq is None else seq)
 
@@ -55,11 +55,11 @@ class Target:
         check_expert_degree(self.config, at.ep)
         if self.engine != "megatron":
             self.allow(experts=[0])
-        if self.engine in ("torchtitan", "megatron", "course"):  # whose files say the shape
+        if self.engine in ("torchtitan", "megatron", "course"):  # their files give the shape
             self.allow(**{name: [only] for name, only in PLAIN.items()})
             if self.config.content_size * self.config.heads != self.config.hidden:
                 raise self.refusal(f"head={self.config.head}", "is hidden / heads")
-        if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of it
+        if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of a sequence
             raise self.refusal(f"seq={self.seq}", f"are multiples of 2·cp = {2 * at.cp}")
         if at.sequence_parallel and self.seq // at.cp % at.tp:
             raise self.refusal(f"tp={at.tp}", f"are divisors of seq={self.seq}, which is shared")
@@ -67,9 +67,9 @@ class Target:
             self.parts()
 
     def allow(self, when: str = "", **allowed: Sequence[object]) -> None:
-        """Raise ValueError for a field of layout or shape that has none of the values allowed.
+        """Raise ValueError for a field of layout or shape whose value is not allowed.
 
-        when: what else of the layout it is that allows no more, in words.
+        when: the other property of the layout that restricts the field, in words.
         """
         for name, values in allowed.items():
             value = getattr(self.layout if hasattr(self.layout, name) else self.config, name)
@@ -79,32 +79,32 @@ class Target:
                 raise self.refusal(f"{name}={value!r}", words)
 
     def refusal(self, given: str, allowed: str) -> ValueError:
-        """ValueError for a field that this engine cannot express: 'given' and what is 'allowed'."""
+        """Return a ValueError for a field that this engine cannot express."""
         return ValueError(f"{given}: with engine={self.engine!r} allowed {allowed}")
 
     @property
     def nodes(self) -> int:
-        """Machines that the job takes."""
+        """Nodes that the job takes."""
         return -(-self.layout.ranks // self.machine.per_node)
 
     @property
     def ranks_of_node(self) -> int:
-        """Ranks on each of them."""
+        """Ranks on each node."""
         return min(self.layout.ranks, self.machine.per_node)
 
     @property
     def idle(self) -> float:
-        """Percent of a step that a stage has nothing to do: p - 1 of vm + p - 1."""
+        """Percent of a step in which a stage idles: p - 1 of vm + p - 1."""
         at = self.layout
         return 100 * (at.pp - 1) / (at.chunks * at.microbatches + at.pp - 1)
 
     @property
     def half(self) -> str:
-        """The 16-bit format that this GPU computes with: "bf16", or "fp16" where it has none."""
+        """The 16-bit format that this GPU computes in: "bf16", or "fp16" if it has no bf16."""
         return "fp16" if self.machine.name.upper().startswith("V100") else "bf16"
 
     def torchrun(self, program: str) -> list[str]:
-        """The lines that start `program` on each node."""
+        """Return the lines that start `program` on each node."""
         first = f"torchrun --nproc-per-node={self.ranks_of_node}"
         if self.nodes == 1:
             return [f"{first} {program}"]
@@ -112,7 +112,7 @@ class Target:
         return [f"{first} {meet} \\", f"    {program}"]
 
     def parts(self) -> list[int]:
-        """Layers of each part of the model, in its order: p of them, or v times as many.
+        """Return the layers of each part of the model, in order: p parts, or v times as many.
 
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
         """
@@ -129,7 +129,7 @@ class Target:
 
     @cached_property
     def why(self) -> dict[str, str]:
-        """The reasons that several engines give, by what of the layout they are for."""
+        """Reasons that several engines print, by the part of the layout that they explain."""
         at, n = self.layout, self.machine.per_node
         tensor = "no matrix is cut: nothing waits for a sum inside of a layer"
         if at.tp > 1:
@@ -174,16 +174,16 @@ class Target:
         }
 
     def title(self) -> list[str]:
-        """What the file is for, in two lines."""
+        """Return a description of the file, in two lines."""
         gpus = f"{self.layout.ranks} × {self.machine.name}"
         return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
 
 
-Row = tuple[object, str, str]  # whether it is there, the line, its reason; "" for none
+Row = tuple[object, str, str]  # condition, line, reason ("" for none)
 
 
 def beside(rows: list[Row], mark: str = "#", indent: int = 0) -> list[str]:
-    """Lines with their reasons in one column; above them, all of them, where one is too long."""
+    """Return lines with reasons in a second column, or above the lines if any would be too long."""
     space, there = " " * indent, [(line, why) for when, line, why in rows if when]
     column = max(len(line) for line, _ in there)
     longest = max(len(why) for _, why in there)

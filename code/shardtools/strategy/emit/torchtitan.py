@@ -1,9 +1,9 @@
-"""A configuration of torchtitan, for 0.3.0: a Python module, which has taken the place of TOML.
+"""A configuration of torchtitan 0.3.0: a Python module, which replaced the TOML file.
 
 torchtitan finds a function by the names of a module and of the function, takes the `Trainer.Config`
-that it returns, and lets options of the command line change it. The function written here begins
-with torchtitan's own Llama 3 and sets what the layout decides. Its fields have slots: a name
-that torchtitan does not know is an error at once.
+that it returns, and lets command-line options change it. The function written here begins with
+torchtitan's own Llama 3, and sets the fields that the layout decides. The configuration's classes
+have slots, so that a field that torchtitan does not know raises an error at once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .target import Row, Target, beside
 
 FILE = "planned.py"
 LAUNCH = "-m torchtitan.train --module planned --config planned"
-# torchtitan's names for schedules; 1F1B and GPipe have one part of the model on each stage.
+# torchtitan's names of schedules; 1F1B and GPipe have one part of the model on each stage.
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
     "zb-v": "ZBVZeroBubble",
 }
-# Its selective one keeps products and attention, and computes again what lies between.
+# SelectiveAC saves the outputs of products and attention, and recomputes all operators between.
 RECOMPUTE = {
     "none": None, "selective": "SelectiveAC", "norms+ffn": "SelectiveAC", "full": "FullAC",
 }  # fmt: skip
-# Shapes that it has by name: layers, heads, hidden, width of the feed-forward network, tied.
+# torchtitan's named shapes: layers, heads, hidden, width of the feed-forward network, tied.
 FLAVORS = {
     "1B": (16, 32, 2048, 8192, True),
     "3B": (28, 24, 3072, 8192, True),
@@ -45,7 +45,7 @@ _PARTS = """
 
 
 def write(target: Target) -> str:
-    """The text of the module; ValueError for what torchtitan cannot do."""
+    """Return the text of the module. Raises ValueError for features that torchtitan lacks."""
     _check(target)
     kind, named = RECOMPUTE[target.layout.recompute], flavor(target.config)
     imports = {
@@ -142,11 +142,11 @@ def _check(target: Target) -> None:
         )
     if c.vocab % at.tp:
         raise target.refusal(f"vocab={c.vocab}", f"are multiples of tp={at.tp}")
-    target.allow(offload=["none", "parameters"])  # it takes weights along
-    # What a pipeline and accumulation do with gradients is not the layout's to choose.
-    if at.pp > 1:  # whole gradients are kept up to the last micro-batch
+    target.allow(offload=["none", "parameters"])  # torchtitan offloads weights with the optimizer
+    # With a pipeline or accumulation, torchtitan decides what happens to gradients.
+    if at.pp > 1:  # a rank keeps whole gradients up to the last micro-batch
         target.allow("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
-    elif at.microbatches > 1:  # each sends its gradients, of which a rank keeps a share
+    elif at.microbatches > 1:  # each micro-batch reduce-scatters its gradients
         target.allow("microbatches > 1", zero=[0, 2, 3])
-    if at.cp > 1:  # ranks that share a sequence share the weights as well
+    if at.cp > 1:  # weights are sharded over context-parallel ranks as well
         target.allow("cp > 1", zero=[1, 2, 3])

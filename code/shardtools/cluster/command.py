@@ -1,14 +1,14 @@
-"""`python -m shardlab cluster`: what the lessons on clusters bring to the command line.
+"""`python -m shardlab cluster`: the commands of the lessons on clusters.
 
     python -m shardlab cluster up                 # a small Slurm on this machine
     python -m shardlab cluster status
     python -m shardlab cluster down
-    python -m shardlab cluster run --help         # an agent: starts a node's ranks, and again
+    python -m shardlab cluster run --help         # an agent: starts and restarts a node's ranks
     python -m shardlab cluster watch --help       # what each rank of a job uses
     python -m shardlab cluster hang --help        # which rank a hanging job waits for
     python -m shardlab cluster files --help       # the course's batch files, made for your site
 
-Of a part that is named, its own module alone is imported.
+Only the module of the named command is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import import_module
 
 from shardtools import options
 
-# What each part is called by its user, and the module that brings it.
+# Each part's name on the command line, and the module that adds it.
 PARTS = {
     **dict.fromkeys(("up", "status", "down"), "cluster.slurm"),
     "run": "commands.elastic",

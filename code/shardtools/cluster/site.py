@@ -1,11 +1,10 @@
-"""A site, said once: `cluster.yml`, from which its batch files and commands are made.
+"""A site's settings, `cluster.yml`, from which its batch files and commands are made.
 
     python -m shardlab strategy emit course … --into job --site cluster.yml
     python -m shardlab cluster files --site cluster.yml --into jobs
 
-What a site asks of every job (its account, its modules, its container) goes into a batch file that
-was written for none: `Site.batch`. Each key may be left out, and a file without a key changes
-nothing.
+`Site.batch` adds what a site needs in every job (its account, modules, container) to a general
+batch file. Each key is optional, and a file without keys changes nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from shardtools import options
 
 JOBS, EXAMPLES = (Path(__file__).parent / name for name in ("jobs", "sites"))
 LAUNCHERS = "torchrun", "python -m torch.distributed.run", "srun"
-# With what a container is started, with options but for pyxis: --nv (Apptainer, Singularity) and
+# Programs that start a container, all but pyxis with options: --nv (Apptainer, Singularity) and
 # --gpu (podman-hpc) bring NVIDIA's libraries into it, --rocm AMD's.
 RUNTIMES = "apptainer", "singularity", "podman-hpc", "pyxis"
-# Options of sbatch with a key of their own, and those that every batch file says for itself.
+# Options of sbatch with a key of their own, and options that every batch file sets itself.
 _KEYS = "account", "partition", "reservation", "qos", "constraint"
 _OWN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node",
         "gres", "time", "output", "error", "array", "signal", "requeue", "open-mode")  # fmt: skip
-# What follows a command's name, up to its program: options, on one line or on several.
+# A command's options between its name and its program, on one line or on several.
 _OPTIONS = r"(?:(?: |\s*\\\n\s*)--[\w-]+(?:=\S+)?)*"
 _HINT = re.compile(r"^# What you type before.*\n(?:#   .*\n)*", re.MULTILINE)
 
 
-# What a shell takes as it is, in quotes and without, and variables.
+# Characters that need no quotes in a shell, and variables.
 _PLAIN = r"(?:[\w./@:+=,%-]|\$\w+|\$\{\w+\})"
 _LINE = r"[^\n]*\S[^\n]*", "one line of text"
 _WORD = r"[\w.@:+-]+", "one word, as Slurm writes it; a number in quotes"
 _PATH = rf"(?!~[^/])(?:[~#]|{_PLAIN})+", "a path, without spaces; $USER and your ~ may stand in it"
-# What a key's text may be, or each line of its list.
+# Allowed forms of a key's text, or of each line of its list.
 FORMS = {
     "name": _LINE,
     "account": _WORD,
@@ -62,7 +61,7 @@ FORMS = {
         rf"pyxis|(apptainer|singularity|podman-hpc)( {_PLAIN}+)*",
         f"{', '.join(RUNTIMES)}, but for pyxis with their options, of plain words and $NAME",
     ),
-    # Of gloo's, too: it takes whole names, and nothing of what nccl reads in =eth0, ^lo or hsn.
+    # gloo takes only whole names; NCCL's prefixes and =eth0, ^lo are not allowed.
     "interface": (r"[\w.-]+(,[\w.-]+)*", "whole names that `ip link` prints"),
     "scratch": _PATH,
     "launcher": ("|".join(map(re.escape, LAUNCHERS)), ", ".join(map(repr, LAUNCHERS))),
@@ -72,23 +71,23 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Site:
-    """What one site asks of every job. Raises ValueError, which names key, value and allowed."""
+    """One site's settings for every job. Raises ValueError, with key, value and allowed values."""
 
-    name: str = ""  # of the site, for a comment
+    name: str = ""  # the site's name, for a comment
     account: str = ""
     partition: str = ""
     reservation: str = ""
     qos: str = ""
     constraint: str = ""
-    gres: str = ""  # how GPUs are asked for, as gpu:a100; without it, by --gpus-per-node
-    gpus_per_node: int = 0  # without it, as the maker builds a node
+    gres: str = ""  # GPU resource such as gpu:a100; "": --gpus-per-node is used
+    gpus_per_node: int = 0  # 0: the machine's usual number
     sbatch: tuple[str, ...] = ()  # more options of every batch file, as --mem=0
     modules: tuple[str, ...] = ()
     environment: str = ""  # the folder of a virtual environment
     setup: tuple[str, ...] = ()  # lines of shell, after the modules
     container: str = ""  # an image, for `runtime`
     runtime: str = "apptainer --nv"
-    interface: str = ""  # over which ranks find each other
+    interface: str = ""  # network interface over which ranks find each other
     scratch: str = ""  # a folder that all nodes see: caches go there
     offline: bool = False  # compute nodes reach no other machine
     launcher: str = "torchrun"
@@ -113,11 +112,11 @@ class Site:
             raise ValueError(f"runtime={self.runtime!r}: allowed beside a container")
 
     def asks(self) -> dict[str, str]:
-        """Options of sbatch, salloc and srun that every job has here."""
+        """Return the options of sbatch, salloc and srun that every job needs on this site."""
         return {f"--{name}": value for name in _KEYS if (value := getattr(self, name))}
 
     def lines(self) -> list[str]:
-        """What a job's shell does before anything else."""
+        """Return the lines that a job's shell runs before anything else."""
         said = [f"module load {' '.join(self.modules)}"] if self.modules else []
         said += self.setup
         if self.environment and not self.container:
@@ -133,14 +132,14 @@ class Site:
         return said
 
     def script(self) -> str:
-        """The file that a job sources: the same lines in a shell on the login node."""
+        """Return the file that a job sources; it also sets up a shell on the login node."""
         head = f"# {self.name or 'This site'}, from its cluster.yml. `source site.sh` gives a"
         return "\n".join([f"{head} login shell the same.", *self.lines(), ""])
 
     def batch(self, text: str, launch: bool = True) -> str:
-        """A batch file for Slurm, made for this site. launch: with the site's launcher, too.
+        """Return a Slurm batch file, adapted to this site; launch: use the site's launcher.
 
-        Raises ValueError where `srun` shall start the ranks of a file in which torchrun does not.
+        Raises ValueError if `srun` should start the ranks of a file that does not call torchrun.
         """
         head = re.findall(r"(?m)^#SBATCH ([^#\n]*)", text)
         there = {option.partition("=")[0] for line in head for option in line.split()}
@@ -162,7 +161,7 @@ class Site:
         return self._shell(self._inside(text))
 
     def command(self, line: str) -> str:
-        """A line that is typed: srun, salloc and sbatch get the site's options; the planner, it."""
+        """Adapt a typed line: srun and salloc get the site's options, the planner gets --site."""
         word, _, rest = line.partition(" ")
         if word in ("srun", "salloc") and "--jobid" not in line:
             given = [f"{name}={quote(value)}" for name, value in self.asks().items()]
@@ -179,9 +178,9 @@ class Site:
         return re.sub(r"--gpus(?:-per-node)?=(\d+)", made, options)
 
     def _shell(self, text: str) -> str:
-        """Return the file with the site's lines, where no other file brings them."""
+        """Return the file with the site's lines, unless another file brings them."""
         brought = "source ./site.sh\n"
-        if brought in text:  # what sites write may ask for variables that nobody set
+        if brought in text:  # a site's lines may read variables that are not set
             return text.replace(brought, f"set +u\n{brought}set -u\n")
         if not (said := self.lines()):
             return text
@@ -193,14 +192,14 @@ class Site:
         return text[:at] + "\n".join(["", *said, ""]) + text[at:]
 
     def _inside(self, text: str) -> str:
-        """With every program that srun starts inside of the container."""
+        """Return the file with every program that srun starts inside the container."""
         if not self.container:
             return text
         image, folders = _home(self.container), ["$PWD"]
         if self.scratch:
             folders.append(_home(self.scratch))
         how = venv = ""
-        if self.environment:  # of the image's Python: it is there inside alone
+        if self.environment:  # made with the image's Python, so activated inside the container
             venv = f'bash -c \'source "{_home(self.environment)}/bin/activate"; exec "$@"\' venv'
         program, *flags = self.runtime.split()
         need = f'command -v {program} >/dev/null || fail "no {program}: load its module"'
@@ -209,7 +208,7 @@ class Site:
             mounts = ",".join(f"{folder}:{folder}" for folder in folders)
             more = f'--container-image="{image}" --container-mounts="{mounts}"'
             text = re.sub(r"(?m)^srun ", f'srun {more} \\\n  --container-workdir="$PWD" ', text)
-        elif program == "podman-hpc":  # it passes neither variables nor network by itself
+        elif program == "podman-hpc":  # by default it passes neither variables nor network
             bound = [f'--volume "{folder}:{folder}"' for folder in folders]
             flags = ["--rm --net host --ipc host --env-host", *flags, *bound]
             how = " ".join([program, "run", *flags, f'--workdir "$PWD" "{image}"'])
@@ -223,12 +222,12 @@ class Site:
 
 
 def _home(path: str) -> str:
-    """A path whose ~ a shell replaces inside of quotes, too."""
+    """Return a path whose ~ a shell expands inside quotes, too."""
     return path.replace("~", "$HOME", 1) if path.startswith("~") else path
 
 
 def _by_srun(text: str) -> str:
-    """The file with a task of Slurm's for each rank, in the place of a torchrun on each node."""
+    """Return the file with one Slurm task for each rank, in the place of torchrun on each node."""
     form = re.compile(rf"(?m)torchrun(?= --nnodes){_OPTIONS}")
     found = form.search(text)
     many = found and re.search(r"--nproc-per-node=(\d+)", found[0])
@@ -251,8 +250,8 @@ def _by_srun(text: str) -> str:
 
 
 def read(given: str | Path, name: str = "site") -> Site:
-    """The site of a file. Raises ValueError for a file, a key or a value that cannot be."""
-    import yaml  # here: nothing else of the course's commands needs it
+    """Read a site's file. Raises ValueError for a bad file, key or value."""
+    import yaml  # imported here: no other command needs it
 
     text = read_text(name, given, "YAML files")
     try:
@@ -269,7 +268,7 @@ def read(given: str | Path, name: str = "site") -> Site:
 
 
 def of(found: Mapping[Any, Any]) -> Site:
-    """The site that these keys and values describe. Raises ValueError."""
+    """Return the site that these keys and values describe. Raises ValueError."""
     names = [field.name for field in fields(Site)]
     for key in found:
         if key not in names:

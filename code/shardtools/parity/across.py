@@ -155,8 +155,7 @@ def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
     """Name the groups of ranks whose parts add up to the whole ("" if there are none).
 
     Partial sums are no mistake in themselves. Equal parts are no partial sums, even if
-    N
-    halves make a whole: somebody has all-reduced and divided them already.
+    N halves make a whole: they were all-reduced and divided already.
     """
     for groups in groupings(len(ranks)):
         mine = [[one for one in left if one[0].rank in group] for group in groups]

@@ -1,7 +1,7 @@
-"""What one step hands to the next, and a checkpoint to whoever resumes: is it what it should be?
+"""Causes in state that steps hand on, or that checkpoints restore.
 
-Weights, an optimizer's moments and its count of steps, the learning rate's schedule, where the data
-stand. CARRIED is a table of causes, as `causes.CAUSES` is, and is asked before it.
+Such state is weights, optimizer moments and step counts, the learning rate, and the data's
+position. CARRIED is a table of causes, like `causes.CAUSES`, and is tried first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .places import proposals
 from .recording import BEFORE
 
 CALLED = {"lr": "learning rate", "step": "optimizer's count of steps", "weight_decay": "decay"}
-UNUSED = {"initial_lr"}  # of an optimizer's options
-NEAR = 0.02  # of what a fit leaves over: it is what it was fitted to
-LIKELY = 0.5  # another step's tensor that is nearer by so much is meant
-FEW = 8  # places of it that are tried
+UNUSED = {"initial_lr"}  # optimizer options without effect
+NEAR = 0.02  # relative rest of a fit below which the fit explains the tensor
+LIKELY = 0.5  # share of the difference below which another step's tensor explains it
+FEW = 8  # places of another step's tensor that are tried
 
 
 def _weights(case: Case) -> str:
-    """Of a run that is resumed: those of an earlier step, or others."""
+    """Explain the weights of a resumed run: those of an earlier step, or others."""
     if case.key.phase != "weights" or case.key.step == BEFORE:
         return ""
     for step in sorted(k.step for k in case.plain.parts if k[1:] == case.key[1:]):
@@ -36,7 +36,7 @@ def _weights(case: Case) -> str:
 
 
 def _other_optimizer(case: Case) -> str:
-    """Of an update: made by one of another class than in the plain program."""
+    """Explain an update that an optimizer of another class made."""
     wanted = case.plain.parts[case.key][0].optimizer
     mine = {part.optimizer for part in case.made_by().values()} - {""}
     if case.key.phase != "update" or not wanted or not mine or wanted in mine:
@@ -46,7 +46,7 @@ def _other_optimizer(case: Case) -> str:
 
 
 def _anew(case: Case) -> str:
-    """Adam's first step moves all numbers alike; a first one with momentum goes by its gradient."""
+    """Explain an update by a fresh optimizer: Adam's or momentum's first step."""
     gradient = case.whole(phase="gradient") if case.key.phase == "update" else None
     if gradient is None:
         return ""
@@ -65,7 +65,7 @@ def _anew(case: Case) -> str:
 
 
 def _fit(x: Tensor, along: Tensor, w: Tensor | None) -> tuple[float, float]:
-    """x as a factor of `along` and one of `w`: the first, and what is left over, of its size."""
+    """Fit x to a multiple of `along` plus one of `w`; return the first factor, and the rest."""
     columns = torch.stack([t.flatten() for t in (along, w) if t is not None], 1)
     factors = torch.linalg.lstsq(columns, x.flatten()[:, None]).solution
     left = rms(x.flatten() - (columns @ factors).flatten()) / max(rms(x), 1e-300)
@@ -73,7 +73,7 @@ def _fit(x: Tensor, along: Tensor, w: Tensor | None) -> tuple[float, float]:
 
 
 def _inputs(case: Case) -> str:
-    """The first output is much nearer to another step's."""
+    """Explain a first output that is much nearer to that of another step."""
     if case.key.phase != "forward":
         return ""
     value, whole = case.wrong[0], tuple(case.near.whole.shape)
@@ -94,7 +94,7 @@ def _inputs(case: Case) -> str:
 
 
 def _random_state(case: Case) -> str:
-    """Of a run that is resumed."""
+    """Explain a resumed run's first output in which random numbers are drawn."""
     drew = any(s.part.drew for m in case.ranks for s in m.seen.get(case.key, ()))
     resumed = case.key.phase == "forward" and case.key.step == case.ranks[0].begins > 0
     return "random numbers are drawn here: was their state restored?" if drew and resumed else ""
@@ -104,7 +104,7 @@ CARRIED = _weights, _other_optimizer, _anew, _inputs, _random_state
 
 
 def options(case: Case) -> str:
-    """Of an update: where its optimizer had another rate, say, or another count of steps."""
+    """List options of an update's optimizer that differ, such as its rate or step count."""
     right = {} if _other_optimizer(case) else case.plain.parts[case.key][0].options
     mine = {rank: part.options for rank, part in case.made_by().items()}
     said = []
@@ -120,6 +120,6 @@ def options(case: Case) -> str:
 
 
 def in_words(case: Case) -> str:
-    """What is wrong with a tensor: what was not carried, or a cause; and options that differ."""
+    """Explain a wrong tensor: state not carried over, or a cause; and options that differ."""
     said = next(words for each in (*CARRIED, *CAUSES) if (words := each(case)))
     return "; ".join(filter(None, (said, options(case))))

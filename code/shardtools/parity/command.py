@@ -1,4 +1,4 @@
-"""`python -m shardlab parity`: whether a parallel script computes what a plain one does."""
+"""`python -m shardlab parity`: check that a parallel script computes what a plain one does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Compare two scripts; the exit status."""
+    """Compare two scripts; return the exit status."""
     draws = DRAWS if given.draws is None else options.whole("draws", given.draws, 1, 100)
     words = given.scripts
     plain = words[: words.index("--")] if "--" in words else words

@@ -1,7 +1,7 @@
-"""Where in a whole tensor a rank's part stands: proposed by CUTS, the likeliest first.
+"""Candidate places of a rank's part in the whole tensor: proposed by CUTS, the likeliest first.
 
-Which proposal is right, numbers decide. Nothing here knows what a module does. A new kind of cut
-is a function of sizes and a row of CUTS.
+The numbers decide which one is right, not what a module computes. A new kind of cut is a function
+of sizes, and a row of CUTS.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Index = range | Tensor | None  # along one dimension; None: all of it; -1 in a tensor: padding
+Index = range | Tensor | None  # along one dimension; None: everything; -1 in a tensor: padding
 Shape = tuple[int, ...]
 LOOKED_AT = 600  # proposals for one part, at most
-BEGINS = 5000  # places of one flat piece, at most: of a constant it could be any
-ROWS = 8192  # rows of a whole, at most, among which free order is looked for
-SLOW = 4  # places of each cut of their columns, at most, with which it is
+BEGINS = 5000  # starts of one flat piece that are tried, at most: a constant fits all
+ROWS = 8192  # most rows of a whole for which rows in any order are searched
+SLOW = 4  # most places of each column cut that are tried with rows in any order
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """part == whole.view(view)[index of each dimension], or of that, flattened, a piece."""
+    """A place: part == whole.view(view)[index of each dimension], or a flat piece of that."""
 
     view: Shape  # the whole's shape, or that of its rows
     index: tuple[Index, ...]
     shape: Shape  # the part's
-    piece: int | None = None  # where it begins in what the cuts leave; behind the end is padding
+    piece: int | None = None  # start of a flat piece after the cuts; past the end is padding
 
     def of(self, whole: Tensor) -> Tensor:
-        """What stands there; zeros where it is padding."""
+        """Return the numbers of `whole` at this place, with zeros for padding."""
         x = whole.reshape(self.view)
         for dimension, index in enumerate(self.index):
             if isinstance(index, range):
@@ -52,12 +52,12 @@ class Place:
         return x.reshape(self.shape)
 
     def mark(self, had: Tensor) -> None:
-        """Set what stands there in `had`, a tensor of truth values with the whole's shape."""
+        """Set this place to True in `had`, a boolean tensor with the whole's shape."""
         numbers = self.of(torch.arange(1, had.numel() + 1).view(had.shape))
         had.view(-1)[numbers[numbers > 0] - 1] = True
 
     def later(self, numbers: int, whole: Shape) -> Place | None:
-        """The same place in one call's tensor, where it begins so far behind others' calls."""
+        """Return this place in the whole of all calls, `numbers` numbers further on."""
         width = prod(self.view[1:])
         if self.piece is not None or not self.view or not width or numbers % width:
             return None
@@ -71,11 +71,11 @@ class Place:
         return Place(view, (first, *self.index[1:]), self.shape)
 
     def holds(self, value: Tensor) -> bool:
-        """Whether it has as many numbers."""
+        """Return True if the place has as many numbers as `value`."""
         return prod(self.shape) == value.numel()
 
     def same(self, other: Place) -> bool:
-        """Whether both were made alike."""
+        """Return True if both places have the same view, indices, shape and piece."""
         return self._words() == other._words()
 
     def _words(self) -> tuple[object, ...]:
@@ -83,11 +83,11 @@ class Place:
         return self.view, *index, self.shape, self.piece
 
 
-# Cuts of one dimension: of `total` numbers, `size`. `first`: which of the parts is the likeliest.
+# Cuts of one dimension: `size` of `total` numbers. `first`: the number of the likeliest part.
 
 
 def _padded(size: int, total: int, first: int) -> Iterator[Index]:
-    """All of them, and padding behind."""
+    """Yield all numbers, with padding behind them."""
     if size > total:
         yield torch.cat((torch.arange(total), torch.full((size - total,), -1)))
 
@@ -98,7 +98,7 @@ def _even(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _zigzag(size: int, total: int, first: int) -> Iterator[Index]:
-    """One early piece and one late, as context parallelism cuts a causal sequence."""
+    """Yield an early and a late piece, as context parallelism cuts a causal sequence."""
     if size % 2 == 0:
         ranks, half = total // size, size // 2
         for n in _order(size, total, first):
@@ -108,7 +108,7 @@ def _zigzag(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _strided(size: int, total: int, first: int) -> Iterator[Index]:
-    """Every so many of all of them, or of a piece, as micro-batches of such a share are."""
+    """Yield every step-th number, of all or of a piece, such as strided shares of micro-batches."""
     for step in range(total // max(size, 1), 1, -1):
         for n in _order(size, total, first) if total % (step * size) == 0 else ():
             start = n // step * step * size + n % step
@@ -116,7 +116,7 @@ def _strided(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
-    """Of each section a part: gate and up, or queries, keys and values, in one matrix."""
+    """Yield a part of each section: gate and up, or queries, keys and values, in one matrix."""
     for sections in (2, 3):
         if size % sections == 0 and total % sections == 0:
             for n in _order(size, total, first):
@@ -125,7 +125,7 @@ def _in_sections(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _uneven(size: int, total: int, first: int) -> Iterator[Index]:
-    """A part among others of other sizes: the last of padded ones; or from anywhere."""
+    """Yield parts among parts of other sizes: the last of padded ones; then from any start."""
     if 0 < size < total:
         for start in range(-(-total // size) * size)[::size] if total % size else ():
             piece = torch.arange(start, start + size)
@@ -135,7 +135,7 @@ def _uneven(size: int, total: int, first: int) -> Iterator[Index]:
 
 
 def _order(size: int, total: int, first: int) -> Iterator[int]:
-    """The equal parts' numbers, the likeliest first."""
+    """Yield the numbers of equal parts, the likeliest first."""
     if 0 < size < total and total % size == 0:
         ranks = total // size
         yield from ((first + n) % ranks for n in range(ranks))
@@ -147,7 +147,7 @@ CUTS = _padded, _even, _zigzag, _strided, _in_sections, _uneven
 def proposals(
     part: Shape, whole: Shape, first: int = 0, start: Shape | None = None
 ) -> Iterator[Place]:
-    """Places for a part of this shape in a whole of that one. start: where a DTensor says."""
+    """Yield places for a part of this shape in a whole of that shape; start: a DTensor's offset."""
     part, whole = tuple(part), tuple(whole)
     if start is not None and len(part) == len(whole):
         told = tuple(range(b, b + size) for b, size in zip(start, part, strict=True))
@@ -171,7 +171,7 @@ def _cut(part: Shape, whole: Shape, shape: Shape, first: int) -> Iterator[Place]
     differ = [d for d in range(len(whole)) if part[d] != whole[d]]
     if len(differ) > 2:
         return
-    for cuts in (CUTS[:-1], CUTS)[len(differ) < 2 :]:  # of two dimensions uneven ones come last
+    for cuts in (CUTS[:-1], CUTS)[len(differ) < 2 :]:  # in two dimensions uneven cuts come last
         ways = (
             [i for cut in cuts for i in islice(cut(part[d], whole[d], first), LOOKED_AT)]
             for d in differ
@@ -184,7 +184,7 @@ def _cut(part: Shape, whole: Shape, shape: Shape, first: int) -> Iterator[Place]
 
 
 def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
-    """Places of a flat piece of the whole, or of what one cut along a dimension leaves of it."""
+    """Yield places of a flat piece of the whole, or of the whole cut along one dimension."""
     size, shape = part.numel(), tuple(part.shape)
     if part.dim() != 1 or not size:
         return
@@ -200,7 +200,7 @@ def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
         cut = [t if i is None else len(i) for i, t in zip(index, whole.shape, strict=True)]
         base = Place(view, index, (prod(cut),)).of(whole)
         begins = (base == part[0]).nonzero().flatten()
-        last = part.nonzero().flatten()[-1:]  # what follows it may be padding
+        last = part.nonzero().flatten()[-1:]  # zeros after the last nonzero may be padding
         if len(last):
             ends = (begins + last < len(base)).nonzero().flatten()
             begins = begins[ends]
@@ -211,10 +211,7 @@ def pieces(part: Tensor, whole: Tensor, ranks: int) -> Iterator[Place]:
 
 
 def _begins(part: Tensor, base: Tensor) -> Tensor:
-    """Where a piece that was trained begins, which has no bits in common: the most similar places.
-
-    By some of its numbers.
-    """
+    """Return the likeliest starts of a piece without equal bits (trained), by some numbers."""
     ends = len(base) - len(part) + 1
     if ends < 1:
         return base.new_empty(0, dtype=torch.long)
@@ -226,7 +223,7 @@ def _begins(part: Tensor, base: Tensor) -> Tensor:
 
 
 def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place | None]:
-    """Samples, rows, and rows of which columns are cut, in any order."""
+    """Yield places of samples or rows in any order, and of rows whose columns are cut."""
     size, total = part.shape[-1:], whole.shape[-1:]
     if min(part.dim(), whole.dim()) > 2 and part.shape[1:] == whole.shape[1:]:
         each = by_rows(part.flatten(1), whole.flatten(1))
@@ -238,7 +235,7 @@ def in_any_order(part: Tensor, whole: Tensor, first: int = 0) -> Iterator[Place 
 
 
 def by_rows(part: Tensor, whole: Tensor, columns: Index = None) -> Place | None:
-    """Rows in any order: each of the part's is where the whole has the most similar one."""
+    """Match each row of the part to the most similar row of the whole, in any order."""
     if min(part.dim(), whole.dim()) < 2 or not part.numel():
         return None
     mine, all_ = part.reshape(-1, part.shape[-1]), whole.reshape(-1, whole.shape[-1])
@@ -249,9 +246,9 @@ def by_rows(part: Tensor, whole: Tensor, columns: Index = None) -> Place | None:
 
 
 def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:
-    """Rows in any order, and columns as they stood: of each pair of a part and a whole those.
+    """Match rows in any order, with columns as they stood, over pairs of part and whole.
 
-    Rows that are alike in one of the pairs, the others tell apart.
+    Rows that are equal in one pair are told apart by the others.
     """
     view = pairs[0][1].numel() // max(1, pairs[0][1].shape[-1]), pairs[0][1].shape[-1]
     if min(len(stood.shape), pairs[0][1].dim()) < 2 or stood.piece is not None or view[0] > ROWS:
@@ -267,15 +264,16 @@ def by_twins(stood: Place, *pairs: tuple[Tensor, Tensor]) -> Place | None:
 
 
 def _nearest(part: Tensor, whole: Tensor) -> Tensor:
-    """Of each row, the number of the most similar one, by 16 random sums of it."""
+    """Return the number of the most similar row for each row, by 16 random projections."""
     generator = torch.Generator().manual_seed(0)
     sketch = torch.randn(part.shape[1], 16, generator=generator)
     return apart(part.float() @ sketch, whole.float() @ sketch).argmin(1)
 
 
 def apart(rows: Tensor, others: Tensor) -> Tensor:
-    """The distance of each row from each other one, 0 where they are equal.
+    """Return the distance of each row from each other row, 0 where they are equal.
 
-    With the products that torch takes for more than 25 rows, it would be the root of rounding.
+    The matrix products that torch takes for more than 25 rows would leave the root of rounding
+    errors.
     """
     return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,4 +1,4 @@
-"""Run the plain program, then the parallel one beside its record, and judge."""
+"""Comparisons: run the plain program, then the parallel one beside its record, and judge."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(
     folder: str | Path | None = None,
     timeout: float = 600.0,
 ) -> Report:
-    """Whether `parallel`, on so many ranks, computes what `plain` computes in one process.
+    """Check that `parallel`, on `ranks` ranks, computes what `plain` computes in one process.
 
         def plain(watch):
             model, optimizer = ...
@@ -44,14 +44,14 @@ def check(
 
         print(parity.check(plain, parallel, ranks=2))
 
-    Both are functions of `watch`, which they call once, before their first step; nothing else of
-    them changes. Their inputs, first weights and optimizers' options have to be the same; `plain`
-    runs once, and `draws` times more with every tensor moved by one unit in the last place, to see
-    what rounding does. folder: where its tensors are written, for models whose outputs do not fit
+    Both are functions of `watch`, which they call once, before their first step; nothing else in
+    them changes. Inputs, first weights and optimizer options must be the same; `plain` runs once,
+    and `draws` times more with every tensor moved by one unit in the last place, to measure what
+    rounding does. folder: where its tensors are written, for models whose outputs do not fit
     into memory: a new one, or an empty one. timeout: seconds for each of the two.
 
-    Raises ValueError for programs that cannot be compared: that take no step, or another number of
-    them, train nothing, draw other numbers each time, or name their parameters otherwise.
+    Raises ValueError for programs that cannot be compared: they take no step, or another number of
+    them, train nothing, draw other numbers each time, or name their parameters differently.
     """
     check_whole(1, PROCESSES, ranks=ranks)
     begin = time.perf_counter()
@@ -73,7 +73,7 @@ def check_resume(
     folder: str | Path | None = None,
     timeout: float = 600.0,
 ) -> Report:
-    """Whether a run that is stopped and resumed computes what one that goes through does.
+    """Check that a run that is stopped and resumed computes what an uninterrupted run does.
 
         def through(watch):
             train(watch, *made(), steps=range(4))
@@ -90,9 +90,9 @@ def check_resume(
 
         print(parity.check_resume(through, before, after, ranks=(2, 4)))
 
-    `through` runs in one process, as the plain program of `check` does. `before` takes some of its
+    `through` runs in one process, like the plain program of `check`. `before` takes some of its
     steps on `ranks` ranks, and saves them to the folder `kept`; `after` loads them, and takes the
-    rest. ranks: a pair where `after` runs on another number; techniques may differ, too.
+    rest. ranks: a pair if `after` runs on another number; techniques may differ, too.
 
     Raises ValueError as `check` does, and where the two together take another number of steps.
     """
@@ -112,13 +112,13 @@ def check_resume(
 
 
 def first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
-    """Cut a model's lists of layers to their first ones, in place; returns the model.
+    """Cut a model's lists of layers to their first ones, in place; return the model.
 
-    For a model that fits nowhere, in both programs, where it is made, before it is wrapped or
-    sharded: on torch's meta device, where the whole does not fit. What cuts layers' tensors, as
-    tensor, sequence, context and expert parallelism and ZeRO do, does in two what it does in all; a
-    pipeline needs as many layers as it has parts. Lists within a layer, as of experts, stay. The
-    report says so.
+    For a model that does not fit: in both programs, where it is made, before it is wrapped or
+    sharded (on torch's meta device if the whole does not fit). Techniques that cut layers' tensors
+    (tensor, sequence, context, expert parallelism, ZeRO) do the same in two layers as in all; a
+    pipeline needs as many layers as it has parts. Inner lists, such as experts, stay. The report
+    names the cut.
 
     Raises ValueError for a model that has no list of more layers of one kind.
     """
@@ -143,7 +143,7 @@ def first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
     return model
 
 
-# What a process does for a comparison
+# The work of one process in a comparison
 
 
 def _reference(
@@ -154,7 +154,7 @@ def _reference(
     every: bool,
     timeout: float,
 ) -> Record:
-    """The plain program's record, made in a process of its own."""
+    """Return the plain program's record, made in a process of its own."""
     check_whole(1, 100, draws=draws)
     where = None if folder is None else new_folder(Path(folder))
     (record,) = launch.run(recorded, 1, plain, draws, where, every, timeout=timeout)
@@ -165,14 +165,14 @@ def _reference(
 def recorded(
     plain: Program, draws: int = DRAWS, folder: Path | None = None, every: bool = False
 ) -> Record:
-    """What the plain program computes, and how far rounding moves it; in this process."""
+    """Record what the plain program computes, and how far rounding moves it; in this process."""
     record = Record(folder)
     state = torch.get_rng_state()
     _run(plain, Watch(record, every=every))
     record.map()
     found = []
     for seed in range(1, draws + 1):
-        torch.set_rng_state(state)  # what is drawn is drawn alike
+        torch.set_rng_state(state)  # each run draws the same random numbers
         noise = Noise(record)
         _run(plain, Watch(noise, seed=seed, every=every))
         found.append(noise.found())
@@ -181,9 +181,9 @@ def recorded(
 
 
 def matched(parallel: Program, record: Record, begins: int = 0) -> Matcher:
-    """On a rank: what the parallel program computes, compared with the plain one's record.
+    """Match the parallel program's tensors on a rank with the plain program's record.
 
-    begins: how many steps a program that is resumed has behind it.
+    begins: steps that were taken before a resumed program.
     """
     matcher = Matcher(record, dist.get_rank(), dist.get_world_size(), begins)
     _run(parallel, Watch(matcher, begins=begins))
@@ -195,20 +195,20 @@ def _run(program: Program, watch: Watch) -> None:
         program(watch)
     finally:
         watch.close()
-    gc.collect()  # hooks and modules hold each other: two models at once would count
+    gc.collect()  # hooks and modules hold each other: else two models would be in memory
 
 
 # Reports
 
 
 def judged(record: Record, matchers: list[Matcher], who: str = "parallel") -> Report:
-    """The report on a parallel program, of which each rank has its matcher."""
+    """Return the report on a parallel program from the matchers of its ranks."""
     refuse_parallel(record, matchers, who, record.steps)
     return Judge(record, matchers).judge()
 
 
 def judged_before(record: Record, matchers: list[Matcher]) -> tuple[Report, int]:
-    """The report on a program that stops, and how many steps it took."""
+    """Return the report on a program that stops, and the number of its steps."""
     taken = max(m.steps for m in matchers)
     refuse_parallel(record, matchers, "before", taken)
     if taken >= record.steps:
@@ -220,10 +220,7 @@ def judged_before(record: Record, matchers: list[Matcher]) -> tuple[Report, int]
 
 
 def refuse_plain(record: Record, who: str = "plain") -> None:
-    """Raise ValueError for a plain program with which nothing can be compared.
-
-    Such a one trains nothing, or computes something else each time it runs.
-    """
+    """Raise ValueError for a plain program that trains nothing, or differs from run to run."""
     _refuse(who, record, record.steps)
     updates = (parts for key, parts in record.parts.items() if key.phase == "update")
     if not any(part.value.any() for parts in updates for part in parts):
@@ -233,7 +230,7 @@ def refuse_plain(record: Record, who: str = "plain") -> None:
             "step?)"
         )
     same = "needed is the same torch.manual_seed in each run, before anything is drawn"
-    for key, (of_all, *_) in record.noise.items():  # by which its runs with noise differ
+    for key, (of_all, *_) in record.noise.items():  # differences between runs with noise
         if key[:2] == (BEFORE, "weights") and of_all > 4 * eps(record.parts[key][0].value.dtype):
             raise ValueError(f"{who}: each run begins with other weights ({key.name}); {same}")
     outputs = [key for key in record.noise if key[:2] == (0, "forward") and not record.scalar(key)]
@@ -244,7 +241,7 @@ def refuse_plain(record: Record, who: str = "plain") -> None:
 def refuse_parallel(record: Record, matchers: list[Matcher], who: str, needed: int) -> None:
     """Raise ValueError for a parallel program that cannot be compared with the plain one."""
     steps, begins = {m.steps for m in matchers}, matchers[0].begins
-    for m in matchers:  # one that skips its steps alone is not refused: it is wrong
+    for m in matchers:  # a rank that skips steps alone is not refused, but reported as wrong
         _refuse(f"{who}: rank {m.rank}", m, max(steps))
     if len(steps) == 1 and steps != {needed}:
         behind = f" after {begins} of those before it" if begins else ""

@@ -1,6 +1,6 @@
-"""What the plain program computed: kept in memory, or written to a folder as it comes and mapped.
+"""The plain program's tensors: kept in memory, or written to a folder and memory-mapped.
 
-A folder holds `values`, one tensor behind the other, and `index.pt`, which says what stands where.
+A folder holds `values`, one tensor behind the other, and `index.pt` with their offsets.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def new_folder(folder: Path) -> Path:
 
 
 class Record(Sink):
-    """A sink that keeps all; by key, in the order of the modules' last calls."""
+    """A sink that keeps all tensors by key, in the order of the modules' last calls."""
 
     def __init__(self, folder: Path | None = None):
         super().__init__()
         self.parts: dict[Key, list[Part]] = {}
         self.aliases: dict[str, str] = {}  # of tied parameters: another name -> the first
         self.noise: dict[Key, tuple[float, float, float]] = {}  # see `noise`
-        self.sizes: dict[Key, float] = {}  # root mean squares of those that were asked for
+        self.sizes: dict[Key, float] = {}  # cache of root mean squares
         self.folder = folder
-        self.bytes = 0  # that were written
-        self.begins: dict[tuple[Key, int], int] = {}  # where each call's tensor begins in the file
+        self.bytes = 0  # written so far
+        self.begins: dict[tuple[Key, int], int] = {}  # offset of each call's tensor in the file
         self._wholes: dict[Key, Tensor | None] = {}
 
     def see(self, key: Key, part: Part) -> None:
-        """Keep it, or write it; nothing of a gradient that no optimizer reads."""
+        """Keep or write the part; ignore a gradient that no optimizer reads."""
         if part.unread:
             return
         if self.folder is None:
@@ -55,7 +55,7 @@ class Record(Sink):
         self.parts[key] = [*self.parts.pop(key, ()), kept]
 
     def tied(self, name: str, first: str) -> None:
-        """As `Sink` says."""
+        """Same as `Sink.tied`."""
         self.aliases[name] = first
 
     def _write(self, key: Key, part: Part) -> None:
@@ -68,17 +68,17 @@ class Record(Sink):
         self.bytes += padding + raw.numel()
 
     def save(self) -> None:
-        """Write the index; nothing without a folder."""
+        """Write the index; does nothing without a folder."""
         if self.folder is not None:
             torch.save(self, self.folder / INDEX)
 
     @staticmethod
     def load(folder: Path) -> Record:
-        """What stands in a folder; its values are read where they are looked at."""
+        """Load a record from a folder; its values are read on access."""
         return torch.load(folder / INDEX, weights_only=False)
 
     def map(self) -> None:
-        """Take the values from the file."""
+        """Map the values from the file."""
         if self.folder is None or not self.bytes:
             return
         file = str(self.folder / VALUES)
@@ -90,7 +90,7 @@ class Record(Sink):
                 part.value = raw[begin:end].view(value.dtype).view(value.shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without values that stand in a file."""
+        """Return the state without values that are in a file."""
         state = vars(self) | {"_wholes": {}}
         if self.folder is not None:
             state["parts"] = {
@@ -104,15 +104,15 @@ class Record(Sink):
         self.map()
 
     def name(self, key: Key) -> Key:
-        """The key by the plain model's own name of a tied parameter."""
+        """Return the key with the first name of a tied parameter."""
         return key._replace(name=self.aliases.get(key.name, key.name))
 
     def ordered(self, key: Key) -> list[Part]:
-        """What each call left."""
+        """Return the parts of all calls, in order."""
         return sorted(self.parts.get(key, ()), key=lambda part: part.call)
 
     def whole(self, key: Key) -> Tensor | None:
-        """All calls' tensors, one behind the other; None where they do not fit together."""
+        """Return all calls' tensors, concatenated; None if their shapes do not fit together."""
         if key not in self._wholes:
             values = [part.value for part in self.ordered(key)]
             fit = all(v.dim() and v.shape[1:] == values[0].shape[1:] for v in values)
@@ -123,12 +123,12 @@ class Record(Sink):
         return self._wholes[key]
 
     def calls(self, key: Key) -> Iterator[tuple[torch.Size, int]]:
-        """Of each call the shape, and how many numbers stand before it in the whole."""
+        """Yield each call's shape, and the count of numbers before it in the whole."""
         begin = 0
         for part in self.ordered(key):
             yield part.value.shape, begin
             begin += part.value.numel()
 
     def scalar(self, key: Key) -> bool:
-        """Whether each call gave one number: a rank's loss is the mean of its own share."""
+        """Return True if each call gave one number: a rank's loss is the mean of its own share."""
         return all(part.value.numel() == 1 for part in self.parts[key])

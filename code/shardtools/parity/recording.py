@@ -1,8 +1,8 @@
-"""What a program computes, step by step, as its hooks see it: outputs, gradients, updates.
+"""Recording of a program's outputs, gradients and updates, step by step, with hooks.
 
-`watch(model, optimizer)` is all that a program needs: steps are told apart by the optimizer's own
-hooks. Each tensor goes at once to a sink, which keeps it, writes it or compares it. Nothing here
-knows of other ranks.
+A program only has to call `watch(model, optimizer)`: the optimizer's own hooks separate the steps.
+Each tensor goes to a sink at once, which keeps, writes or compares it. Nothing here depends on
+other ranks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardlab.common.arguments import check_all, check_kind
 
 from .rounding import Rounding, neighbours
 
-# What a library puts between a module and the name that its author gave it.
+# Names of wrappers that libraries insert into a module's name.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# In the order of a step.
+# Phases in the order of a step.
 PHASES = "weights", "samples", "forward", "backward", "gradient", "update"
 BEFORE = -1  # the step of weights before the first one
-ENGINES = "deepspeed"  # whose optimizer steps inside of the engine's own step
-SAMPLES = 256  # numbers that are kept of what each backward of a step gave of a gradient
+ENGINES = "deepspeed"  # package of engines whose optimizer steps inside the engine's own step
+SAMPLES = 256  # numbers that are kept of a gradient from each backward pass of a step
 
 
 class Key(NamedTuple):
-    """Of which tensor: in which step, in which phase, of which module or parameter."""
+    """A tensor's key: its step, its phase, and the name of its module or parameter."""
 
     step: int
     phase: str  # one of PHASES
@@ -41,45 +41,45 @@ class Key(NamedTuple):
 
 @dataclass
 class Part:
-    """What one call left on one rank."""
+    """One rank's tensor from one call."""
 
-    value: Tensor  # detached; whoever keeps it, copies it
-    call: int = 0  # which call of its module in this step
-    start: tuple[int, ...] | None = None  # where a DTensor says that it begins in the whole
-    local: Tensor | None = None  # of a gradient, before anyone averaged it: see `sampled`
-    drew: bool = False  # random numbers were drawn since the output before it
-    unread: bool = False  # of a gradient: this rank's optimizer has other weights
-    unclipped: bool = False  # of a gradient: it is clipped later, inside of the optimizer's step
-    options: dict[str, float] = field(default_factory=dict)  # of an update: see `_made_by`
-    optimizer: str = ""  # and the optimizer's class
+    value: Tensor  # detached; a sink that keeps the value copies it
+    call: int = 0  # number of the module's call in this step
+    start: tuple[int, ...] | None = None  # a DTensor's offset in the whole
+    local: Tensor | None = None  # samples of a gradient before it is averaged: see `sampled`
+    drew: bool = False  # random numbers were drawn since the previous output
+    unread: bool = False  # a gradient of a weight that this rank's optimizer does not have
+    unclipped: bool = False  # a gradient that is clipped later, inside the optimizer's step
+    options: dict[str, float] = field(default_factory=dict)  # an update's: see `_made_by`
+    optimizer: str = ""  # class of the optimizer that made an update
 
 
 class Sink:
-    """What is told of each tensor, in the order in which they come."""
+    """A receiver of tensors, in the order in which they come."""
 
     def __init__(self) -> None:
-        self.steps = 0  # that are through
-        self.watched = self.optimized = False  # whether watch was called, and with an optimizer
-        self.fewer = ""  # of how many layers the model is: see `first_layers`
+        self.steps = 0  # completed steps
+        self.watched = self.optimized = False  # True once watch was called, and with an optimizer
+        self.fewer = ""  # description of a shortened model: see `first_layers`
 
     def see(self, key: Key, part: Part) -> None:
-        """A tensor: copied if it is kept."""
+        """Receive a tensor, and copy it if it is kept."""
 
     def tied(self, name: str, first: str) -> None:
-        """A parameter has two names."""
+        """Receive a second name of a tied parameter."""
 
     def forget(self, key: Key) -> bool:
-        """Drop an update that fits nowhere, since it may come late; True where one was dropped."""
+        """Drop an update that fits nowhere, since it may come late; True if one was dropped."""
         return False
 
 
 def author_names(name: str) -> str:
-    """A module's name without what libraries put in between."""
+    """Return a module's name without the wrappers that libraries insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def sampled(x: Tensor) -> Tensor:
-    """Some of its numbers: the same of each tensor of its size."""
+    """Return some numbers of `x`: the same ones for each tensor of its size."""
     x = x.detach().flatten()
     return x[:: max(1, x.numel() // SAMPLES) | 1]  # odd: not one column
 
@@ -90,12 +90,11 @@ def is_watched(x: Any) -> bool:
 
 
 class Watch:
-    """What a program is given: `watch(model, optimizer)`.
+    """The `watch` that a program receives: `watch(model, optimizer)`.
 
-    seed: of noise; every output, gradient and first weight is then moved by one unit in the last
-    place, and sums and casts round anew (see `Rounding`), until `close`. begins: how many steps
-    were taken before this program, which resumes. every: weights are told before each step, not
-    before the first alone.
+    seed: noise: every output, gradient and first weight is then moved by one unit in the last
+    place, and sums and casts round differently (see `Rounding`), until `close`. begins: steps
+    before this resumed program. every: report weights before each step, not before the first alone.
     """
 
     def __init__(self, sink: Sink, seed: int | None = None, begins: int = 0, every: bool = False):
@@ -105,9 +104,9 @@ class Watch:
         self.calls: Counter[Key] = Counter()
         self.before: dict[str, Tensor] = {}
         self.made: dict[int, tuple[str, dict[str, float]]] = {}  # see `_made_by`
-        self.late = False  # weights may still come, as those that another rank's step made
+        self.late = False  # weights may still change, when other ranks' updates are gathered
         self.locals: dict[str, list[Tensor]] = defaultdict(list)  # samples of each backward
-        self.dice: tuple[Any, ...] = ()  # where random numbers stood at the last output
+        self.dice: tuple[Any, ...] = ()  # random number generators' states at the last output
 
     def __call__(
         self,
@@ -115,7 +114,7 @@ class Watch:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         rename: Callable[[str], str] = author_names,
     ) -> Any:
-        """Watch a model, or this rank's parts of one, and its optimizer; returns the model.
+        """Watch a model, or this rank's parts of one, and its optimizer; return the model.
 
         optimizer: several, if each step takes one of each; None for DeepSpeed's engine, which has
         its own. rename: from a name here to that of the plain model's module or parameter.
@@ -148,7 +147,7 @@ class Watch:
         for one in self.models:
             one.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP2 gathers
             for name, module in one.named_modules():
-                if rename(name) or len(self.models) == 1:  # of several parts none is the model
+                if rename(name) or len(self.models) == 1:  # a part of a model is not the model
                     self._hook(rename(name), module)
         engine = type(model).__module__.startswith(ENGINES)
         self.sink.optimized = engine or bool(optimizers)
@@ -165,10 +164,10 @@ class Watch:
             self.rounding.__exit__(None, None, None)
 
     def samples(self, ids: Sequence[int] | Tensor) -> None:
-        """Say which samples the next step is made of, on this rank; several calls add up.
+        """Report the samples of this rank's next step; several calls add up.
 
-        In both programs, before the step. All ranks together have to have those of the plain one,
-        each once; ranks that share their samples, as those of tensor parallelism, have the same.
+        Call it before the step, in both programs. All ranks together must have the plain program's
+        samples, each once; ranks that share samples (tensor parallelism) must have the same.
         """
         key = Key(self.step, "samples", "")
         value = torch.as_tensor(ids, dtype=torch.int64).cpu()
@@ -186,7 +185,7 @@ class Watch:
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
             dice = _dice()
             drew, self.dice = dice != self.dice, dice
-            # Computed again in backward, or not trained, or a library's rehearsal.
+            # Ignore recomputation in backward, evaluation, and a library's shape inference.
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled() or _quiet:
                 return None
             if moved := self.noise is not None and is_watched(output):
@@ -215,7 +214,7 @@ class Watch:
 
         return hook
 
-    # Weights, their gradients, and what a step makes of them
+    # Weights, their gradients, and their updates
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for one in self.models:
@@ -223,7 +222,7 @@ class Watch:
                 yield self.rename(name), p
 
     def _once(self, tell: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter by its first name."""
+        """Yield each parameter by its first name."""
         first: dict[int, str] = {}
         for name, p in self._parameters():
             if first.setdefault(id(p), name) == name:
@@ -233,7 +232,7 @@ class Watch:
 
     def _own_gradient(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
-            if gradient is None or isinstance(gradient, DTensor) or _quiet:  # None: comes later
+            if gradient is None or isinstance(gradient, DTensor) or _quiet:  # None: not yet there
                 return
             self.locals[name].append(sampled(gradient).cpu().clone())
 
@@ -247,7 +246,7 @@ class Watch:
     def _gradients(self, unclipped: bool = False) -> None:
         held = {id(p) for one in self.optimizers for g in one.param_groups for p in g["params"]}
         each_once = [*self._once()]
-        some = any(id(p) in held for _, p in each_once)  # none are where the optimizer has its own
+        some = any(id(p) in held for _, p in each_once)  # none if the optimizer has own copies
         for name, p in each_once:
             gradient, unread = _gradient(p), some and p.requires_grad and id(p) not in held
             if gradient is not None or unread:
@@ -266,7 +265,7 @@ class Watch:
         self.sink.steps = self.step
 
     def _moved(self, name: str, p: nn.Parameter) -> Part:
-        """How far this rank's weights are from those before the step."""
+        """Return the difference of this rank's weights from those before the step."""
         part = _part(_readable(p))
         wide = torch.promote_types(part.value.dtype, torch.float32)
         part.value = part.value.to(wide) - self.before[name].to(wide)
@@ -289,10 +288,7 @@ class Watch:
         self._keep_weights()
 
     def _made_by(self) -> dict[int, tuple[str, dict[str, float]]]:
-        """Which optimizer made a step with what, for words: its group's numbers, its steps.
-
-        By the identity of a parameter.
-        """
+        """Return each parameter's optimizer class and options (numbers, step count), by its id."""
         made = {}
         for one in self.optimizers:
             for group in one.param_groups:
@@ -304,7 +300,7 @@ class Watch:
         return made
 
     def _around(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Gradients as the first of them sees them, updates when all have stepped."""
+        """Record gradients before the first optimizer steps, and updates after the last one."""
         waiting: list[torch.optim.Optimizer] = []
 
         def before(*_: Any) -> None:
@@ -324,7 +320,7 @@ class Watch:
             one.register_step_post_hook(after)
 
     def _inside_engine(self, engine: Any) -> None:
-        """DeepSpeed's: it clips inside of its step, which not every call of it takes."""
+        """Wrap DeepSpeed's `step`, which clips inside, and steps at the last micro-batch only."""
         step = engine.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +337,7 @@ class Watch:
 
 
 def _part(x: Tensor) -> Part:
-    """This rank's own numbers of a tensor, and where a DTensor says that they stand."""
+    """Return this rank's own numbers of a tensor, with a DTensor's offset in the whole."""
     x, start = x.detach(), None
     if isinstance(x, DTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -355,7 +351,7 @@ def _part(x: Tensor) -> Part:
 
 
 def _readable(p: Tensor) -> Tensor:
-    """A parameter as this rank can read it: DeepSpeed's third stage gives it on request."""
+    """Return a parameter as this rank can read it; DeepSpeed's ZeRO-3 has to gather it."""
     if hasattr(p, "ds_id"):
         import deepspeed
 
@@ -365,7 +361,7 @@ def _readable(p: Tensor) -> Tensor:
 
 
 def _gradient(p: Tensor) -> Tensor | None:
-    """What the optimizer will see: a DTensor's gradient is brought to its weight's placements."""
+    """Return the gradient that the optimizer will see, a DTensor in its weight's placements."""
     if p.grad is None and (hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")):
         from deepspeed.utils import safe_get_full_grad
 
@@ -376,17 +372,17 @@ def _gradient(p: Tensor) -> Tensor | None:
 
 
 def _dice() -> tuple[Any, ...]:
-    """Where the random numbers of this process stand."""
+    """Return hashes of the states of this process's random number generators."""
     there = gpu.module().default_generators if gpu.module().is_initialized() else ()
     each = (torch.random.default_generator, *there)
     return tuple(hash(one.get_state().numpy().tobytes()) for one in each)
 
 
-_quiet: list[bool] = []  # while a library rehearses
+_quiet: list[bool] = []  # not empty while a library infers shapes
 
 
 def _overlook_rehearsals() -> None:
-    """torch's pipelines send a micro-batch of made-up numbers first, to learn shapes."""
+    """Ignore the shape inference of torch's pipelines, which sends a made-up micro-batch first."""
     from torch.distributed.pipelining import PipelineStage
 
     rehearse = getattr(PipelineStage, "_forward_metadata_inference", None)

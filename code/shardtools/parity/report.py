@@ -1,4 +1,4 @@
-"""What is said of a comparison: the first tensor that is wrong, on which ranks, and why."""
+"""The report of a comparison: the first wrong tensor, on which ranks, and why."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ OF = {
 
 
 def called(key: Key) -> str:
-    """A tensor in words."""
+    """Name a tensor in words."""
     return OF[key.phase].format(key.name or "the model")
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Numbers of ranks, each once: 0, 1, 3."""
+    """Format rank numbers, each once: 0, 1, 3."""
     return ", ".join(map(str, dict.fromkeys(ranks)))
 
 
 def of_ranks(ranks: list[int]) -> str:
-    """Ranks in words: rank 1, or ranks 0, 1, 3."""
+    """Format ranks: rank 1, or ranks 0, 1, 3."""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def when(key: Key) -> str:
-    """In which step, in words."""
+    """Format the step."""
     return "before the first step, " if key.step == BEFORE else f"step {key.step + 1}, "
 
 
 @dataclass
 class Finding:
-    """A tensor that is another one than the plain program's."""
+    """A tensor that differs from the plain program's."""
 
     key: Key
-    ranks: list[int]  # on which
-    words: str  # what is wrong with it
-    error: float | None = None  # relative to its size; None: there is nothing to measure
-    allowed: float = 0.0  # how much of that rounding explains
-    factors: dict[int, float] = field(default_factory=dict)  # of ranks, if nothing else is wrong
+    ranks: list[int]  # ranks on which the tensor is wrong
+    words: str  # what is wrong with the tensor
+    error: float | None = None  # relative to the tensor's size; None: nothing to measure
+    allowed: float = 0.0  # part of the error that rounding explains
+    factors: dict[int, float] = field(default_factory=dict)  # by rank, if only factors are wrong
 
     def __str__(self) -> str:
         who = f", {of_ranks(self.ranks)}" if self.ranks else ""
@@ -59,27 +59,27 @@ class Finding:
 
 @dataclass
 class Report:
-    """Whether all is equal, and what is wrong if not. `str` says it in a few lines."""
+    """The result of a comparison: equal, or else what is wrong. `str` says it in a few lines."""
 
     ranks: int
-    resumed: int = 0  # of a run that was resumed: on how many ranks it began
+    resumed: int = 0  # number of ranks on which a resumed run began
     findings: list[Finding] = field(default_factory=list)  # in the order of the computation
-    clues: list[str] = field(default_factory=list)  # what else was seen on the way to the first
-    fewer: str = ""  # of how many layers: see `first_layers`
-    compared: int = 0  # tensors
-    undecided: int = 0  # of which rounding alone makes another one: nothing can be said
-    unplaced: list[Key] = field(default_factory=list)  # inside, in a step whose ends are right
-    left_out: list[Key] = field(default_factory=list)  # no part of a whole: a rank's own loss
-    worst: dict[str, float] = field(default_factory=dict)  # by phase, as a part of what is allowed
+    clues: list[str] = field(default_factory=list)  # clues to the origin of the first finding
+    fewer: str = ""  # description of a shortened model: see `first_layers`
+    compared: int = 0  # number of tensors
+    undecided: int = 0  # tensors that rounding alone changes too much to compare
+    unplaced: list[Key] = field(default_factory=list)  # misfits in a step whose gradients are right
+    left_out: list[Key] = field(default_factory=list)  # not comparable, such as a rank's own loss
+    worst: dict[str, float] = field(default_factory=dict)  # by phase, relative to the tolerance
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
-        """Whether the parallel program computes what the plain one does."""
+        """True if the parallel program computes what the plain one does."""
         return not self.findings
 
     def then(self, later: Report) -> Report:
-        """Of a run that was right until it was stopped, with what came after."""
+        """Return the report of a resumed run, with this report of the run until it was stopped."""
         later.resumed = self.ranks
         later.compared += self.compared
         later.undecided += self.undecided
@@ -90,12 +90,12 @@ class Report:
 
     @property
     def first(self) -> Finding | None:
-        """What is wrong first; what comes behind may be its consequence."""
+        """The first wrong tensor; later ones may be its consequences."""
         return self.findings[0] if self.findings else None
 
     @property
     def like_first(self) -> list[Finding]:
-        """It, and the others of its step and phase."""
+        """The first wrong tensor, and the others of its step and phase."""
         return [f for f in self.findings if f.key[:2] == self.first.key[:2]]
 
     def __str__(self) -> str:

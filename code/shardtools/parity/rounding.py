@@ -29,11 +29,9 @@ class Rounding(TorchDispatchMode):
     """A mode in which sums and casts round differently.
 
     Noise of one unit in the last place is smaller than the rounding of a partial sum:
-    terms are
-    multiplied by a random number, and their sum is divided by it, so that partial sums
-    round anew.
-    Casts to fewer bits (autocast, Muon) hide noise: a thousandth of their numbers move
-    by a unit.
+    terms are multiplied by a random number, and their sum is divided by it, so that
+    partial sums round anew. Casts to fewer bits (autocast, Muon) hide noise: a
+    thousandth of their numbers move by a unit.
     """
 
     def __init__(self, generator: torch.Generator):

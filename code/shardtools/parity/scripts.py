@@ -1,10 +1,10 @@
-"""Two scripts in place of two functions: `watch(model, optimizer)` in each, and a folder.
+"""Comparison of two scripts: `watch(model, optimizer)` in each, and a folder for results.
 
     python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 
-The command starts the plain script, once and with noise, and then whatever stands behind `--`. The
-environment tells `watch` what it is there for; without it, `watch` does nothing. What a process
-found it writes to the folder when it ends.
+The command starts the plain script, once and with noise, and then the command behind `--`. An
+environment variable tells `watch` its role; without it, `watch` does nothing. Each process writes
+its results to the folder at its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .record import INDEX, Record, new_folder
 from .recording import Watch, author_names
 from .report import Report
 
-ASKED = "SHARDLAB_PARITY"  # what this process is there for: a role, a colon, the folder
+ASKED = "SHARDLAB_PARITY"  # environment variable of a process: its role, a colon, the folder
 PLAIN, NOISE, PARALLEL = "plain", "noise", "parallel"
 
 
@@ -41,7 +41,7 @@ def watch(
 ) -> Any:
     """Watch a script's model, or this rank's parts of one, for `python -m shardlab parity`.
 
-    Before the first step, in both scripts. Returns the model; started otherwise, does nothing else.
+    Call it before the first step, in both scripts. Returns the model; otherwise does nothing.
     """
     role, _, name = os.environ.get(ASKED, "").partition(":")
     if not role:
@@ -70,7 +70,7 @@ def watch(
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """Return this process's rank, and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     place = launcher.place(os.environ)
@@ -80,8 +80,8 @@ def _place() -> tuple[int, int]:
 def compared(plain: list[str], parallel: list[str], folder: Path, draws: int) -> Report:
     """Run a plain script, with its arguments, and a parallel one's whole command; compare them.
 
-    Raises ValueError where one of them fails, or cannot be compared (see `check`), and for a folder
-    that holds files.
+    Raises ValueError if one of them fails or cannot be compared (see `check`), and for a used
+    folder.
     """
     folder = new_folder(folder)
     plain = [sys.executable, *plain]

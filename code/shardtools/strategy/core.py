@@ -157,8 +157,7 @@ def _left(layout: Layout, forward: float, backward: float, weights: float) -> fl
     """Return the share of 1F1B's bubble that remains under the layout's schedule.
 
     weights: seconds of weight gradients in backward, which zero-bubble schedules defer
-    into
-    the bubble, as often as `FILLS` says.
+    into the bubble, as often as `FILLS` says.
     """
     fills = FILLS.get(layout.schedule, 0)
     filled = min(fills, (layout.microbatches - 1) / max(1, layout.pp - 1)) * weights
@@ -264,8 +263,7 @@ def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
     """Return the seconds of the two all-to-alls: tokens to their experts, outputs back.
 
     Assumes that expert-parallel ranks stand as close together as tensor and context
-    ranks
-    allow, and that each GPU has a network card of its own.
+    ranks allow, and that each GPU has a network card of its own.
     """
     layout, machine, e = job.layout, job.machine, job.layout.ep
     if e == 1 or routed is None:

@@ -42,8 +42,7 @@ def flops(
     """Return the floating-point operations of a step on `tokens` tokens, on all GPUs together.
 
     causal: attention skips the pairs that the mask hides, half of all pairs; papers count all
-    pairs,
-    as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
+    pairs, as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
     """
     model = structure(config)
     seq = model.seq if seq is None else seq
@@ -84,8 +83,8 @@ def zero_bytes(
         3       m G         2 m W       and all-gathers of weights, for forward and backward
 
     So stage 1 costs as much as stage 0; stages 2 and 3 multiply by the m micro-batches that a
-    pipeline
-    needs. Parameters outside of the layers count alike, though stage 3 may keep them gathered.
+    pipeline needs. Parameters outside of the layers count alike, though stage 3 may keep them
+    gathered.
     """
     m = microbatches
     others = ceil_div(params, dp) * (dp - 1)

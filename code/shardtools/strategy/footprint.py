@@ -151,9 +151,8 @@ def _late(job: Job, rates: Values) -> float:
     """Return the bytes of uncut-stream buffers that collectives hold while the CPU runs ahead.
 
     Without a pipeline nothing stops the CPU from running ahead, and in one node little does. A
-    stage
-    whose neighbours are on other nodes waits for their messages, except in its first p - 1 passes;
-    of these only the first counts, and only if the GPU is slower than the CPU.
+    stage whose neighbours are on other nodes waits for their messages, except in its first p - 1
+    passes; of these only the first counts, and only if the GPU is slower than the CPU.
     """
     layout = job.layout
     if layout.tp == 1:

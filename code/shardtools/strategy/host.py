@@ -21,8 +21,8 @@ def seconds(job: Job, rates: Values, kept: float, busy: float) -> float:
 
     busy: seconds of the step's compute. Gradients go to the host, the CPU updates the weights, and
     weights come back: Ren et al. 2021 (arXiv 2101.06840), section 4. Offloaded parameters are
-    fetched
-    for each pass of each micro-batch; compute hides these transfers as it hides ZeRO-3's gathers.
+    fetched for each pass of each micro-batch; compute hides these transfers as it hides ZeRO-3's
+    gathers.
     """
     layout, wire = job.layout, job.profile.wire
     if layout.offload == "none":

@@ -101,10 +101,10 @@ def plan(
 
     Candidates are all tensor degrees inside a node (with sequence parallelism), all pipelines, 1F1B
     and interleaved, with stages as equal as the profile's engine allows, context parallelism for
-    long
-    sequences, all expert-parallel degrees, the profile's stages of ZeRO (0 and 1 with a pipeline),
-    micro-batches in powers of two, recomputation of layers and of operators, and where nothing fits
-    offloading. fixed: required values of layout fields. dtype: format of products, one of `DTYPES`.
+    long sequences, all expert-parallel degrees, the profile's stages of ZeRO (0 and 1 with a
+    pipeline), micro-batches in powers of two, recomputation of layers and of operators, and where
+    nothing fits offloading. fixed: required values of layout fields. dtype: format of products, one
+    of `DTYPES`.
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which an
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers

@@ -51,8 +51,7 @@ def predict(
     seq: tokens of a sequence, by default the model's longest.
 
     Raises ValueError for layers that the stages cannot share, for heads or experts that cannot be
-    cut
-    or distributed so, and for rates of another profile.
+    cut or distributed so, and for rates of another profile.
     """
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)

@@ -202,9 +202,9 @@ def known(profile: str) -> Rates:
 def today(rates: Rates) -> Rates:
     """Return `rates` adjusted to current training setups, if they were fitted on older runs.
 
-    Megatron overlaps gradient reduction with backward (--overlap-grad-reduce, in Core 0.19.2), and
-    has
-    no dropout: two of the 10 bytes of Korthikanti et al. 2022 (Table 2) are its masks.
+    Megatron overlaps gradient reduction with backward (--overlap-grad-reduce, Core 0.19.2), and has
+    no
+    dropout: two of the 10 bytes of Korthikanti et al. 2022 (Table 2) are its masks.
     """
     if rates.profile != "megatron":
         return rates

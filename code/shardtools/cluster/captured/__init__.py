@@ -1,4 +1,4 @@
-"""Three jobs that hang, and what was seen of each: `capture` runs them and writes the texts."""
+"""Three jobs that hang, with captured output: `capture` runs them and writes the texts."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ FOLDER = Path(__file__).parent
 
 
 def log(name: str) -> str:
-    """What was captured of the job `name`: "uneven", "order" or "tensor"."""
+    """Return the captured text of the job `name`: "uneven", "order" or "tensor"."""
     return (FOLDER / f"{name}.txt").read_text("utf-8")

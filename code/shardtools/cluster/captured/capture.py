@@ -1,11 +1,11 @@
-"""Runs the three jobs that hang, looks at each from outside, and writes down what is seen.
+"""The capture of the three jobs that hang: runs them, inspects them from outside, writes texts.
 
     python -m shardtools.cluster.captured.capture            # rewrites the texts beside this file
-    python -m shardtools.cluster.captured.capture order      # of one job alone
+    python -m shardtools.cluster.captured.capture order      # rewrites that of one job
 
-Every job is a script of this folder. Each of its ranks is a process of its own, with what srun
-would set in its environment; all talk over the loopback interface. When every rank has left its
-record of the flight recorder, py-spy looks at each, and then all are ended.
+Every job is a script of this folder. Each of its ranks is a process of its own, with the variables
+that srun would set; all communicate over the loopback interface. When every rank has written its
+flight recorder's record, py-spy dumps each rank's stack, and then all processes are ended.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ PATIENCE = 120.0  # seconds until the jobs stand still
 
 @dataclass(frozen=True)
 class Seen:
-    """What can be seen of a job that hangs."""
+    """The observations of a job that hangs."""
 
     printed: str
     calls: dict[int, list[flight.Call]]
-    stacks: dict[int, str]  # what py-spy prints of each rank; empty where there is no py-spy
+    stacks: dict[int, str]  # py-spy's output for each rank; empty without py-spy
 
 
 def look(*names: str) -> dict[str, Seen]:
-    """Run the jobs side by side until they hang, look, and end them.
+    """Run the jobs side by side until they hang, observe them, and end them.
 
     Raises RuntimeError for a job that does not hang.
     """
-    import torch._dynamo  # noqa: F401  # else each rank's first optimizer does, for some seconds
+    import torch._dynamo  # noqa: F401  # else each rank's first optimizer imports it, in seconds
 
     started: dict[str, list[Process]] = {}
     with tempfile.TemporaryDirectory(prefix="hang-") as folder:
@@ -68,7 +68,7 @@ def look(*names: str) -> dict[str, Seen]:
 
 
 def _run(name: str, rank: int, folder: Path) -> None:
-    """Be a rank: here, in a fork, or in a fresh interpreter where the job needs one."""
+    """Run as a rank: in this fork, or in a fresh interpreter if the job needs one."""
     out = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -98,9 +98,9 @@ def _look(folder: Path, ranks: Sequence[Process]) -> Seen:
 
 
 def _hangs(folder: Path, size: int) -> bool:
-    """Whether all ranks have left a record in which they wait, and none is of an earlier step.
+    """Return True if all ranks left a record in which they wait, none of an earlier step.
 
-    A slow step leaves one as well; it is old once another rank has come through that call.
+    A slow step leaves a record, too, which is old once another rank has completed that call.
     """
     if len(list(folder.glob(f"{flight.PREFIX}*"))) < size:
         return False
@@ -111,7 +111,7 @@ def _hangs(folder: Path, size: int) -> bool:
 
 
 def _stack(pid: int) -> str:
-    """The main thread's frames, innermost first: the first of them, and those of the scripts."""
+    """Return the main thread's innermost frame, and those of the scripts, innermost first."""
     found = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not found:
         return ""
@@ -124,7 +124,7 @@ def _stack(pid: int) -> str:
 
 
 def text(name: str, seen: Seen) -> str:
-    """What the reader gets to read."""
+    """Format the observations of a job for the reader."""
     size = RANKS[name]
     head = f"{name}.py, {size} ranks, gloo, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     parts = [head, f"== printed ==\n{seen.printed.strip()}"]

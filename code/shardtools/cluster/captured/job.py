@@ -1,4 +1,4 @@
-"""What the captured jobs share: ranks meet in a file, and a watchdog notes what they called."""
+"""Common part of the captured jobs: a rendezvous in a file, and a watchdog that records calls."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from shardtools.cluster.watch import flight
 
 
 def start() -> tuple[int, int, flight.Watchdog]:
-    """Make the group; the rank, how many there are, and the watchdog, which waits 3 seconds."""
+    """Make the group; return the rank, the world size, and a watchdog with a limit of 3 seconds."""
     folder, rank, size = sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meet = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": size}
     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **meet)

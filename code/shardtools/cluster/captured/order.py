@@ -1,4 +1,4 @@
-"""Two ranks add up the loss in every step, and in every fourth one the gradient's norm as well."""
+"""Two ranks all-reduce the loss in every step, and in every fourth step the gradient's norm."""
 
 import torch
 import torch.distributed as dist

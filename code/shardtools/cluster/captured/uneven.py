@@ -12,7 +12,7 @@ samples = torch.randn(11, 8)
 
 
 def average_gradients():
-    """The mean over all ranks, in place."""
+    """Average the gradients over all ranks, in place."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= size

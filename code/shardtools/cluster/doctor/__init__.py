@@ -1,17 +1,17 @@
-"""`python -m shardlab doctor`: is this machine, or this job's set of hosts, fit to train on?
+"""`python -m shardlab doctor`: check that this machine, or a job's hosts, are fit for training.
 
-    python -m shardlab doctor --ranks 4                       # on this machine, ranks of its own
+    python -m shardlab doctor --ranks 4                       # starts ranks on this machine
     torchrun --nproc-per-node 4 -m shardlab doctor --folder /scratch/me/run
     srun python -m shardlab doctor --folder /scratch/me/run --needs 200e9 --machine h100
 
-All ranks look at their hosts, and at each other: versions, devices, cores, speed, clocks, memory,
+All ranks check their hosts, and each other: versions, devices, cores, speed, clocks, memory,
 limits, network with every link, and the folder of the checkpoints.
-Rank 0 prints the verdict, then the evidence in one table; under each bad row stands what to do.
+Rank 0 prints the verdict, then the evidence in one table; each bad row is followed by what to do.
 
-A rank that does not answer is named once nothing has moved for --timeout seconds. --machine names
-the GPUs of the planner's table, with whose figures links and speed are compared (by default those
-of the GPU that is found). Exit status: 0 all good, 1 something is bad, 2 it could not begin.
-torchrun makes 1 of every status but 0, and prints its own report of a failed rank below the table.
+Ranks that do not answer are named after --timeout seconds without progress. --machine names a GPU
+of the planner's table, with whose figures links and speed are compared (by default the GPU that is
+found). Exit status: 0 all good, 1 something is bad, 2 the doctor could not begin. torchrun turns
+every status except 0 into 1, and prints its own report of a failed rank below the table.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .checks import BAD, Findings
 from .meet import DONE, FAILED, Rendezvous, loopback, open_store
 
 WIDTH = 100
-LONGEST = 10**6  # seconds: the run's own limit, of four times as many, is a year at most
+LONGEST = 10**6  # seconds: the run's own limit is four times as long
 Group = Callable[[str], dist.ProcessGroup]  # makes the group for a backend, on all ranks at once
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's options. Raises ValueError for a value that cannot be."""
+    """The command's options. Raises ValueError for a bad value."""
 
     folder: str = "."
     needs: float = 1e9  # bytes that must fit into the folder
@@ -71,11 +71,11 @@ class Settings:
             check_named(machine=self.machine)
 
 
-# --- one rank: it works in a thread, so that of one that hangs all before it is known
+# --- one rank: it works in a thread, so that its facts are known if it hangs
 
 
 def _consult(meeting: Rendezvous, settings: Settings, group: Group) -> Findings | None:
-    """Examine everything, on every rank; rank 0 gets the findings.
+    """Run all examinations, on every rank; return the findings on rank 0, None on others.
 
     Raises ValueError on a rank that has lost rank 0.
     """
@@ -93,7 +93,7 @@ def _consult(meeting: Rendezvous, settings: Settings, group: Group) -> Findings 
 
 
 def _work(meeting: Rendezvous, settings: Settings, group: Group) -> None:
-    """Examine everything; whatever goes wrong, rank 0 has to hear of it."""
+    """Run all examinations; report any error to rank 0."""
     found: dict[str, Any] = {"host": socket.gethostname()}
     try:
         _examine(meeting, settings, group, found)
@@ -106,7 +106,7 @@ def _work(meeting: Rendezvous, settings: Settings, group: Group) -> None:
 
 
 def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[str, Any]) -> None:
-    """Take one part after another, and publish what each found as soon as it is known."""
+    """Run one examination after another, and publish the facts of each at once."""
 
     def part(name: str, look: Callable[..., Any], *given: Any) -> None:
         meeting.set_step(name)
@@ -114,10 +114,10 @@ def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[
         meeting.publish("facts", found)
 
     part("cores", examine.cores)
-    torch.set_num_threads(1)  # of this thread's: a fork has lost its parent's others
+    torch.set_num_threads(1)  # for this thread: a fork has lost its parent's other threads
     device = torch.device("cpu") if settings.device == "cpu" else ranks.device()
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # the device is a setting of each thread
     part("gpu", examine.gpu, device)
     part("versions", examine.versions, device)
     part("environment", examine.environment)
@@ -137,18 +137,18 @@ def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[
         part("pairs", pairs.measure, meeting, world, device, list(job.of("host").values()))
 
 
-# --- under a launcher, or with ranks of its own
+# --- under a launcher, or with ranks started here
 
 
 def _launched(at: Place, settings: Settings) -> int:
-    """Examine this process as one rank of a job that a launcher started, and leave."""
+    """Examine this process as one rank of a launched job, and exit."""
     os.environ["LOCAL_RANK"] = str(at.local_rank)
     store = open_store(at, settings.timeout)
     meeting = Rendezvous(store, at.rank, at.size, settings.timeout)
 
     def group(backend: str) -> dist.ProcessGroup:
-        own = dist.PrefixStore("group", store.clone())  # it blocks in there; the watch must not
-        limit = timedelta(seconds=settings.timeout + 10)  # the watch is to ring first
+        own = dist.PrefixStore("group", store.clone())  # blocks; the main thread's store must not
+        limit = timedelta(seconds=settings.timeout + 10)  # the doctor's own limit comes first
         dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
         return dist.group.WORLD
 
@@ -162,7 +162,7 @@ def _launched(at: Place, settings: Settings) -> int:
 
 
 def _alone(number: int, settings: Settings) -> int:
-    """Examine this machine, with ranks of its own."""
+    """Examine this machine, with ranks started here."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as own:
         path, died = Path(own, "findings"), "no rank 0"
         how = {"timeout": 4 * settings.timeout + 60, "device": settings.device, "show": False}
@@ -184,7 +184,7 @@ def _rank(settings: Settings, path: Path) -> None:
     if findings:
         path.write_bytes(pickle.dumps(findings))
         if findings.silent:
-            raise RuntimeError("a rank does not answer")  # this ends it
+            raise RuntimeError("a rank does not answer")  # so that `ranks.run` ends that rank
 
 
 # --- the command
@@ -221,7 +221,7 @@ def _main(chosen: argparse.Namespace) -> int:
 
 
 def _show(settings: Settings, findings: Findings) -> int:
-    """Print the verdict, and each row's evidence above its next step; return the status."""
+    """Print the verdict, and each row's evidence above its next step; return the exit status."""
     gpus = {gpu["name"] for gpu in findings.of("gpu").values()}
     known = [named(name) for name in ([settings.machine] if settings.machine else gpus)]
     findings.machine = known[0] if len(known) == 1 else None

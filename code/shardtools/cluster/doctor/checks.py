@@ -1,7 +1,6 @@
-"""The doctor's table: each check judges what all ranks found; beside it stands what to do.
+"""The doctor's table: each check judges the facts of all ranks; next to it stands what to do.
 
-A check returns what is bad, what is worth knowing and no fault (a "note"), and what it says if
-there is neither.
+A check returns what is bad, notes (worth knowing, but no fault), and its words if all is good.
 """
 
 from __future__ import annotations
@@ -18,42 +17,42 @@ from shardlab.ranks import blame
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 UNMEASURED = "not measured"
-FRACTION = 0.5  # of what the planner assumes, and of what other ranks compute: below it is bad
-# The same of a link inside a host, whose data sheet's rate takes messages of gigabytes. With nccl a
-# pair of healthy GPUs reached, by nccl-tests' sendrecv_perf: 80 GB/s with 32 MiB and 180 with 4 GiB
-# where a copy has 260 (two H100, nccl-tests issue 268 of 2024); 111 GB/s with 128 MiB and 195 with
-# 1 GiB of 300 (eight A100, li-plus/playground, cuda/nccl.md). So 64 MiB make a third of the sheet's
-# at best, and half of the lower figure's share is bad: PCIe, to which nccl falls back, is below it.
+FRACTION = 0.5  # of the planner's rate, and of other ranks' speed: below it is bad
+# The same for a link inside a host, which needs messages of gigabytes to reach the data sheet's
+# rate. nccl-tests' sendrecv_perf, healthy GPUs: 80 GB/s with 32 MiB and 180 with 4 GiB where a copy
+# has 260 (two H100, nccl-tests issue 268 of 2024); 111 GB/s with 128 MiB and 195 with 1 GiB of 300
+# (eight A100, li-plus/playground, cuda/nccl.md). So 64 MiB reach a third of the sheet's at best,
+# and half of the lower figure's share is bad: PCIe, NCCL's fallback, is below that.
 FRACTION_INSIDE = 0.125
 FRACTION_GPU = 0.85  # equal GPUs differ by some percent, unless one is hot, capped or shared
-SLOW = 3.0  # times as slow as the median of its kind: then a link is bad
-LATENCY = 2e-3, 1e-4  # seconds above that median which count: a busy host adds one; with nccl
+SLOW = 3.0  # a link is bad if it is so many times slower than the median of its kind
+LATENCY = 2e-3, 1e-4  # seconds above that median that are bad: on busy hosts; with NCCL
 CLOCK = 0.1  # seconds
-FREE = 0.9  # of a GPU's memory, before a job begins: less, and somebody else is there
-# Settings in which ranks may differ: what is printed and where, and what hosts call their cards.
+FREE = 0.9  # share of a GPU's memory before a job: if less is free, another process uses it
+# Settings in which ranks may differ: logging, and the hosts' names of network cards.
 OWN = re.compile("DEBUG|_FILE|IFNAME|_HCA|_INTERFACE|NUMA|HOSTID|_CPP_LOG")
-SHARED = 256 * 2**20  # bytes: a loader's four workers have two batches of 32 MiB each
+SHARED = 256 * 2**20  # bytes: four workers of a data loader with two batches of 32 MiB each
 LEAST = {"memory": 2**30, "/dev/shm": SHARED}  # bytes of a host for each of its ranks
-FILES = 128, 16  # open files: of the process itself, and for each other rank
+FILES = 128, 16  # open files: for the process itself, and for each other rank
 THREADS = 1024  # processes and threads of a user, for each rank
 LISTED = 16  # ranks that a row names
 
 
 @dataclass
 class Findings:
-    """What all ranks found. `facts`: by rank; see `examine` for the parts."""
+    """The facts of all ranks. `facts`: by rank; see `examine` for the parts."""
 
     facts: list[dict[str, Any]]
-    silent: dict[int, str] = field(default_factory=dict)  # who did not answer, and its last step
-    machine: Machine | None = None  # what the planner assumes
+    silent: dict[int, str] = field(default_factory=dict)  # last steps of silent ranks
+    machine: Machine | None = None  # the planner's machine
     needs: float = 1e9  # bytes that must fit into the folder
 
     def of(self, part: str) -> dict[int, Any]:
-        """Return what each rank found in a part, without ranks that did not come so far."""
+        """Return each rank's facts of a part, without ranks that did not come so far."""
         return {rank: f[part] for rank, f in enumerate(self.facts) if f.get(part) is not None}
 
     def hosts(self, part: str = "host") -> dict[str, list[int]]:
-        """Return the ranks of each host that told of a part."""
+        """Return the ranks of each host that have facts of a part."""
         return grouped({rank: self.facts[rank]["host"] for rank in self.of(part)})
 
 
@@ -73,7 +72,7 @@ CHECKS: list[tuple[Judge, str, str]] = []  # in the order of the table
 
 
 def check(part: str, advice: str) -> Callable[[Judge], Judge]:
-    """Add a check to the table, with the facts that it needs, and what to do when it is bad."""
+    """Add a check to the table, with the facts that it needs, and advice if it is bad."""
 
     def add(judge: Judge) -> Judge:
         CHECKS.append((judge, part, advice))
@@ -96,7 +95,7 @@ def verdicts(job: Findings) -> list[Verdict]:
 
 @check("host", "look at that host: py-spy dump --pid, dmesg; or leave the node out")
 def answers(job: Findings) -> Judged:
-    """Every rank came back from every part."""
+    """Check that every rank came back from every part."""
     bad = [f"{_at(job, rank)} stopped answering in: {step}" for rank, step in job.silent.items()]
     bad += [f"{_at(job, rank)} failed in {error}" for rank, error in job.of("error").items()]
     return bad, [], f"{len(job.facts)} ranks on {count(job.hosts(), 'host')}"
@@ -104,7 +103,7 @@ def answers(job: Findings) -> Judged:
 
 @check("versions", "start all ranks from one environment that all hosts see; srun --export")
 def versions(job: Findings) -> Judged:
-    """One Python, torch, CUDA, nccl and course; nccl's and gloo's variables are set alike."""
+    """Check that all ranks have equal versions, and equal NCCL and gloo variables."""
     found, differ = job.of("versions"), []
     for part in (found, job.of("environment")):
         for name in dict.fromkeys(name for mine in part.values() for name in mine):
@@ -121,7 +120,7 @@ def versions(job: Findings) -> Judged:
     "the launcher shows each rank one); nvidia-smi says who holds memory",
 )
 def devices(job: Findings) -> Judged:
-    """Each rank has its own GPU, or none has one, and nobody else uses it."""
+    """Check that each rank has its own GPU, or none has one, and nobody else uses it."""
     found = job.of("gpu")
     ids = {r: (job.facts[r]["host"], gpu["id"]) for r, gpu in found.items() if gpu["id"]}
     bad = [
@@ -147,7 +146,7 @@ def devices(job: Findings) -> Judged:
     "OMP_NUM_THREADS = cores / ranks of a host",
 )
 def cores(job: Findings) -> Judged:
-    """The ranks of a host have cores enough."""
+    """Check that the ranks of a host have enough cores."""
     found, bad, notes = job.of("cores"), [], []
     for host, ranks in job.hosts("cores").items():
         mine = [found[rank] for rank in ranks]
@@ -167,7 +166,7 @@ def cores(job: Findings) -> Judged:
     "step waits for the slowest rank; if all are slow, is it another --machine?",
 )
 def speed(job: Findings) -> Judged:
-    """No rank computes much slower than the others of its kind, nor than the planner assumes."""
+    """Check that no rank computes much slower than its peers, or the planner's GPU."""
     found, slow = job.of("speed"), []
     planner = job.machine.flops if job.machine else 0.0
     for rank, mine in found.items():
@@ -183,7 +182,7 @@ def speed(job: Findings) -> Judged:
 
 @check("clock", "chronyc tracking or timedatectl; until then logs do not compare")
 def clocks(job: Findings) -> Judged:
-    """The hosts agree on the time."""
+    """Check that the hosts agree on the time."""
     found = job.of("clock")
     wrong = {r: c for r, c in found.items() if abs(c["ahead"]) - c["within"] > CLOCK}
     bad = [f"{_at(job, r)} {c['ahead']:+.3g} s beside rank 0" for r, c in wrong.items()]
@@ -197,8 +196,7 @@ def clocks(job: Findings) -> Judged:
     "else num_workers=0",
 )
 def memory(job: Findings) -> Judged:
-    """Each host has memory for its ranks; so has /dev/shm, by which loaders and nccl hand tensors
-    from process to process."""
+    """Check that each host has enough memory, and /dev/shm for loaders and NCCL."""
     found, few, free = job.of("memory"), [], []
     for host, ranks in job.hosts("memory").items():
         for name in found[ranks[0]]:
@@ -212,7 +210,7 @@ def memory(job: Findings) -> Judged:
 
 @check("limits", "ulimit -n, -u, -l in the job script; the hard limit is the administrator's")
 def ulimits(job: Findings) -> Judged:
-    """What ulimit allows is enough for so many ranks."""
+    """Check that the limits of ulimit are high enough for so many ranks."""
     nofile = FILES[0] + FILES[1] * len(job.facts)
     nproc = THREADS * max(map(len, job.hosts().values()))
     low = {}
@@ -235,8 +233,7 @@ def ulimits(job: Findings) -> Judged:
     "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; a name without address: torchrun --local-addr",
 )
 def network(job: Findings) -> Judged:
-    """The ranks talk by an interface that reaches the others, and no link is much slower than
-    others of its kind, nor than the planner assumes."""
+    """Check that ranks use a reachable interface, and that no link is too slow."""
     if wrong := interfaces(job):
         return wrong, [], ""
     texts, slow = [], []
@@ -286,7 +283,7 @@ def interfaces(job: Findings) -> list[str]:
     "with room: quota -s, or another --folder",
 )
 def folder(job: Findings) -> Judged:
-    """All ranks see one folder, what is renamed and locked in it, and what is needed fits in."""
+    """Check that all ranks share one folder, with renames, locks and enough free space."""
     found = job.of("folder")
     wrong = {rank: mine["fault"] for rank, mine in found.items() if mine["fault"]}
     for rank, mine in found.items():
@@ -297,7 +294,7 @@ def folder(job: Findings) -> Judged:
     return bad, [], f"written, renamed and locked for all; {free} free"
 
 
-# Words for ranks and amounts.
+# Formatting of ranks and amounts.
 
 
 def _at(job: Findings, rank: int) -> str:

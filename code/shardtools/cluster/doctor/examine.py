@@ -1,7 +1,7 @@
-"""What one rank finds on its own host: facts, which `checks` judges.
+"""Facts that one rank finds on its own host, which `checks` judges.
 
 Each part is a function that returns plain values for JSON, in bytes, seconds and their ratios;
-None for a limit that there is not.
+None means no limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def versions(device: torch.device) -> Facts:
         toolkit = "hip" if torch.version.hip else "cuda"  # AMD's GPUs are "cuda" to torch, too
         found[toolkit] = torch.version.hip or torch.version.cuda or ""
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    code, digest = Path(__file__).parents[3], hashlib.sha256()  # two checkouts seldom have one hash
+    code, digest = Path(__file__).parents[3], hashlib.sha256()  # identifies the course's version
     for path in sorted(path for name in PACKAGES for path in (code / name).rglob("*.py")):
         digest.update(f"{path.relative_to(code)}\0".encode() + path.read_bytes())
     return found | {"shardlab": digest.hexdigest()[:12]}
@@ -46,7 +46,7 @@ def environment() -> Facts:
 
 
 def gpu(device: torch.device) -> Facts:
-    """Return this rank's device. A GPU's `id` is the same in each process that sees it."""
+    """Return this rank's device. A GPU's `id` is the same in each process that sees the GPU."""
     if device.type != "cuda":
         return {"kind": "cpu", "name": processor(), "id": None}
     free, total = torch.cuda.mem_get_info(device)
@@ -56,14 +56,14 @@ def gpu(device: torch.device) -> Facts:
 
 
 def cores() -> Facts:
-    """Return the cores that this process may use, how many there are, and torch's threads."""
+    """Return the cores that this process may use, their total number, and torch's threads."""
     every = os.cpu_count() or 1
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(every)
     return {"mask": sorted(mask), "all": every, "threads": torch.get_num_threads()}
 
 
 def memory() -> Facts:
-    """Return the free bytes of the host's memory, and of /dev/shm where there is one."""
+    """Return the free bytes of the host's memory, and of /dev/shm if the host has it."""
     found = {"memory": psutil.virtual_memory().available}
     if os.path.isdir("/dev/shm"):
         found["/dev/shm"] = psutil.disk_usage("/dev/shm").free
@@ -71,7 +71,7 @@ def memory() -> Facts:
 
 
 def limits() -> Facts:
-    """Return what `ulimit` says: the soft limit, and how far this user may raise it."""
+    """Return the limits of `ulimit`: the soft limit, and how far this user may raise it."""
     found: Facts = {"infiniband": any(Path("/sys/class/infiniband").glob("*"))}
     for name in ("nofile", "nproc", "memlock"):
         both = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
@@ -80,10 +80,10 @@ def limits() -> Facts:
 
 
 def network() -> Facts:
-    """Return what is wrong with the interface by which this rank talks: that of gloo's own choice.
+    """Return faults of the network interface that gloo chooses for this rank.
 
-    `loopback`: its address, if other hosts cannot reach that. `unresolved`: a host's name without
-    an address.
+    `loopback`: the interface's address, if other hosts cannot reach it. `unresolved`: a host name
+    without an address.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     there = {
@@ -106,7 +106,7 @@ def network() -> Facts:
 def speed(device: torch.device, windows: int = 5) -> Facts:
     """Return the FLOP/s of products: the best of some windows of 0.05 s (on a GPU, 0.2 s).
 
-    On the CPU: those of one core, in seconds that this thread had it.
+    On the CPU: FLOP/s of one core, per second of this thread's CPU time.
     """
     cuda = device.type == "cuda"
     side, dtype = (8192, torch.float16) if cuda else (256, torch.float32)

@@ -1,8 +1,8 @@
-"""The folder in which checkpoints will lie, as all ranks see it: names, renames, locks, room.
+"""Checks of the checkpoint folder, as all ranks see it: names, renames, locks, free space.
 
-A checkpoint is whole once one rank has renamed it, and safe from a second job as long as a lock is
-held (`shardlab.checkpoint.folder`). On one host both always work. On several, a local disk, a cache
-of names or a mount whose locks are its own are found by trying: rank 0 acts, the others look.
+A checkpoint is complete once one rank has renamed it, and safe from a second job as long as a lock
+is held (`shardlab.checkpoint.folder`). On one host both always work. On several, trials find a
+local disk, a cache of names, or a mount with local locks: rank 0 acts, the others look.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 from .meet import Rendezvous
 
 TRIAL = 8 * 2**20  # bytes that each rank writes
-PATIENCE = 5.0  # seconds that a network's file system may take to show what another host wrote
-STEPS = 6  # of `_trial`
+PATIENCE = 5.0  # seconds until a network file system must show what another host wrote
+STEPS = 6  # steps of `_trial`
 
 
 def examine(path: str, meeting: Rendezvous) -> dict[str, Any]:
     """Return the first thing that goes wrong for this rank in the folder, and its free bytes.
 
-    Rank 0 makes a folder of its own in there, and everything happens in that; it goes at the end.
+    All trials happen in a subfolder that rank 0 makes, and removes at the end.
     """
     found, own = {"fault": "", "free": 0}, Path(path, f".doctor-{uuid.uuid4().hex[:8]}")
     meeting.publish("trial", str(own))
@@ -45,7 +45,7 @@ def examine(path: str, meeting: Rendezvous) -> dict[str, Any]:
 
 
 def _trial(path: str, meeting: Rendezvous, found: dict[str, Any]) -> Iterator[None]:
-    """Yield where all ranks have to wait for all; an OSError ends this rank's part."""
+    """Yield at each barrier; an OSError ends this rank's part."""
     first, names = meeting.rank == 0, ("token", "flock", "fcntl")
     if first:
         own = Path(meeting.read("trial", 0))
@@ -79,11 +79,11 @@ def _trial(path: str, meeting: Rendezvous, found: dict[str, Any]) -> Iterator[No
     with open(own / f"written.{meeting.rank}", "wb") as file:
         file.write(os.urandom(TRIAL))
         file.flush()
-        os.fsync(file.fileno())  # a quota says so only then
+        os.fsync(file.fileno())  # an exceeded quota raises only here
 
 
 def _appears(path: Path) -> bool:
-    """Return True if the file is there within some seconds: names may be cached."""
+    """Return True if the file appears within some seconds: names may be cached."""
     limit = time.monotonic() + PATIENCE
     while not (there := path.exists()) and time.monotonic() < limit:
         time.sleep(0.05)

@@ -1,9 +1,9 @@
-"""Ranks meet, publish where they stand, and are named when they do not answer.
+"""A rendezvous of ranks, which publish their steps, and are named if they do not answer.
 
-What is wrong with a machine often shows as silence: a rank that never comes, a file system that
-does not return, a message that is lost. So every rank works in a thread of its own, and the main
-one watches. What ranks say goes through the launcher's store, as JSON: `step/<rank>` is what a rank
-does now, and whether it waits for others; `facts/<rank>` is what it has found so far.
+A faulty machine often shows as silence: a rank that never comes, a file system call that does not
+return, a message that is lost. So every rank works in a thread, and its main thread watches. Ranks
+publish through the launcher's store, as JSON: `step/<rank>` is the current step of a rank, and True
+if it waits for others; `facts/<rank>` is what it has found so far.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shardlab.common.launcher import Place
 
 DONE, FAILED = "done", "failed"  # a rank's last step
 _TICK = 0.02  # seconds between two looks at the store
-_LEAVE = 2.0  # seconds that rank 0, which may keep the store, waits for the others to leave it
-_FAILED = 1.0  # seconds of silence after a rank has failed, without which others cannot go on
+_LEAVE = 2.0  # seconds that rank 0, which may keep the store, waits for the others to leave
+_FAILED = 1.0  # seconds of silence after a rank has failed: others cannot go on without it
 
 
 def open_store(at: Place, patience: float) -> dist.Store:
-    """Open the store at `at`, as its server on rank 0 unless the launcher keeps it.
+    """Open the store at `at`, as its server on rank 0 unless the launcher keeps the store.
 
-    It listens on rank 0's address alone, where that is one of its host's own. Raises ValueError
-    when nobody answers there.
+    The server listens only on rank 0's address, if that is an address of rank 0's host. Raises
+    ValueError if nobody answers there.
     """
     how: dict[str, Any] = {"timeout": timedelta(seconds=patience), "wait_for_workers": False}
     if at.rank == 0 and not at.served:
@@ -47,7 +47,7 @@ def open_store(at: Place, patience: float) -> dist.Store:
 
 
 def loopback(at: Place) -> str:
-    """Name the meeting point's address if it is each host's own ("" if it is not)."""
+    """Explain that the rendezvous address is the loopback address ("" if it is not)."""
     with suppress(OSError):
         address = str(socket.getaddrinfo(at.address, at.port)[0][4][0])
         if address.startswith("127.") or address == "::1":
@@ -64,21 +64,21 @@ class Rendezvous:
         self.step, self._barriers = "", 0
 
     def set_step(self, words: str, waiting: bool = False) -> None:
-        """Publish what this rank does now, or that it has done that and waits for others."""
+        """Publish this rank's current step, or that it is done and the rank waits for others."""
         self.step = words
         self.publish("step", [words, waiting])
 
     def publish(self, part: str, found: Any) -> None:
-        """Publish what this rank found."""
+        """Publish this rank's facts of a part."""
         self.store.set(f"{part}/{self.rank}", json.dumps(found))
 
     def read(self, part: str, rank: int) -> Any:
-        """Return what `rank` published; None if it has not."""
+        """Return what `rank` published, or None."""
         key = f"{part}/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here. Without a limit: the main thread has that."""
+        """Wait until all ranks have come here, without a limit: the main thread has one."""
         self.set_step(self.step, waiting=True)
         self._barriers += 1
         self.store.add(f"barrier {self._barriers}", 1)
@@ -87,7 +87,7 @@ class Rendezvous:
         self.set_step(self.step)
 
     def wait_for_all(self) -> dict[int, str]:
-        """Wait on rank 0 until all have ended their work; return where the silent ones stand."""
+        """Wait on rank 0 until all have ended their work; return the silent ranks' steps."""
         before, moved, patience = None, time.monotonic(), self.patience
         while time.monotonic() - moved < patience:
             steps = {rank: self.read("step", rank) for rank in range(self.size)}
@@ -99,12 +99,12 @@ class Rendezvous:
             if steps != before:
                 before, moved = steps, time.monotonic()
             time.sleep(_TICK)
-        if patience < self.patience:  # who failed says why; the others wait in vain
+        if patience < self.patience:  # the failed rank gives the reason; the others wait in vain
             return {}
         return _find_culprits(steps)
 
     def end(self) -> None:
-        """End together, when rank 0 has heard enough; it may keep the store, and leaves last."""
+        """End on all ranks when rank 0 is done; rank 0 may keep the store, and leaves last."""
         if self.rank == 0:
             self.store.set("over", "")
         while not self.store.check(["over"]):
@@ -116,7 +116,7 @@ class Rendezvous:
 
 
 def _find_culprits(steps: dict[int, Any]) -> dict[int, str]:
-    """Return the ranks that keep the others waiting, and what each of them does."""
+    """Return the ranks that keep the others waiting, with each one's step."""
     if never := {rank: "it did not come" for rank, step in steps.items() if step is None}:
         return never
     return {rank: words for rank, (words, waiting) in steps.items() if not waiting} or {

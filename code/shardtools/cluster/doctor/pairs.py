@@ -1,15 +1,13 @@
-"""Latency and bandwidth between each pair of ranks, and how far their clocks are apart.
+"""Latency and bandwidth between each pair of ranks, and differences of their clocks.
 
-A small message's time there and back is the latency, and what a large one takes beyond it is bytes
-over bandwidth (Hockney 1994). The large one grows until it takes some milliseconds; the best of
-several tries counts.
+A small message's one-way time is the latency; a large one's bytes over its time beyond the latency
+are the bandwidth (Hockney 1994). Large messages grow to some milliseconds; the best try counts.
 
-Pairs come in rounds: in round d rank r has rank r XOR d, so the pairs of a round are disjoint. With
-nccl all pairs of a round go at once: each GPU has its own link, and a job loads all of them at
-once, too. nccl connects a pair at its first message and stops both ends until it is done; both ends
-meet in the same round, the lower rank sends first and the higher one receives first, so nobody
-waits in a circle. gloo's bytes are moved by the cores of the hosts: there the pairs of one host
-take turns, or each would measure the others.
+Pairs come in rounds: in round d rank r is paired with r XOR d, so the pairs of a round are
+disjoint. With NCCL all pairs of a round run at once: each GPU has its own link, and a job loads all
+links at once, too. NCCL connects a pair at its first message, and blocks both ends until then; both
+ends are in the same round, and the lower rank sends first, so that no cycle of waiting arises.
+Hosts' cores move gloo's bytes: there the pairs of one host take turns, not to slow each other down.
 """
 
 from __future__ import annotations
@@ -31,14 +29,17 @@ from .meet import Rendezvous
 Pair = tuple[int, int]
 WHOLE = 16  # ranks up to which every pair is measured
 GOAL = 0.02  # seconds that a large message should take
-SMALLEST, LARGEST = 2**16, 2**26  # bytes of it
-SMALL = 8  # bytes of a small one
+SMALLEST, LARGEST = 2**16, 2**26  # bytes of a large message
+SMALL = 8  # bytes of a small message
 TRIES = 4
 
 
 def rounds(size: int) -> Iterator[list[Pair]]:
-    """Disjoint pairs, round by round. All of them up to 16 ranks; above, the neighbours up to 7
-    away (a node of eight), and those at distances 8, 16, 32, …: 15 rounds for 1024 ranks."""
+    """Yield disjoint pairs, round by round.
+
+    All pairs up to 16 ranks; above, pairs at distances 1 to 7 (a node of eight), 8, 16, 32, and so
+    on.
+    """
     reach = 1 << (size - 1).bit_length()
     for distance in range(1, reach):
         if size <= WHOLE or distance < 8 or distance.bit_count() == 1:
@@ -48,7 +49,7 @@ def rounds(size: int) -> Iterator[list[Pair]]:
 
 
 def turns(size: int, hosts: Sequence[str], apart: bool) -> list[list[Pair]]:
-    """What is measured at the same time. `apart`: no two pairs that touch the same host."""
+    """Return the pairs that are measured at the same time; apart: at most one pair on each host."""
     found: list[list[Pair]] = []
     for left in rounds(size):
         while left:
@@ -79,18 +80,18 @@ def measure(
             link = measured(mine, group, device)
             found += [link] if rank == mine[0] else []
         meeting.set_step(step, waiting=True)
-        dist.all_reduce(torch.zeros(1), group=group)  # on the host: nobody begins the next turn
+        dist.all_reduce(torch.zeros(1), group=group)  # a barrier on the host before the next turn
     return found
 
 
 def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """The link between two ranks. Both call it; what the lower one gets was measured there."""
+    """Measure the link between two ranks, on both; the lower rank's values count."""
     first = dist.get_rank(group) == pair[0]
     peer = pair[1] if first else pair[0]
     other = dist.get_global_rank(group, peer)
 
     def trip(size: int, times: int) -> float:
-        """Seconds of one message, one way, on average over so many trips there and back."""
+        """Return the mean seconds of a message, one way, over `times` round trips."""
         tensor = torch.ones(size, dtype=torch.uint8, device=device)
         ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]
         begin = clock(device)
@@ -104,10 +105,10 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
     for _ in range(TRIES):
         small, large = trip(SMALL, times), trip(size, 1)
         latency = min(latency, small)
-        # Less than twice the small one's time: noise, of which nothing is to be subtracted.
+        # If it takes less than twice the small one's time, subtraction would leave only noise.
         bandwidth = max(bandwidth, size / (large - small if large > 2 * small else large))
         grown = size * max(1.0, GOAL / large)
-        if large < 3 * small:  # it shows the latency, and hardly the bytes
+        if large < 3 * small:  # the time is mostly latency
             grown = max(grown, 4 * size)
         plan = torch.tensor([max(1, min(10, GOAL / small)), min(LARGEST, grown)]).long()
         if first:  # both ends need the same plan
@@ -121,8 +122,8 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
 def clocks(meeting: Rendezvous, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:
     """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
 
-    Rank 0 answers one rank after another with its time. The answer was written somewhere between
-    question and arrival: half of the shortest round trip is its error (Cristian 1989).
+    Rank 0 answers one rank after another with its time, which it reads between question and
+    arrival: half of the shortest round trip is its error (Cristian 1989).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     told, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0 if rank == 0 else math.inf)

@@ -1,8 +1,8 @@
-"""Stands for a training script where only the job around it matters: it counts to --steps.
+"""A stand-in for a training script, to try the job around it: it counts to --steps.
 
     srun python steps.py --steps 50 --folder runs/1 --resume auto
 
-It says which rank it is, and makes ten steps a second. On SIGUSR1 or SIGTERM rank 0 saves the
+It prints its rank, and makes ten steps a second. On SIGUSR1 or SIGTERM rank 0 saves the
 count in --folder, leaves the file `stopped` there, and every rank ends with status 0.
 """
 

@@ -1,6 +1,6 @@
-"""A small Slurm of a few nodes on this machine: for trying batch files, and for tests.
+"""A small Slurm of a few nodes on this machine, to try batch files, and for tests.
 
-    eval "$(python -m shardlab cluster up)"  # two nodes of 2 GPUs and 4 CPUs (or so many: --cpus)
+    eval "$(python -m shardlab cluster up)"  # two nodes of 2 GPUs and 4 CPUs (or --cpus)
     python -m shardlab cluster status
     python -m shardlab cluster down
 
@@ -8,12 +8,12 @@
         box.run(["sbatch", "--wait", "job.sbatch"])
 
 It is the real Slurm, from Debian's packages, started by any user without systemd: munged, which
-signs messages, slurmctld, which schedules, and one slurmd for each node. All of them listen on the
-loopback interface alone, at ports that were free, and keep what they write in one folder: that of
---folder, by default ~/.cache/shardlab/slurm. It runs until `down`, which leaves the logs there.
+signs messages, slurmctld, which schedules, and one slurmd for each node. All of them listen only on
+the loopback interface, at free ports, and keep their files in one folder: --folder, by default
+~/.cache/shardlab/slurm. Slurm runs until `down`, which leaves the logs there.
 
-What it is not: nodes share this machine's processor and disk, none is held to the CPUs that a job
-got (that takes cgroups, and so root), and a GPU is some character device that every machine has, so
+Its limits: nodes share this machine's processor and disk, no job is limited to the CPUs that it
+got (that takes cgroups, and so root), and a GPU is a character device that every machine has, so
 that Slurm has something to count and to number.
 """
 
@@ -45,9 +45,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scancel
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 # A job finds this Python, and the `torchrun` beside it; Debian has its daemons in sbin.
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-# A GPU of Slurm's has to be a character device; these are on every machine, and harmless.
+# Slurm's GPUs must be character devices; these are on every machine, and harmless.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx")
-# slurm.conf(5) explains the options. The user is the one who starts it, so nothing needs root.
+# slurm.conf(5) explains the options. SlurmUser is this user, so that nothing needs root.
 CONF = """ClusterName=box
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
@@ -77,31 +77,31 @@ GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
-_WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf")  # and log
-START = 60.0  # seconds that it may take to start
+_WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf")  # files that `stop` removes
+START = 60.0  # seconds that Slurm may take to start
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a running child let go
 
 
 class SlurmError(RuntimeError):
-    """Slurm is not installed, did not start, or a command of it failed."""
+    """An error of Slurm: it is not installed, did not start, or a command of it failed."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A running Slurm. `environment` is what its commands need: SLURM_CONF, and their folder."""
+    """A running Slurm. `environment` has what its commands need: SLURM_CONF, and PATH."""
 
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """This process's environment with SLURM_CONF, and without the job that it may be in."""
+        """This process's environment with SLURM_CONF, and without variables of an outer job."""
         own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
         return {**own, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _PATH}
 
     def run(
         self, command: Sequence[str], timeout: float = 120, **how: object
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in this Slurm; SlurmError, with what it said, unless it ends with 0.
+        """Run a command in this Slurm. Raises SlurmError, with its output, unless its status is 0.
 
         `timeout` is in seconds; the rest goes to subprocess.run (`cwd`, `env`, `input`).
         """
@@ -144,15 +144,15 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 
 def of_jobs(folder: Path) -> list[psutil.Process]:
-    """Return the processes of jobs of the Slurm in `folder`, Slurm's own starters among them."""
+    """Return the processes of jobs of the Slurm in `folder`, including Slurm's own starters."""
     return [one for one in processes(folder) if not one.info["name"].startswith(DAEMONS)]
 
 
 def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Box:
     """Start a Slurm that keeps everything in `folder`, and return when all its nodes are idle.
 
-    It outlives this process: `stop(folder)` ends it. Raises ValueError for a bad number, and for a
-    folder where a Slurm runs or other files lie, SlurmError where Slurm is missing or fails.
+    It runs until `stop(folder)`. Raises ValueError for a bad number, and for a folder where a Slurm
+    runs or other files lie, SlurmError where Slurm is missing or fails.
     """
     check_whole(1, PROCESSES, nodes=nodes)
     check_whole(cpus=cpus)
@@ -170,7 +170,7 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
         command = INSTALL if os.geteuid() == 0 else f"sudo {INSTALL}"
         raise SlurmError(f"Slurm is not here: no {', '.join(absent)}. To install:\n    {command}")
     options.folder("folder", folder)
-    stop(folder)  # what one left that did not end by `stop`
+    stop(folder)  # clean up after a Slurm that did not end by `stop`
     try:
         _configure(folder, nodes, cpus, gpus)
         _launch(Box(folder), nodes)
@@ -181,10 +181,10 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
 
 
 def stop(folder: str | Path) -> bool:
-    """End the Slurm in `folder` with all its jobs, and return whether one ran. Logs stay."""
+    """End the Slurm in `folder` with all its jobs; return True if one ran. Logs stay."""
     folder = Path(folder).expanduser().resolve()
     ran = bool(processes(folder))
-    for how in ("terminate", "kill", "kill"):  # twice: a step may have begun meanwhile
+    for how in ("terminate", "kill", "kill"):  # kill twice: a step may have begun meanwhile
         for process in processes(folder):
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(process, how)()
@@ -201,7 +201,7 @@ def stop(folder: str | Path) -> bool:
 
 @contextlib.contextmanager
 def up(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> Iterator[Box]:
-    """Run a Slurm for as long as the block lasts, see `start`."""
+    """Run a Slurm for as long as the block lasts; see `start`."""
     box = start(folder, nodes, cpus, gpus)
     try:
         yield box
@@ -214,7 +214,7 @@ def _configure(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
     for name in ("state", "spool", "log", "munge"):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
     host, user = socket.gethostname().split(".")[0], psutil.Process().username()
-    with contextlib.ExitStack() as held:  # all at once, so that all ports differ
+    with contextlib.ExitStack() as held:  # open all sockets at once, so that all ports differ
         sockets = [held.enter_context(socket.socket()) for _ in range(1 + nodes)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))

@@ -1,13 +1,12 @@
-"""What a terminal says in a real Slurm: executed where Slurm is installed, else as recorded.
+"""Terminal sessions in a real Slurm: executed where Slurm is installed, else as recorded.
 
     python -m shardtools.cluster.slurm.sessions          # record all anew: half a minute
-    python -m shardtools.cluster.slurm.sessions queue    # or one
+    python -m shardtools.cluster.slurm.sessions queue    # record one
 
-A session is a file in recorded/. Its first line says when and with which versions it was made;
-lines that begin with `$ ` are commands, and what follows is what they printed; `% ` stands before
-commands that only wait, which are not shown. They run one after another in one shell, in a fresh
-Slurm of two nodes and a folder with the files of jobs/; so jobs are numbered from 1, and the text
-is the same from run to run, which a test holds it to.
+A session is a file in recorded/. Its first line has the date and the versions; lines that begin
+with `$ ` are commands, followed by their output; `% ` marks commands that only wait, which are not
+shown. Commands run one after another in one shell, in a fresh Slurm of two nodes and a folder with
+the files of jobs/; so jobs are numbered from 1, and a test expects the same text from each run.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from shardtools.cluster import slurm
 
 JOBS = Path(__file__).parents[1] / "jobs"
 RECORDED = Path(__file__).parent / "recorded"
-# What srun says when the job before is not quite gone: sometimes it is, sometimes not.
+# srun's messages if the job before has not quite ended, which depends on timing.
 _WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources\n"
-# A step's own word and srun's come by two ways, and sometimes srun's is first.
+# The output of a step and of srun come in any order.
 _OVERTAKEN = r"(srun: error: .*\n)(slurmstepd-.*\n)"
 
 
 def session(name: str, live: bool = True) -> show.Shown:
     """Show a session: executed now, or, with `live=False` or without Slurm, as it was recorded.
 
-    Where there is a Slurm that does not run it (slurmd wants cgroups mounted, for one), the
+    If the Slurm here does not run the session (slurmd needs mounted cgroups, for example), the
     recorded one is shown, too, and the caption says so.
     """
     made, text = recorded(name)
@@ -57,13 +56,13 @@ def job(name: str) -> show.Shown:
 
 
 def recorded(name: str) -> tuple[str, str]:
-    """Return when and with what a session was made, and its text."""
+    """Return a session's date and versions, and its text."""
     made, _, text = (RECORDED / f"{name}.txt").read_text("utf-8").partition("\n")
     return made.removeprefix("# "), text
 
 
 def replayed(text: str) -> str:
-    """The session's commands, executed anew, with what they print now. SlurmError if one fails."""
+    """Execute the session's commands anew; return the text with their output. Raises SlurmError."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm.up(f"{folder}/box") as box:
         work = Path(folder, "work")
         shutil.copytree(JOBS, work)
@@ -77,7 +76,7 @@ def replayed(text: str) -> str:
 
 
 def record(name: str) -> None:
-    """Execute a session's commands and keep what they print, with date and versions."""
+    """Execute a session's commands and keep their output, with date and versions."""
     _, text = recorded(name)
     with_ = f"{slurm.version()}, Python {platform.python_version()}, torch {version('torch')}"
     made = f"# {datetime.date.today()} with {with_}\n{replayed(text)}"

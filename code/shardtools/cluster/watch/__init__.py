@@ -1,5 +1,5 @@
-"""Is a job using its GPUs, and where does it hang?
+"""Monitoring of a job: GPU use, slow ranks, and the cause of a hang.
 
-`sample` notes what each rank uses, and `report` draws it; `straggler` names the slow rank. `flight`
-reads what each rank called, and `hang` says who is missing.
+`sample` records what each rank uses, and `report` draws it; `straggler` names the slow rank.
+`flight` reads what each rank called, and `hang` names the missing rank.
 """

@@ -4,18 +4,17 @@
     watchdog = flight.Watchdog("runs/one/flight", limit=120)  # on every rank, before the loop
     watchdog.beat()                                           # after every step
 
-torch notes each collective of a process in memory, the last 2,000 of them (TORCH_FR_BUFFER_SIZE),
-with gloo as with nccl. nccl's watchdog writes them to files when a collective takes too long; gloo
-has none, so here a thread does it: the main thread is stuck, but it stuck without Python's lock.
+torch records each collective of a process in memory, the last 2,000 (TORCH_FR_BUFFER_SIZE), with
+gloo as with NCCL. NCCL's watchdog writes the record to a file when a collective takes too long;
+gloo has no watchdog, so a thread does it here: the stuck main thread has released the GIL.
 Each rank writes `trace_<rank>`, which `torchfrtrace FOLDER -p trace_` reads, and so does `read`.
 
-A call is noted when the *host* queues it. With gloo that is when the rank comes to it; with nccl
-the host runs ahead, and what the GPU does stands in the states, and in the durations that
+A call is recorded when the *host* queues it. With gloo that is when the rank enters the call; with
+NCCL the host runs ahead, and the GPU's progress is in the states, and in the durations that
 TORCH_NCCL_ENABLE_TIMING=1 adds. Without it no call is ever "started".
 
-gloo leaves out the groups (`pg_config`; without them torchfrtrace ends in a KeyError in torch 2.13,
-so `record` fills them in), the state of each call (so it is taken from the group's counters), and
-send and recv, which `torchfrtrace` compares for nccl.
+gloo's records lack groups (`pg_config`, without which torchfrtrace ends in a KeyError in torch
+2.13: `record` adds them), states of calls (the group's counters give them), and send and recv.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ import torch.distributed as dist
 from shardlab.common.arguments import check_number
 
 PREFIX = "trace_"
-# The watchdog's files, then torch's own in ~/.cache/torch, as of torch 2.13 and before.
+# Prefixes of the watchdog's files, and of torch's own in ~/.cache/torch (2.13, and before).
 PREFIXES = (PREFIX, "comm_lib_trace_rank_", "nccl_trace_rank_")
-# Frames of libraries, this course's among them, on whichever machine the record was made.
+# Frames of libraries, including this course's, on any machine.
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib/python3|/torch/|/shard(lab|tools|course)/(?!cluster/captured/)|^<|^\?\?"
 )
@@ -47,18 +46,18 @@ class Call:
     """A collective, as one rank called it."""
 
     rank: int
-    group: str  # its description where it has one, and its name
+    group: str  # the group's description, if any, and its name
     members: tuple[int, ...]  # ranks of the group
-    number: int  # of the collective in its group, from 1: the same on all ranks, if all is well
+    number: int  # the collective's number in its group, from 1; equal on all ranks if all is well
     op: str  # all_reduce, all_gather, …
-    sizes: tuple[tuple[int, ...], ...]  # shapes of the tensors that go in
+    sizes: tuple[tuple[int, ...], ...]  # shapes of the input tensors
     dtype: str
-    line: int  # of the script, wherever a library made the call on its behalf
-    where: str  # its function and file
+    line: int  # line of the script, even if a library made the call
+    where: str  # function and file of that line
     created: float  # when the host queued it: seconds since 1970, by this machine's clock
     limit: float  # seconds after which its group gives up
     waiting: bool  # not finished when the record was taken
-    duration: float | None = None  # seconds on the GPU, from the rank's coming to the end
+    duration: float | None = None  # seconds on the GPU, from this rank's arrival to the end
 
     def __str__(self) -> str:
         shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in self.sizes)
@@ -71,9 +70,9 @@ class Call:
 
 
 def record(lines: bool = True) -> dict[str, Any]:
-    """This rank's record as torch keeps it, with the groups that gloo leaves out.
+    """Return this rank's record as torch keeps it, with the groups that gloo leaves out.
 
-    lines: with the lines that made the calls; a process's first look at them takes it a second.
+    lines: include the lines that made the calls, which takes a process a second the first time.
     """
     from torch._C._distributed_c10d import _dump_fr_trace
 
@@ -87,22 +86,22 @@ def record(lines: bool = True) -> dict[str, Any]:
 
 
 def dump(folder: str | Path) -> Path:
-    """Write this rank's record into `folder`, and return the file; the folder is made if needed."""
+    """Write this rank's record into `folder`, which is made if needed; return the file."""
     taken = record()
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / f"{PREFIX}{taken['rank']}"
     beside = path.with_name(f".{taken['rank']}.new")
     beside.write_bytes(pickle.dumps(taken))
-    beside.rename(path)  # whoever reads the folder meanwhile finds a whole file or none
+    beside.rename(path)  # a reader of the folder finds a whole file or none
     return path
 
 
 class Watchdog:
-    """Writes this rank's record when no `beat` came for `limit` seconds: once for each hang.
+    """A thread that writes this rank's record after `limit` seconds without a `beat`, once a hang.
 
-    The job goes on as if nothing had been: it is the group's own limit that ends it. So `limit`
-    is longer than any step, the first and a save included, and shorter than the group's: what gloo
-    gave up counts as done, and tells no longer that a rank waited.
+    The job goes on: the group's own timeout ends it. So `limit` must be longer than any step,
+    including the first and a save, and shorter than that timeout: a call that gloo gave up counts
+    as completed, and no longer shows that a rank waited.
     """
 
     def __init__(self, folder: str | Path, limit: float):
@@ -114,11 +113,11 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """A step is done."""
+        """Report that a step is done."""
         self._last, self._written = time.monotonic(), False
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._closed.set()
         self._thread.join()
 
@@ -130,17 +129,17 @@ class Watchdog:
 
 
 class _Plain(pickle.Unpickler):
-    """Numbers, texts, lists and dictionaries: a record needs no more, and code is refused."""
+    """An unpickler of numbers, texts, lists and dictionaries: code is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a record of the flight recorder names no {module}.{name}")
 
 
 def read(folder: str | Path) -> dict[int, list[Call]]:
-    """The calls of every rank whose record lies in `folder`, oldest first.
+    """Return the calls of every rank whose record is in `folder`, oldest first.
 
     Reads the files of the first of PREFIXES that has any. Raises ValueError for a folder without
-    records, and for a file that is none.
+    records, and for a file that is no record.
     """
     for prefix in PREFIXES:
         if paths := list(Path(folder).glob(f"{prefix}*")):
@@ -169,7 +168,7 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
         name, described = entry["process_group"]
         listed = taken["pg_config"].get(name, {"ranks": "[]"})["ranks"]
         members = tuple(int(number) for number in re.findall(r"\d+", listed))
-        # torch's placeholder for "nobody described it"
+        # "undefined" is torch's placeholder for a group without a description
         label = f"{described}:{name}" if described not in ("", "undefined") else f"group:{name}"
         status = taken["pg_status"].get(str(entry["pg_id"])) or taken["pg_status"][entry["pg_id"]]
         unfinished = entry["op_id"] > status["last_completed_collective"]
@@ -195,7 +194,7 @@ def calls(taken: Mapping[str, Any], rank: int | None = None) -> list[Call]:
 
 
 def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:
-    """File, line and function of the innermost frame that is not a library's."""
+    """Return file, line and function of the innermost frame that is not a library's."""
     for frame in frames:
         if not _LIBRARY.search(frame["filename"]):
             path = Path(frame["filename"])
@@ -204,7 +203,7 @@ def _own(frames: list[dict[str, Any]]) -> tuple[str, int, str]:
 
 
 def _op(entry: dict[str, Any]) -> str:
-    """What was called. gloo does a reduce-scatter by an all-reduce, and notes it as one."""
+    """Return the name of the call. gloo records a reduce-scatter as the all-reduce that it uses."""
     noted = entry["profiling_name"].rpartition(":")[2].strip("_")
     inner = (entry.get("frames") or [{"filename": "", "name": ""}])[0]
     if inner["filename"].endswith("distributed_c10d.py") and inner["name"].startswith("reduce_sc"):

@@ -1,12 +1,12 @@
-"""It hangs: which rank is missing, in which collective, at which line.
+"""The cause of a hang: which rank is missing, in which collective, at which line.
 
     python -m shardlab cluster hang runs/one/flight
     torchfrtrace runs/one/flight -p trace_              # torch's own, for sends and recvs as well
 
 Reads the records that all ranks left (see `flight`), and compares the collectives: within a group,
-the n-th call of one rank must be the n-th call of all. Beyond torch's tool (2.13) it asks the
-majority, where that takes the first record as right; follows who waits for whom, across groups, to
-the rank at which the waiting begins; and says what that rank called last.
+the n-th call of one rank must be the n-th call of all. Unlike torch's tool (2.13), which takes the
+first record as right, it goes by the majority; it follows which rank waits for which, across
+groups, to the rank at which the waiting begins; and names that rank's last call.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .flight import Call, read
 
 Calls = Mapping[int, Sequence[Call]]
 Numbered = dict[int, dict[int, Call]]  # the calls of a group: by number, then by rank
-# Collectives into which every rank puts a tensor of one shape.
+# Collectives in which every rank's input has the same shape.
 _ALIKE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A collective that does not come about."""
+    """A collective that not all ranks entered."""
 
     kind: str  # "missing", "differs" (another call or size) or "cycle"
-    ranks: tuple[int, ...]  # missing, or different from most; in a cycle, all of it
-    call: Call  # as those called it who wait
-    waiting: tuple[int, ...]  # ranks that are in it
+    ranks: tuple[int, ...]  # ranks that are missing, differ from most, or form the cycle
+    call: Call  # the call of the waiting ranks
+    waiting: tuple[int, ...]  # ranks that are in the call
     stands: dict[int, Call | None]  # the last call of each of `ranks` that left a record
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Finding:
 def explain(calls: Calls) -> list[Finding]:
     """Return why the ranks stand still: the first disagreement of each group, the cause first.
 
-    Nothing is found where no rank waits, and where all have come to the call in which they wait.
+    Returns [] if no rank waits, or if all have entered the call in which they wait.
     """
     groups: dict[tuple[str, tuple[int, ...]], Numbered] = {}
     for rank, mine in calls.items():
@@ -69,7 +69,7 @@ def explain(calls: Calls) -> list[Finding]:
     stuck = {rank: mine[0] for rank, mine in waiting.items() if mine}
 
     def awaited(rank: int) -> list[int]:
-        """Return the stuck ranks that have not come to the call in which this one is stuck."""
+        """Return the stuck ranks that have not entered the call in which this rank is stuck."""
         call = stuck[rank]
         came = groups[call.group, call.members][call.number]
         return [other for other in call.members if other not in came and other in stuck]
@@ -84,13 +84,13 @@ def explain(calls: Calls) -> list[Finding]:
                 ]
             path.append(ahead[0])
     found = [_first(calls, members, numbers) for (_, members), numbers in groups.items()]
-    # Whoever waits nowhere else is where the waiting begins.
+    # A finding whose ranks wait nowhere else is the cause.
     return sorted(filter(None, found), key=lambda one: any(rank in stuck for rank in one.ranks))
 
 
 def _first(calls: Calls, members: tuple[int, ...], numbers: Numbered) -> Finding | None:
-    """Find the first number in a group at which its members part ways."""
-    began: dict[int, int] = {}  # by rank: the oldest number that its record has
+    """Find the first call number in a group at which its members disagree."""
+    began: dict[int, int] = {}  # by rank: the oldest number in its record
     for number in sorted(numbers):
         for rank in numbers[number]:
             began.setdefault(rank, number)
@@ -106,7 +106,7 @@ def _first(calls: Calls, members: tuple[int, ...], numbers: Numbered) -> Finding
             return Finding("differs", odd, call, tuple(agree), {rank: here[rank] for rank in odd})
         missing = tuple(rank for rank in members if rank not in here)
         if missing and any(call.waiting for call in here.values()):
-            # One that left no record may have come: it is named where no other is missing.
+            # A rank without a record may have entered: it is named only if no other is missing.
             missing = tuple(rank for rank in missing if rank in calls) or missing
             last = {rank: next(reversed(calls[rank]), None) for rank in missing if rank in calls}
             return Finding("missing", missing, call, tuple(here), last)

@@ -1,4 +1,4 @@
-"""The picture of a job: what each rank used over time, and its steps, from what `sample` wrote."""
+"""A picture of a job: what each rank used over time, and its steps, from the files of `sample`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Line = dict[str, Any]
 
 
 def lines(path: Path) -> list[Line]:
-    """Return what a file of JSON lines holds; the last one may be cut short by a kill."""
+    """Return the objects in a file of JSON lines, whose last line a kill may have cut short."""
     text = path.read_text("utf-8", errors="replace")
     try:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -26,9 +26,8 @@ def lines(path: Path) -> list[Line]:
 def report(folder: str | Path) -> Figure:
     """Draw what each rank of a job used over time, and its steps.
 
-    Reads samples-*.jsonl, and metrics.jsonl where its lines have a `time`. Where ranks have GPUs
-    these are shown, else their cores and their memory. Raises ValueError for a folder without
-    samples.
+    Reads samples-*.jsonl, and metrics.jsonl if its lines have a `time`. Shows GPUs if the ranks
+    have any, else CPU cores and memory. Raises ValueError for a folder without samples.
     """
     samples = [
         line for path in sorted(Path(folder).glob("samples-*.jsonl")) for line in lines(path)

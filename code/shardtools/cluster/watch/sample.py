@@ -1,4 +1,4 @@
-"""Watch a job: what each of its ranks uses of its GPU, its cores, its memory and the network.
+"""Samples of a job: how much GPU, CPU, memory and network each of its ranks uses.
 
     python -m shardlab cluster watch runs/one --pid 4711        # ranks below this launcher, or it
     python -m shardlab cluster watch runs/one --job 1234        # ranks of this Slurm job, here
@@ -6,8 +6,8 @@
 
 The first two write a line of JSON for each rank and one for the machine, every second, until the
 ranks have ended: into runs/one/samples-<machine>.jsonl, so that each node of a job has a file of
-its own. Nothing is changed: the operating system is asked (psutil), and NVIDIA's driver (NVML,
-package nvidia-ml-py, the extra `gpu` of this one) where a rank has a GPU.
+its own. The job is not changed: the operating system (psutil) gives the numbers, and NVIDIA's
+driver (NVML, package nvidia-ml-py, this package's extra `gpu`) if a rank has a GPU.
 
 "utilisation" is NVML's: per cent of its sample period in which at least one kernel ran. It does not
 say how much of the GPU that kernel filled.
@@ -37,7 +37,7 @@ from .report import report
 
 Line = dict[str, Any]
 NO_PACKAGE = "GPUs are left out: that takes the package nvidia-ml-py (pip install nvidia-ml-py)"
-# Why a GPU's clock is lower than it could be: names of NVML's bits, and ours.
+# Reasons of a reduced GPU clock: names of NVML's bits, and the words for them.
 THROTTLES = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
     "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
@@ -48,12 +48,12 @@ THROTTLES = {
 
 
 def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
-    """Return the process of each rank on this machine: those below a launcher, or of a Slurm job.
+    """Return the process of each rank on this machine: below a launcher, or of a Slurm job.
 
-    A rank is a process with RANK in its environment or, where none has that, with SLURM_PROCID:
-    torchrun itself has it under srun, and so have the batch script and whoever watches from within
-    the job. What a rank starts inherits both, so of several with one rank the one nearest to the
-    launcher counts. A launcher without ranks below it is one itself: its own, or rank 0.
+    A rank is a process with RANK in its environment; if there is none, one with SLURM_PROCID, which
+    torchrun itself has under srun, and so have the batch script and a watcher inside the job.
+    Children inherit both, so the process of a rank that is nearest to the launcher counts. A
+    launcher without ranks below it is a rank itself, that of its own RANK, or rank 0.
     """
     try:
         top = psutil.Process(launcher) if launcher is not None else None
@@ -96,7 +96,7 @@ def _use(process: psutil.Process) -> Line:
 
 
 def _device(nvml: Any, environment: Mapping[str, str]) -> Any:
-    """Return NVML's handle of a rank's GPU, or None: CUDA numbers those that the rank may see."""
+    """Return NVML's handle of a rank's GPU, or None: CUDA numbers the GPUs that a rank may see."""
     count = nvml.nvmlDeviceGetCount()
     listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     visible = [name.strip() for name in listed.split(",") if name.strip()]
@@ -112,7 +112,7 @@ def _device(nvml: Any, environment: Mapping[str, str]) -> Any:
 
 
 def _gpu(nvml: Any, device: Any) -> Line:
-    """Return what NVML says of a GPU; None for what this GPU does not tell."""
+    """Return NVML's numbers of a GPU; None for numbers that this GPU does not provide."""
 
     def ask(question: str, *more: Any) -> Any:
         try:
@@ -136,7 +136,7 @@ def _gpu(nvml: Any, device: Any) -> Line:
 
 
 def _nvml() -> Any:
-    """Return NVML, ready to be asked, or None where there is no driver or no package."""
+    """Return NVML, initialized, or None without a driver or the package."""
     try:
         import pynvml
     except ImportError:
@@ -151,14 +151,14 @@ def _nvml() -> Any:
 def watch(
     folder: str | Path, pids: Mapping[int, int], every: float = 1.0, seconds: float | None = None
 ) -> Path:
-    """Sample these ranks into `folder` until they have ended, or for some seconds; the file.
+    """Sample these ranks into `folder` until they have ended, or for `seconds`; return the file.
 
     pids: the process of each rank on this machine. every: seconds from one sample to the next.
     """
     nvml, node, ranks = _nvml(), platform.node(), {}
     for rank, pid in pids.items():
         process = psutil.Process(pid)
-        process.cpu_percent()  # the first answer is 0: later ones are since the one before
+        process.cpu_percent()  # the first answer is 0: later ones cover the time since then
         ranks[rank] = process, _device(nvml, process.environ()) if nvml else None
     path = options.folder("folder", folder) / f"samples-{node}.jsonl"
     begin = time.monotonic()

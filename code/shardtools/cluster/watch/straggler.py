@@ -1,18 +1,18 @@
 """The straggler: the rank for which all others wait, in every step.
 
 Step times do not show it: each step ends with a collective, which ends on all ranks at once, so
-the slow rank's step is as long as everyone's. What shows it is when each rank *comes to* the first
-collective of a step: the slow one comes last, and waits for nobody.
+the slow rank's step is as long as that of all others. The time at which each rank *enters* the
+first collective of a step shows it: the slow rank enters last, and waits for no other.
 
     rows = arrivals({rank: flight.calls(record) for rank, record in enumerate(records)})
 
-The moments come from the flight recorder, so a job needs no change. It has two kinds of them:
+The times come from the flight recorder, so a job needs no change. There are two kinds of them:
 
-- When the host queued the call. With gloo that is when the rank came. With nccl the host runs ahead
-  of its GPU, so these tell slow hosts, and a throttled GPU stays hidden. They compare clocks: those
-  of one machine agree; between machines they differ by what NTP leaves, some milliseconds.
-- How long the call took on the GPU, with TORCH_NCCL_ENABLE_TIMING=1. All end together, so the rank
-  whose own collectives are the shortest came last; no clocks are compared.
+- The time when the host queued the call. With gloo that is when the rank entered it. With NCCL the
+  host runs ahead of its GPU, so these times show slow hosts, but hide a throttled GPU. They compare
+  clocks: on one machine these agree; between machines NTP leaves some milliseconds.
+- The call's duration on the GPU, with TORCH_NCCL_ENABLE_TIMING=1. All ranks end together, so the
+  rank with the shortest collectives entered last; no clocks are compared.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shardlab.common import show
 
 from .flight import Call
 
-LEAST = 30  # collectives under which a median says little on a busy machine
+LEAST = 30  # least number of collectives for a median on a busy machine
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """How late one rank comes to the collectives of a group."""
+    """The delays of one rank at the collectives of a group."""
 
     rank: int
     late: float  # median seconds after the first rank
@@ -43,10 +43,10 @@ class Arrival:
 
 
 def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
-    """How late each rank comes to what all ranks call, in rank order.
+    """Return each rank's delays at collectives that all ranks call, in rank order.
 
-    Takes the collectives of which all ranks are members, and of these the ones that every rank has
-    timed, where there are any. Raises ValueError with fewer than LEAST of them.
+    Uses collectives of which all ranks are members: those that every rank has timed, if there are
+    any. Raises ValueError with fewer than LEAST of them.
     """
     everyone = tuple(sorted(calls))
     by_number: dict[tuple[str, int], dict[int, Call]] = {}
@@ -56,7 +56,7 @@ def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
                 by_number.setdefault((call.group, call.number), {})[rank] = call
     taken = [step for step in by_number.values() if len(step) == len(everyone)]
     timed = [step for step in taken if all(c.duration is not None for c in step.values())]
-    # Timed ones end together: the shorter, the later it began.
+    # Timed collectives end together: the shorter a rank's call, the later the rank entered.
     steps = [{r: -c.duration for r, c in step.items()} for step in timed]
     steps = steps or [{r: c.created for r, c in step.items()} for step in taken]
     if len(steps) < LEAST:
@@ -72,7 +72,7 @@ def arrivals(calls: Mapping[int, Sequence[Call]]) -> list[Arrival]:
 
 
 def picture(found: Sequence[Arrival], durations: Mapping[int, Sequence[float]]) -> Figure:
-    """Step times of all ranks, which agree, above the moments at which they arrive, which do not.
+    """Draw all ranks' step times, which agree, above their arrival times, which do not.
 
     durations: seconds of each step, as every rank measured them itself.
     """

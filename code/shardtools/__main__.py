@@ -1,12 +1,12 @@
 """The course's command line.
 
-    python -m shardlab                # what there is
+    python -m shardlab                # lists the commands
     python -m shardlab record --help
 
-A module with something to offer brings `add_command(commands)`, which adds its parser and sets
-`command` to a function of the parsed options that returns the exit status. Name it here, with its
-words in the list of commands. Of a command that is named, its own module alone is imported, and
-the list imports none: it can be read without what a command lacks.
+A module with a command defines `add_command(commands)`, which adds its parser and sets `command` to
+a function of the parsed options that returns the exit status. Name the module here, with its words
+in the list of commands. Only the named command's module is imported, and the list imports none: it
+needs no command's packages.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads this, `head` for one, has had enough
-        # What waits to be written goes nowhere: Python would try again, and complain, at its end.
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        # Discard buffered output, which Python would try to write at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    """The command that is named first in `given`, with what follows; returns its exit status."""
+    """Run the command that `given` names first, with its arguments; return its exit status."""
     parser = options.Parser(prog=PROGRAM, description="One Model, Many GPUs: the course's tools.")
     commands = parser.add_subparsers(title="commands", metavar="command")
     named = given[0] if given else ""

@@ -1,11 +1,10 @@
 """Options of the commands. A bad value gets one line: its name, the value, and what is allowed.
 
-argparse's own messages name types, not what is allowed. So a value that is no number where one is
-wanted stays text, and is refused by the dataclass or the function that it is for, as it is in
-Python. What an option names in the file system is judged here: `folder` and `written`; `files`
-reads.
+argparse's own messages name types, not what is allowed. So text that is no number stays text, and
+the dataclass or function that uses the value refuses it, as in Python. Files and folders that
+options name are checked here: `folder` and `written`; `shardlab.common.files` reads.
 
-The standard library alone.
+Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from shardlab.common.files import place
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what it does not know, and which of its options is the nearest."""
+    """A parser that reports an unknown option in one line, with the nearest known option."""
 
     def error(self, message: str) -> Any:
-        """End the process with status 2; argparse would print how all is used first."""
+        """End the process with status 2, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse_known_args(self, *given: Any, **more: Any) -> Any:
-        """As of any parser, but here nothing is left: whoever asked for it hears what is wrong."""
+        """Parse as argparse does, but refuse unknown options."""
         found, rest = super().parse_known_args(*given, **more)
         if rest:
             near = nearest(rest[0].partition("=")[0], self._option_string_actions)
@@ -43,15 +42,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """ " (did you mean …?)" where one of the names is much like the given one, else ""."""
-    import difflib  # here: only a mistake needs it
+    """Return " (did you mean …?)" if one of the names is similar to the given one, else ""."""
+    import difflib  # imported here: only a mistake needs it
 
     near = difflib.get_close_matches(given, list(known), 1, 0.7)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def any_encoding() -> None:
-    """Let nothing that is printed fail for a character that a terminal or a pipe has not."""
+    """Escape characters that a terminal or a pipe cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -60,14 +59,14 @@ def any_encoding() -> None:
 def command(
     commands: argparse._SubParsersAction, name: str, description: str | None
 ) -> argparse.ArgumentParser:
-    """A new command. Its words in the list of commands stand in that list."""
+    """Add a command. Its short description is in the list of commands."""
     parser = commands.add_parser(
         name,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # "-1.5" is a bad value, not an unknown option: let the message name the option before it.
+    # "-1.5" is a bad value, not an unknown option: the message must name the option before it.
     parser._negative_number_matcher = re.compile(r"-[.\d]")  # type: ignore[attr-defined]
     return parser
 
@@ -79,7 +78,7 @@ def add(
     metavar: str,
     kind: Callable[[str], Any] = str,
 ) -> None:
-    """Add an option with a value, of that kind where its text is one. A missing value is ""."""
+    """Add an option with a value, converted to `kind` if possible. A missing value is ""."""
     read = partial(_read, kind)
     parser.add_argument(f"--{name}", nargs="?", const="", help=words, metavar=metavar, type=read)
 
@@ -90,7 +89,7 @@ def flag(parser: Any, name: str, words: str) -> None:
 
 
 def _read(kind: Callable[[str], Any], given: str) -> Any:
-    with suppress(ValueError):  # the value's user refuses what stays text
+    with suppress(ValueError):  # text that cannot be converted is refused later
         return kind(given)
     return given
 
@@ -103,16 +102,16 @@ def given(chosen: argparse.Namespace, kind: Any = None) -> dict[str, Any]:
 
 
 def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:
-    """The value of an option as a whole number. Raises ValueError, which says what is allowed."""
+    """Return an option's value as a whole number. Raises ValueError, which says what is allowed."""
     value = _read(int, given or "")
     check_whole(least, most, **{name: value})
     return value
 
 
 def apart(given: Iterable[str], names: Iterable[str], words: str) -> None:
-    """Raise ValueError where one of these options is given beside what has no use for it.
+    """Raise ValueError if one of these options is given beside an option that excludes it.
 
-    words: what that is, and what is allowed with it.
+    words: the other option, and what is allowed with it.
     """
     for name in names:
         if name in given:
@@ -127,9 +126,9 @@ def one_of(given: Iterable[str], *names: str) -> None:
 
 
 def folder(name: str, given: str | Path) -> Path:
-    """The folder that an option names, made where it is new. Raises ValueError if files cannot be.
+    """Return the folder of an option, made if it is new. Raises ValueError if it is not writable.
 
-    It is asked for last, when all other options are known to be good.
+    Call it last, when all other options are known to be good.
     """
     path = place(name, given)
     try:
@@ -149,10 +148,11 @@ def written(
 ) -> Any:
     """Return what `write(path)` returns. Raises ValueError for a file that cannot be written.
 
-    The file is written beside its place and then put there, so that a reader finds the old one or
-    the new one. A link stays one, and the file that it leads to is written. write: a text may stand
-    for it. room: makes the file's folder, too. Without `write` it is only tried, before long work
-    begins, and nothing is left or changed.
+    The file is written beside its place and then moved there, so that a reader finds the old one or
+    the new one. A link stays, and the file that it leads to is written. write: a function, or a
+    text.
+    room: make the file's folder, too. Without `write` the place is only tried, before long work
+    begins, and nothing is changed.
     """
     allowed = "allowed are files in a folder that exists and can be written"
     path = Path(os.path.realpath(place(name, given)))

@@ -1,11 +1,11 @@
-"""From one GPU to many, in seventeen steps, each seen on two real ranks before the next.
+"""Seventeen steps from one GPU to many, each checked on two real ranks before the next.
 
     python -m shardlab steps my_train.py
 
 `my_train.py` is a copy of one_gpu.py that you change. Two processes run it as torchrun would, on
-the CPU, for six steps on a little text. What each of them reads, computes, prints and writes is
-noted by hooks of torch's, and held against what one_gpu.py does in one process. The steps are
-judged in their order; the first that is not done yet, or wrong, says what it lacks.
+the CPU, for six steps on a little text. Hooks in torch record what each process reads, computes,
+prints and writes, and compare this with what one_gpu.py does in one process. The steps are checked
+in order; for the first one that is missing or wrong, the command prints what it lacks.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from shardlab.gpt.model import GPT
 from shardlab.train import one_gpu
 from shardtools import options
 
-# 47 windows: two steps of 16 an epoch; a sampler that fills up makes three of them.
+# 47 windows: two steps of 16 an epoch; a sampler that pads to 48 windows makes three steps.
 SMALL = {"steps": 6, "every": 3, "limit": 64 * 47 + 1, "sample": 2}
-NEAR = 2e-4  # of numbers that are printed with four digits
-SLOW = 0.4  # seconds that a checkpoint takes here: who does not wait for it shows
+NEAR = 2e-4  # tolerance of numbers that are printed with four digits
+SLOW = 0.4  # seconds that a checkpoint takes here, to detect ranks that do not wait for it
 
 
 @dataclass
 class Seen:
-    """What one process did: an entry of a list for each optimizer step, validation or file."""
+    """The actions of one process; its lists have an entry for each step, validation or file."""
 
-    seeds: list[int] = field(default_factory=list)  # as manual_seed got them
+    seeds: list[int] = field(default_factory=list)  # arguments of manual_seed
     group: int | None = None  # ranks of the group at the first forward; 0: there was none
     closed: bool = True  # no group is left at the end
     wrapper: str = ""  # "ddp" or "fsdp" at the first optimizer step
-    units: int = 0  # of FSDP2
+    units: int = 0  # number of FSDP2 units
     read: list[list[int]] = field(default_factory=lambda: [[]])  # windows, by their hash
     validated: list[list[int]] = field(default_factory=list)
     saved: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # shapes, by name
-    written: float = 0.0  # when the last file was
-    loaded: float = 0.0  # when the best weights were asked for
+    written: float = 0.0  # time when the last file was written
+    loaded: float = 0.0  # time when the best weights were loaded
     out: str = ""
-    error: str = ""  # with the script's line
+    error: str = ""  # message with the script's line
 
     def numbers(self, word: str) -> list[float]:
-        """What it printed after a word, step by step."""
+        """Return the numbers that the script printed after a word, step by step."""
         return [float(x) for x in re.findall(rf"\b{word} ([\d.]+|nan|inf)", self.out)]
 
 
 def observed(file: str, folder: str) -> Seen:
-    """On a rank: run a script as torchrun would, and say what it did."""
+    """Run a script on a rank as torchrun would, and return what it did."""
     seen, out = Seen(), io.StringIO()
     arguments = [file, *(f"--{k}={v}" for k, v in SMALL.items()), f"--folder={folder}"]
     with contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def observed(file: str, folder: str) -> Seen:
 
 
 def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
-    """Note what happens from here on; yield the hooks' handles."""
+    """Record actions from here on; yield the hooks' handles."""
     sow, save, load = torch.manual_seed, torch.save, torch.load
 
     def seeded(seed: int) -> Any:
@@ -122,7 +122,7 @@ def _watched(seen: Seen, stack: contextlib.ExitStack) -> Iterator[Any]:
             seen.wrapper = "fsdp"
         seen.read.append([])
 
-    # Parameters are called as torch calls them: a script may pass them by name.
+    # Parameters have torch's names, since a script may pass them by name.
     def saving(obj: Any, f: Any, *more: Any, **named: Any) -> None:
         kept = obj if isinstance(obj, dict) else {}
         shapes = {
@@ -152,14 +152,14 @@ def _path(f: Any) -> Path | None:
 
 
 def _own(f: Any) -> Any:
-    """Return where this rank may write: as yet all may write one file, and would spoil it."""
+    """Return a path of this rank's own, since all ranks may write one file as yet."""
     rank, path = int(os.environ["RANK"]), _path(f)
     return f if rank == 0 or path is None else Path(f"{path}-of-rank-{rank}")
 
 
 def _run(file: str, size: int) -> list[Seen]:
-    """What a script does on `size` ranks. Raises RankError for one that hangs or dies."""
-    # As torchrun does: the store is open before the ranks start, so that nobody takes its port.
+    """Run a script on `size` ranks. Raises RankError for a rank that hangs or dies."""
+    # As torchrun does, open the store before the ranks start, so that nobody takes its port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     launcher |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -176,13 +176,13 @@ def _run(file: str, size: int) -> list[Seen]:
 
 @cache
 def _one() -> Seen:
-    """What one process does."""
+    """Return what one process does."""
     (seen,) = _run(str(Path(one_gpu.__file__)), 1)
     assert not seen.error, seen.error
     return seen
 
 
-Judge = Callable[[Seen, list[Seen], str], str]  # one process, the ranks, the text; what is wrong
+Judge = Callable[[Seen, list[Seen], str], str]  # (one process, ranks, text) -> what is wrong
 
 
 def _group(one: Seen, both: list[Seen], text: str) -> str:
@@ -302,7 +302,7 @@ def _loss(one: Seen, both: list[Seen], text: str) -> str:
 
 def _validates(one: Seen, both: list[Seen], text: str) -> str:
     shares = [set(seen.validated[2]) for seen in both]
-    if len(shares[0] & shares[1]) <= 1:  # one is repeated to fill up
+    if len(shares[0] & shares[1]) <= 1:  # the sampler repeats one window as padding
         return ""
     return (
         "Each rank validates all windows. `evaluate` gets a `DistributedSampler` of its own, with "
@@ -398,11 +398,11 @@ STEPS: list[tuple[str, Judge]] = [
 ]
 
 
-DDP, FSDP2 = 15, 17  # so many steps lead there
+DDP, FSDP2 = 15, 17  # number of steps to a complete DDP or FSDP2 script
 
 
 def progress(file: str | Path, upto: int = FSDP2) -> tuple[int, str]:
-    """How many steps a script has made, and what is wrong with the next one; "" after `upto`.
+    """Return how many steps a script has made, and what is wrong with the next ("" after `upto`).
 
     Raises ValueError for a file that cannot be read.
     """
@@ -418,7 +418,7 @@ def progress(file: str | Path, upto: int = FSDP2) -> tuple[int, str]:
     for done, (_, judge) in enumerate(STEPS[:upto]):
         try:
             wrong = judge(one, both, text)
-        except (IndexError, ValueError):  # it ended before there was anything to judge
+        except (IndexError, ValueError):  # the script ended before there was anything to judge
             wrong = "The script does not come so far."
         if wrong:
             return done, wrong + ended

@@ -1,1 +1,1 @@
-"""Commands that show the library's own figures: memory, mesh, schedule."""
+"""Commands that print the library's own figures: memory, mesh, schedule."""

@@ -1,10 +1,10 @@
-"""`python -m shardlab cluster run`: be the agent of this node.
+"""`python -m shardlab cluster run`: run this node's agent, which starts and restarts ranks.
 
     python -m shardlab cluster run --nodes 2 --ranks 4 --at node1:29400 train.py --steps 100
     python -m shardlab cluster run --at 127.0.0.1:29400 --ranks 2 --logs logs train.py --steps 100
     python -m shardlab cluster run --at 127.0.0.1:29400 -- -m package.module --steps 100
 
-What stands behind the script goes to it as it is, also what looks like one of these options.
+All arguments after the script are passed to it unchanged, even if they look like options.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _main(chosen: argparse.Namespace) -> int:
     job = told(chosen)
     if job.logs:
         options.folder("logs", job.logs)
-    from shardlab.elastic import core  # here: torch takes seconds, and bad input is refused at once
+    from shardlab.elastic import core  # imported late: torch takes seconds to load
 
     return core.run(job, partial(print, flush=True))
 
 
 def told(chosen: argparse.Namespace) -> Job:
-    """The job that options, all of them text, describe. Raises ValueError for bad ones."""
+    """Return the job that the options, all of them text, describe. Raises ValueError."""
     script = [*chosen.script]
     if script[:1] == ["--"]:
         script.pop(0)
@@ -65,6 +65,6 @@ def told(chosen: argparse.Namespace) -> Job:
 
 
 def _nodes(given: str) -> tuple[int, int]:
-    """The least and the largest number of nodes, written as 2:4, or as 2 where both are equal."""
+    """Parse the least and the largest number of nodes: 2:4, or 2 if they are equal."""
     least, _, most = given.partition(":")
     return int(least), int(most or least)

@@ -1,4 +1,4 @@
-"""`python -m shardlab memory`: what one rank of a training job holds.
+"""`python -m shardlab memory`: the memory of one rank of a training job.
 
     python -m shardlab memory --model llama-3-8b --dp 8 --zero 3 --recompute full --unit GiB
     python -m shardlab memory --model gpt-2 --batch 8 --json
@@ -7,17 +7,17 @@
 
 --json prints whole bytes per rank, whatever the unit: parameters, gradients, optimizer,
 activations, buffers, their total on the device; with --model peak, the most that is held at one
-moment, which is less; and host, what is kept in the host's memory instead. All of it is what a
-program holds: what an allocator reserves with it is in `strategy plan --explain`.
+moment, which is less than the total; and host, the bytes in the host's memory. These are the bytes
+that a program allocates; `strategy plan --explain` adds what an allocator reserves with them.
 
 --config takes any causal model of transformers, from its config.json; its class is built without
-numbers, and so torch and transformers are needed. Its states are exact. Of activations what fused
-kernels keep is counted, and temporaries of the loss; their peak is not known. What the file left
-open, and the class decided, is said. --json has in "count" the parameters: total, active (of
-experts those that a token chooses), and the model_type; and "assumed", those words.
+numbers, which needs torch and transformers. Its states are exact. Activations include what fused
+kernels save, and temporaries of the loss; their peak is not known. Values that the file leaves
+open, and the class decides, are printed. --json has the parameters in "count": total, active (of
+all experts only those that a token chooses), and the model_type; and those values in "assumed".
 
-Of a pipeline's stages the fullest is counted, unless --stage names one, from 0. --stages says which
-layers they have: equal, megatron or nanotron (as these cut), or numbers, as 9,9,8,6.
+The fullest stage of a pipeline is counted, unless --stage names one, from 0. --stages gives the
+layers of all stages: equal, megatron or nanotron (these engines' rules), or numbers, as 9,9,8,6.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure, st
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-SEQ = 8192  # tokens of a sequence, at most, unless --seq says otherwise; with --config
+SEQ = 8192  # with --config, most tokens of a sequence by default
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -74,7 +74,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def _main(chosen: argparse.Namespace) -> int:
     unit = "GB" if chosen.unit is None else chosen.unit
-    memory.format_bytes(0, unit)  # an unknown unit is refused before anything is counted
+    memory.format_bytes(0, unit)  # refuse an unknown unit before anything is counted
     aside = "command", "json", "unit"
     given = {n: value for n, value in options.given(chosen).items() if n not in aside}
     found, title, unknown = _counted(given)
@@ -83,7 +83,7 @@ def _main(chosen: argparse.Namespace) -> int:
 
 
 def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """Bytes per rank by part, lines that say of what, and why activations are not known, or "".
+    """Return bytes per rank by part, a title, and why activations are not known ("" if they are).
 
     Raises ValueError for bad input.
     """
@@ -128,8 +128,8 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
 
 
 def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
-    """The model that --config names, and its name; the option is taken out of `settings`."""
-    from shardtools import hub  # which no page's calculator needs
+    """Return the model that --config names, and its name; take the option out of `settings`."""
+    from shardtools import hub  # imported here: no page's calculator needs it
 
     if settings.pop("device", "gpu") != "gpu":
         raise ValueError("--device with --config: allowed is gpu")
@@ -139,9 +139,9 @@ def _model(settings: dict[str, Any]) -> tuple[Structure, str]:
 
 
 def _layout(settings: dict[str, Any]) -> Layout:
-    """What the options say of a layout, taken out of `settings`.
+    """Return the layout that the options describe, and take them out of `settings`.
 
-    Of a pipeline's micro-batches there are as many as it can keep, unless an option says how many.
+    By default a pipeline has as many micro-batches as it can hold.
     """
     fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
     if "batch" in settings:
@@ -154,7 +154,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
 
 
 def _table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
-    """Of what `_counted` gives."""
+    """Format the counts of `_counted` as a table."""
     sizes = {part: memory.format_bytes(found[part], unit) for part in (*PARTS, "total")}
     if unknown:
         sizes |= dict.fromkeys(("activations", "buffers"), unknown)
@@ -174,5 +174,5 @@ def _table(found: dict[str, Any], title: str, unit: str, unknown: str) -> str:
 
 
 def _layers(given: str) -> str | tuple[int, ...]:
-    """A rule's name, or the layers of each stage, written as 9,9,8,6."""
+    """Return a rule's name, or the layers of each stage, from 9,9,8,6."""
     return given if given in STAGE_RULES else tuple(map(int, given.split(",")))

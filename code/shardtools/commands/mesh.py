@@ -5,14 +5,14 @@
     python -m shardlab mesh --tp 2 --hidden 64 --budget 1e6
     python -m shardlab mesh --dp 2 --tp 2 --pp 2 --node 4 --order tp,pp,dp
 
-It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank what it
-holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted; tokens
-per second; and the largest differences from one process that trains the same batches. --budget
-names the bytes of model states that a rank may hold: what needs more is not started, and the exit
-status is 1. --json prints everything as one object.
+It starts dp · pp · tp ranks, trains a GPT on the offline text, and prints for each rank the bytes
+that it holds (parameters, gradients, optimizer) and sends along each axis, predicted and counted;
+tokens per second; and the largest differences from one process that trains the same batches.
+--budget limits the bytes of model states per rank: a job that needs more is not started, and the
+exit status is 1. --json prints everything as one object.
 
-With --node, the ranks of a node, nothing is trained: it prints who is with whom along each axis,
-and which groups leave their node. --order names the axes from the outermost in.
+With --node, the number of ranks on a node, nothing is trained: it prints the groups of each axis,
+and which of them leave their node. --order lists the axes, the outermost first.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _main(chosen: argparse.Namespace) -> int:
             else:
                 print(f"does not fit: the fullest rank would hold {most:,} of {budget:,.0f} B")
             return 1
-    from shardlab.mesh.job import run  # which loads torch
+    from shardlab.mesh.job import run  # loads torch
 
     found = run(job)
     print(json.dumps(found) if chosen.json else told(job, found))
@@ -93,7 +93,7 @@ def _main(chosen: argparse.Namespace) -> int:
 
 
 def _groups(chosen: argparse.Namespace) -> str:
-    """Who is with whom, and what that means for nodes."""
+    """Format the groups of each axis, and which of them leave a node."""
     mesh, node = Layout(**_fields(chosen)), chosen.node
     check_whole(node=node)
     if mesh.ranks % node:
@@ -117,12 +117,12 @@ def _axes(given: str) -> tuple[str, ...]:
 
 
 def _fields(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return what the options say of a layout."""
+    """Return the fields of a layout that the options set."""
     return {"order": AXES} | options.given(chosen, Layout)
 
 
 def job_of(chosen: argparse.Namespace) -> Job:
-    """The job that the options describe; ValueError for those that describe none."""
+    """Return the job that the options describe. Raises ValueError for options without a job."""
     from shardlab.mesh.job import Job
 
     given = {name: default for name, (default, _) in KNOBS.items()} | options.given(chosen)
@@ -141,7 +141,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
 
 
 def told(job: Job, found: dict[str, Any]) -> str:
-    """The lines of a terminal."""
+    """Format a job's results for a terminal."""
     layout, config = job.layout, job.config
     lines = [
         f"{layout.ranks} ranks: dp={layout.dp} pp={layout.pp} tp={layout.tp}, ZeRO {layout.zero}, "
@@ -171,7 +171,7 @@ def told(job: Job, found: dict[str, Any]) -> str:
 
 
 def as_predicted(found: dict[str, Any]) -> bool:
-    """Whether each rank of a job held and sent what was predicted, to the byte."""
+    """Return True if each rank of a job held and sent what was predicted, to the byte."""
     return all(
         one["held"] == one["held_predicted"]
         and all(abs(one["sent"][axis] - one["sent_predicted"][axis]) < 0.5 for axis in one["sent"])

@@ -1,4 +1,4 @@
-"""`python -m shardlab schedule`: who works when in a pipeline, and how long everybody waits.
+"""`python -m shardlab schedule`: the timeline of a pipeline, and how long its stages wait.
 
     python -m shardlab schedule 1f1b --stages 4 --microbatches 8
     python -m shardlab schedule 1f1b --stages 8 --microbatches 24 \\
@@ -8,9 +8,9 @@
 
 Times are in any one unit: of a micro-batch's passes through a whole stage, and of a message from a
 stage to the next; one number for all stages, or one for each, with commas. --json prints bubble
-(share of the cost that a stage idles, on average), cost (the longest any stage takes from its first
-begin to its last end), busy and peak_activations (by stage; in micro-batches of a whole stage), and
-the timeline: by stage, every pass with its begin and end.
+(share of the cost in which a stage idles, on average), cost (the longest time of any stage from its
+first begin to its last end), busy and peak_activations (by stage; in micro-batches of a whole
+stage), and the timeline: every pass of each stage, with its begin and end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardlab.pipeline.terminal import text
 from shardtools import options
 
 WHOLE = ("stages", "microbatches", "chunks")
-MOST = 100_000  # forwards: up to a minute of a core; a picture or a table of more is none
+MOST = 100_000  # forwards: up to a minute on a core, and too many to draw
 MOST_STAGES = 1_000
 TIMES = ("forward", "backward_input", "backward_weight", "hop")
 
@@ -103,6 +103,6 @@ def _facts(timeline: Timeline) -> dict[str, object]:
 
 
 def _times(given: str) -> float | list[float]:
-    """One number, or a list of them."""
+    """Parse one number, or a list of them."""
     values = [float(value) for value in given.split(",")]
     return values if len(values) > 1 else values[0]

@@ -1,11 +1,11 @@
-"""An engine of your own, in five files, graded on real ranks by a pytest suite.
+"""A grader for an engine of your own: five files, tested on real ranks by a pytest suite.
 
-    python -m shardlab grade --start my_engine    # writes the files, with signatures alone
+    python -m shardlab grade --start my_engine    # writes the files, with signatures only
     python -m shardlab grade my_engine
 
 Each part has 14 cases: some ranks train with your file, and their values, bytes and messages are
 compared with one process. Four cases are always the same, the others are drawn from a seed.
-book/project.md says how the command is used in a course.
+book/project.md describes how to use the command in a course.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _main(chosen: argparse.Namespace) -> int:
     folder = options.place("folder", chosen.folder)
     if not folder.is_dir():
         raise ValueError(f"folder={chosen.folder!r}: allowed are folders; --start makes one")
-    import pytest  # here: the command's help needs none
+    import pytest  # imported here: the command's help does not need it
 
     parts = PARTS if chosen.part is None else [chosen.part]
     given = [str(HERE / f"test_{part}.py") for part in parts]

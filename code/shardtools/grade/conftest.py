@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def timeouts() -> list[Case]:
-    """The cases of this part that did not end in time."""
+    """Return the list of the part's cases that did not end in time."""
     return []
 
 
@@ -42,7 +42,7 @@ def on_ranks(
     timeouts: list[Case],
     record_property: Callable[[str, object], None],
 ) -> Callable[[Check], None]:
-    """A function that runs a check of the student's file on the ranks of the case."""
+    """Return a function that runs a check of the student's file on the ranks of the case."""
     part = request.module.PART.name
     file = request.config.getoption("--engine").resolve() / f"{part}.py"
     record_property("points", 1)

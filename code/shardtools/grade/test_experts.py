@@ -1,4 +1,4 @@
-"""Part 5: experts on ranks, and the tokens' way there and back."""
+"""Part 5: experts on ranks, and the exchange of tokens with them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
 
     everyone = [make_experts(case, copy, r) for r in range(n)]
     flat = [expert for one in everyone for expert in one]
-    own = other = 0.0  # rows that this rank sends to experts, and that come to its experts
+    own = other = 0.0  # rows that this rank sends to experts, and rows that its experts receive
     for turn in range(turns):
         for source in range(n):
             x, chosen, weights, gradient = draw_batch(case, copy, source, turn)
@@ -128,7 +128,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
 
     back = 0 if case.has(NO_GRADIENT) and case.has("frozen experts") else 1
     ways = 1 if case.has(NO_GRADIENT) else 2
-    rows = own * (1 + back) + other * ways  # there and their gradients; back and theirs
+    rows = own * (1 + back) + other * ways  # sent rows and gradients; returned rows and gradients
     numbers = 8 * (own + other) + 16 * n * s.experts * turns
     traffic.check(rows * s.hidden * case.dtype.itemsize + numbers, turns * (4 * n + 6))
 

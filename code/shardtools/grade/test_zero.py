@@ -74,8 +74,8 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
     made: list[torch.optim.Optimizer] = []
 
     def make(tensors: list[Tensor]) -> torch.optim.Optimizer:
-        # With weight decay, so that padding and missing gradients matter. eps: a gradient that is
-        # zero but for rounding moves nothing.
+        # With weight decay, so that padding and missing gradients matter. eps is so large that
+        # gradients which are zero up to rounding move nothing.
         if case.has("SGD with momentum"):
             made.append(torch.optim.SGD(tensors, 0.1, momentum=0.9, weight_decay=0.1))
         else:

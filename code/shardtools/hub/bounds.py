@@ -1,7 +1,7 @@
-"""Bounds on what a config.json may ask for, checked before transformers builds anything of it.
+"""Limits on what a config.json may ask for, checked before transformers builds anything from it.
 
--3 layers, a vocabulary of 10^12 and 10^6 layers all get past transformers' own checks: two are
-built, and the last one takes the day. The standard library alone.
+transformers' own checks accept -3 layers, a vocabulary of 10^12 and 10^6 layers: the first two are
+built, and the last one takes a day. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 from shardlab.common.arguments import LAYERS, is_whole, told
 
-BYTES = 10**6  # of a file; the longest of published ones has 32,000
-SIZES = 10**8  # of a width, a vocabulary, a kernel
-NUMBERS = 10**12  # anything else, a base of rotations for example
+BYTES = 10**6  # most bytes of a file; the longest published one has 32,000
+SIZES = 10**8  # largest width, vocabulary or kernel
+NUMBERS = 10**12  # largest other number, such as RoPE's base
 
-# Keys that would have code or kernels fetched, or say how numbers are stored. Not read.
+# Keys that are not read: they would download code or kernels, or describe how weights are stored.
 DROPPED = (
     "auto_map", "quantization_config", "compression_config", "custom_pipelines",
     "_attn_implementation", "_attn_implementation_internal", "attn_implementation",
     "_experts_implementation", "_experts_implementation_internal", "experts_implementation",
     "_name_or_path", "name_or_path", "dtype", "torch_dtype", "use_kernels", "trust_remote_code",
 )  # fmt: skip
-STORED = "quantization_config", "compression_config"  # of these, how weights lie in a file
-_NEEDED = re.compile(  # without one of these there is no model
+STORED = "quantization_config", "compression_config"  # keys of DROPPED for quantized weights
+_NEEDED = re.compile(  # keys that every model needs
     r"^(hidden_size|n_embd|d_model|dim|vocab_size|num_hidden_layers|n_layers?|num_layers"
     r"|num_attention_heads|n_heads?|num_key_value_heads)$"
 )
@@ -33,7 +33,7 @@ _MANY = re.compile(r"layers|heads|experts|n_layer|n_head|top_?k|n_group|per_tok|
 
 
 def read(text: str) -> tuple[dict[str, Any], str]:
-    """Return what a config.json says, without DROPPED, and how its weights are stored ("": plain).
+    """Return a config.json's settings, without DROPPED, and its quantization ("" if it has none).
 
     Raises ValueError for text that is no JSON object with a model_type, and for a number that is
     out of bounds.
@@ -57,21 +57,21 @@ def read(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _constant(text: str) -> float:
-    if text not in ("Infinity", "-Infinity"):  # which published files say for "no limit"
+    if text not in ("Infinity", "-Infinity"):  # published files use these for "no limit"
         raise ValueError(f"the number {text[:30]}: allowed are JSON's")
     return float(text)
 
 
 def _without(given: Any) -> Any:
     if isinstance(given, dict):
-        if given.keys() == {"__float__"}:  # how transformers saves what JSON has no word for
+        if given.keys() == {"__float__"}:  # transformers' form of numbers that JSON lacks
             return _constant(str(given["__float__"]))
         return {key: _without(value) for key, value in given.items() if key not in DROPPED}
     return [_without(value) for value in given] if isinstance(given, list) else given
 
 
 def _check(key: str, value: Any) -> None:
-    """Raise ValueError for a number that is out of bounds, here or inside."""
+    """Raise ValueError for a number that is out of bounds, here or in nested values."""
     if isinstance(value, dict):
         for inner, one in value.items():
             if inner not in DROPPED:
@@ -87,7 +87,7 @@ def _check(key: str, value: Any) -> None:
             raise ValueError(f"{key}={told(value)}: allowed are whole numbers, 1 to {most:,}")
     elif isinstance(value, int | float) and abs(value) != float("inf"):
         wide, many = _WIDE.search(key), _MANY.search(key)
-        least = -1 if wide else 0 if many else -NUMBERS  # -1: some write it for "none"
+        least = -1 if wide else 0 if many else -NUMBERS  # -1: some files use it for "none"
         most = SIZES if wide else LAYERS if many else NUMBERS
         if not least <= value <= most:
             words = f"allowed are numbers from {least} to {most:,}"

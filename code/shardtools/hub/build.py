@@ -1,6 +1,6 @@
-"""transformers' own class for a configuration, built on meta: every shape, and no number.
+"""transformers' own class for a configuration, built on meta: all shapes, and no numbers.
 
-Loads torch and transformers. No code of a file's is run, and nothing is fetched (`offline`).
+Loads torch and transformers. No code from a file is run, and nothing is downloaded (`offline`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .kinds import setting
 
-# The hub's names for what has another one in transformers.
+# Names on the hub that differ from transformers' name.
 ALIASES = {
     "kimi_k2": "deepseek_v3",
     "minimax_m3": "minimax_m3_vl",
@@ -34,7 +34,7 @@ ALIASES = {
 
 
 def configured(given: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration that a config.json describes; its code is not asked."""
+    """Return the configuration that a config.json describes; code that it names is not run."""
     kind = ALIASES.get(given["model_type"], given["model_type"])
     if kind not in CONFIG_MAPPING:
         words = f"transformers {transformers.__version__} has no class of that name"
@@ -51,7 +51,7 @@ def configured(given: dict[str, Any]) -> PreTrainedConfig:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Meanwhile fetch nothing, warn of nothing, and draw no random number of the caller's."""
+    """Download nothing, warn of nothing, and keep the caller's random state, in this context."""
     verbosity = transformers.logging.get_verbosity()
     with (
         mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
@@ -66,7 +66,7 @@ def offline() -> Iterator[None]:
 
 
 def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
-    """The model on meta: the one that AutoModelForCausalLM makes of it, else the image-text one."""
+    """Build the model on meta: AutoModelForCausalLM's class, or else the image-text class."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             found = mapping[type(config)]
@@ -75,7 +75,7 @@ def build(config: PreTrainedConfig, **plugged: str) -> nn.Module:
     else:
         words = "transformers has no causal model of it"
         raise ValueError(f"model_type={config.model_type!r}: {words}")
-    if model.config_class is config.sub_configs.get("text_config"):  # the text half alone
+    if model.config_class is config.sub_configs.get("text_config"):  # the class is for text only
         config = config.get_text_config()
     with torch.device("meta"):
         return model._from_config(config, dtype=torch.bfloat16, **plugged)

@@ -27,7 +27,7 @@ def read(path: str | Path, name: str = "config") -> Structure:
 
 
 def planned(path: str | Path, name: str = "config") -> Structure:
-    """Same as `read`, but raise ValueError for a model that is not predicted."""
+    """Read a structure, but raise ValueError for a model that cannot be predicted."""
     found = read(path, name)
     if found.unplanned:
         words = f"{found.model_type} is counted, and not planned: {found.unplanned}"

@@ -1,10 +1,10 @@
-"""How the ranks of a tensor group cut a tensor, by the end of its name; and whose part it is.
+"""Tensor-parallel cuts of a model's tensors, by the end of their names.
 
 As Megatron-LM and torchtitan cut (transformers' own plan leaves latent attention, state spaces and
 the experts of several models whole): queries, keys and values by heads, networks by their width,
 out and down by their inputs, the vocabulary by its entries. Latent attention's down-projections,
-norms and routers are whole on every rank, and so is what no row of the table knows: `said` says
-which.
+norms and routers are whole on every rank, and so are tensors without a row in the table: `said`
+names them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these load torch
     from .kinds import Alike, Tensor
     from .trace import Traced
 
-# End of a name in attention or in what stands in its place: dimension, and by what.
+# Ends of names in attention or another mixer, the dimension that is cut, and the unit.
 _ATTENTION: tuple[tuple[str, int | None, str], ...] = (
     (
         r"indexer\..*|(q|kv)_a_.*|kv_a_.*|(q|k|v|kv|query|key)_?(layer)?norm\d?|[fg]_a_proj",
@@ -42,19 +42,19 @@ _NETWORK: tuple[tuple[str, int | None, str], ...] = (
 )
 _MIXES = re.compile(r"attn|attention|mamba|temporal|ssm|conv|time_mix|mixer")
 _NORM = re.compile(r"(^|[._])(layer_?)?norm|(^|\.)ln_|norm(_\w|\d)?\.(weight|bias)$|layernorm")
-LEAST = 0.01  # of a layer's parameters: what is smaller is not said to be whole
-MOST = 4  # names in a row
-WORDS = {  # as Config calls it, where it does
+LEAST = 0.01  # share of a layer's parameters below which an uncut tensor is not reported
+MOST = 4  # most names in a list
+WORDS = {  # units by their names in Config, if they have one
     "heads": "heads",
     "kv_heads": COPIED,
     "both": f"{COPIED} of a fused matrix",
     "width": "ffn_width",
-    "twice": "ffn_width",  # gate and up in one
+    "twice": "ffn_width",  # gate and up in one matrix
 }
 
 
 def inside(tensor: Tensor, traced: Traced | None) -> Entry:
-    """A tensor of a layer, and how it is cut; traced: what its layer was seen to do."""
+    """Return the entry of a layer's tensor, with its cut; traced: the trace of its layer."""
     name, shape = tensor.name, tensor.shape
     expert = 0 if tensor.experts else None
     mixes = _mixes(tensor, traced)
@@ -64,7 +64,7 @@ def inside(tensor: Tensor, traced: Traced | None) -> Entry:
     if name.count(".") == 1 and len(shape) == 1 and _NORM.search(name) and not mixes:
         return Entry(name, shape, "norms", partly=True)
     dimension, along, units = _cut(tensor, traced) or (None, "", 0)
-    if dimension == 1 and len(shape) == 1:  # the bias behind the sum
+    if dimension == 1 and len(shape) == 1:  # a bias that is added after the all-reduce
         return Entry(name, shape, kind, partly=True, expert=expert)
     if dimension is None:
         return Entry(name, shape, kind, expert=expert)
@@ -73,9 +73,9 @@ def inside(tensor: Tensor, traced: Traced | None) -> Entry:
 
 
 def _cut(tensor: Tensor, traced: Traced | None) -> tuple[int | None, str, int] | None:
-    """The dimension that is cut (None: none is), by what, and how many there are, by the table.
+    """Return a tensor's cut by the table: the dimension (None: whole), the unit, and their number.
 
-    None where the table lacks the name, or where it is not known how many there are.
+    Returns None if the table lacks the name, or if the number of units is not known.
     """
     mixes, stem = _mixes(tensor, traced), _stem(tensor)
     for ends, dimension, by in _ATTENTION if mixes else _NETWORK:
@@ -90,7 +90,7 @@ def _cut(tensor: Tensor, traced: Traced | None) -> tuple[int | None, str, int] |
 
 
 def unknown(layer: Alike, traced: Traced | None) -> list[Tensor]:
-    """The matrices that the table does not cut, of those that are no small part of the layer."""
+    """Return the matrices that the table does not cut, except small parts of the layer."""
     sizes = [prod(t.shape) * (t.experts or 1) for t in layer.tensors]
     return [
         tensor
@@ -103,7 +103,7 @@ def unknown(layer: Alike, traced: Traced | None) -> list[Tensor]:
 
 
 def said(tensors: Iterable[Tensor]) -> list[str]:
-    """What is `unknown` of all kinds of layers, in words."""
+    """Describe the `unknown` tensors of all kinds of layers."""
     if not (some := list(dict.fromkeys(map(_stem, tensors)))):
         return []
     more = f" and {len(some) - MOST} more" if len(some) > MOST else ""
@@ -111,7 +111,7 @@ def said(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def outside(tensor: Tensor, first: bool, last: bool) -> Entry:
-    """One that stands outside of the layers."""
+    """Return the entry of a tensor outside of the layers."""
     name, shape = tensor.name, tensor.shape
     if len(shape) == 2 and (first or last):
         kind = "embedding" if first else "head"
@@ -124,7 +124,7 @@ def outside(tensor: Tensor, first: bool, last: bool) -> Entry:
 
 
 def _of_norm(name: str) -> bool:
-    """Whether it is a matrix inside of a norm, which some models have."""
+    """Return True for a matrix inside a norm, which some models have."""
     return bool(re.search(r"norm\w*\.\w+\.", name))
 
 
@@ -134,7 +134,7 @@ def _stem(tensor: Tensor) -> str:
 
 
 def _mixes(tensor: Tensor, traced: Traced | None) -> bool:
-    """Whether it belongs to what mixes tokens; Nemotron-H calls networks mixers, too."""
+    """Return True if the tensor belongs to a token mixer; Nemotron-H also calls networks mixers."""
     inside = None if tensor.experts else _MIXES.search(tensor.name.rpartition(".")[0])
     if inside and inside[0] == "mixer":
         return not traced or bool(traced.mixed)
@@ -142,7 +142,7 @@ def _mixes(tensor: Tensor, traced: Traced | None) -> bool:
 
 
 def _units(by: str, traced: Traced | None, size: int) -> int:
-    """How many of what is cut there are; 0: not known, so it is whole."""
+    """Return the number of units of a cut, such as heads; 0 if unknown: then nothing is cut."""
     if by in ("width", "twice"):
         return size
     if not traced or not traced.mixed:
@@ -153,9 +153,9 @@ def _units(by: str, traced: Traced | None, size: int) -> int:
 
 
 def network(entries: tuple[Entry, ...], expert: bool) -> tuple[int, int, bool] | None:
-    """Width and inputs of the networks among these, and whether they are gated; None: not known.
+    """Return width and inputs of the entries' networks, and True if gated; None if not known.
 
-    expert: of one expert, or of what sees every token. A width of 0: there is none.
+    expert: of one expert, or of the network that all tokens use. A width of 0: there is none.
     """
     own = [e for e in entries if e.kind == "ffn" and (e.expert is not None) == expert]
     own = [e for e in own if len(e.shape) == 2 and e.tp is not None]

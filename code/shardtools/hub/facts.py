@@ -22,8 +22,8 @@ from .kinds import OTHERS, Alike, Tensor, main_stack, setting, settings, split, 
 from .plugs import PLUGGED, registered
 from .trace import TOKENS, Traced, traced
 
-SEQ = 8192  # tokens, where a file names no longest sequence
-# Keys that say how large a model is, or what is shared: named where a file leaves them open.
+SEQ = 8192  # tokens, if a file gives no maximum sequence length
+# Keys of sizes and of sharing, which are reported as assumed if a file leaves them open.
 SIZES = re.compile(
     r"^(tie_word_embeddings|vocab_size|head_dim|.*hidden_size|.*intermediate_size|num_.*(layers|heads"
     r"|experts|per_tok)|.*_(rank|topk)|(qk_nope|qk_rope|v)_head_dim|sliding_window|max_position_embeddings|n_.*experts"
@@ -31,12 +31,12 @@ SIZES = re.compile(
 )
 
 
-# What files call the modules that predict further tokens, which transformers' classes leave out.
+# Keys of modules that predict further tokens, which transformers' classes leave out.
 FURTHER = "num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"
 
 
 def structure(given: dict[str, Any], trace: bool = True) -> Structure:
-    """Describe the model of a config.json; trace: follow what its layers compute and keep.
+    """Describe the model of a config.json; trace: follow what its layers compute and save.
 
     Raises ValueError, in one line, for a model that transformers or this package does not know.
     """
@@ -67,7 +67,7 @@ def _structure(given: dict[str, Any], config: Any, trace: bool) -> Structure:
             own = [settings(module) for module in stacks(model).get(main_stack(model), ())]
             tokens = min(_longest(text) or TOKENS, TOKENS)
             seen = list(traced(model, list(zip(layers, own, strict=True)), tokens))
-        except Exception:  # what torch says of its kernels helps nobody
+        except Exception:  # torch's messages about its kernels do not help here
             unplanned = "its layers read numbers, and a model without weights has none"
     unplanned = unplanned or _unlike(model)
     kinds, names, whole = {}, [], []
@@ -109,7 +109,7 @@ def _structure(given: dict[str, Any], config: Any, trace: bool) -> Structure:
 
 
 def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[Kind, str]:
-    """A kind of layer, with `whole` tensors of `unknown`; and why it cannot be planned, or ""."""
+    """Return a kind of layer (`whole`: its `unknown` tensors), and why it is not planned, or ""."""
     entries = tuple(
         replace(cuts.inside(tensor, traced), table=tensor.table) for tensor in layer.tensors
     )
@@ -136,7 +136,7 @@ def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[Kin
 
 
 def _core(traced: Traced | None, module: str) -> tuple[Core | None, str]:
-    """What mixes the tokens, and why that is not known."""
+    """Return the layer's token mixer, and why it is not known ("" if it is)."""
     if not traced or not traced.mixed:
         return None, ""
     if (many := len(traced.mixed)) > 1:
@@ -148,10 +148,10 @@ def _core(traced: Traced | None, module: str) -> tuple[Core | None, str]:
 def _unexplained(
     layer: Alike, traced: Traced, entries: tuple[Entry, ...], core: Core | None
 ) -> str:
-    """Why what a layer computes is not what its matrices and its core explain."""
+    """Say if a layer computes other operations than its matrices and core explain, or ""."""
     if core is None and any(entry.kind == "attention" for entry in entries):
         return f"{layer.module} mixes tokens in a way that is not known"
-    if layer.module.startswith("Llama4"):  # whose script sends each token through all experts
+    if layer.module.startswith("Llama4"):  # its code sends each token through all experts
         return ""
     known = 2 * sum(
         prod(e.shape) * (1 if e.expert is None else layer.chosen)
@@ -165,7 +165,7 @@ def _unexplained(
 
 
 def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
-    """With other words for what is cut, where it is another number in another kind of layer."""
+    """Return the kinds, with separate units of cuts where their numbers differ by kind."""
     units: dict[str, int] = {}
     found = []
     for kind in kinds:
@@ -180,7 +180,7 @@ def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
 
 
 def _built(config: Any) -> tuple[nn.Module, str]:
-    """The model with the plug-ins, or without, and why then it is not followed."""
+    """Build the model with the stand-ins, or without; also say why it is not traced, or ""."""
     try:
         return build(deepcopy(config), **PLUGGED), ""
     except Exception:
@@ -188,7 +188,7 @@ def _built(config: Any) -> tuple[nn.Module, str]:
 
 
 def _unlike(model: nn.Module) -> str:
-    """Why its layers are no plain stack that every token goes through once."""
+    """Say why the layers are no plain stack that each token passes once ("" if they are)."""
     main = main_stack(model)
     if not main:
         return "it has no list of layers"
@@ -209,7 +209,7 @@ def _unlike(model: nn.Module) -> str:
 
 
 def _assumed(given: dict[str, Any], config: Any, model: nn.Module, experts: bool) -> list[str]:
-    """What the file left open."""
+    """List the values that the file left open, and other assumptions."""
     text = config.get_text_config()
     inner = next((v for v in given.values() if isinstance(v, dict) and "hidden_size" in v), {})
     written = {config.attribute_map.get(key, key) for key in (*given, *inner)}
@@ -243,7 +243,7 @@ def _assumed(given: dict[str, Any], config: Any, model: nn.Module, experts: bool
 
 
 def _ends(model: nn.Module, outside: list[Tensor]) -> list[Tensor]:
-    """What stands outside, the embedding first and the head last."""
+    """Return the tensors outside of the layers, the embedding first and the head last."""
     names = {id(m): name for name, m in model.named_modules()}
     head = model.get_output_embeddings()
     first = names.get(id(model.get_input_embeddings()), "-")

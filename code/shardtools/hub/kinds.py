@@ -1,7 +1,7 @@
-"""What a model on meta has: kinds of layers, their order, what stands outside, what is shared.
+"""Kinds of layers of a model on meta, their order, tensors outside of them, and shared tensors.
 
-A kind of layer is the class of its module, what config.layer_types says of it, and the shapes of
-all its parameters; no model is known by its name. Loads torch.
+A kind of layer is the class of its module, its entry in config.layer_types, and the shapes of all
+its parameters; no model is recognized by its name. Loads torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-# Towers that see no token of text.
+# Names of towers that process no text.
 OTHERS = re.compile(r"vision|visual|image|audio|speech|patcher|img_")
-# Modules that keep their matrices the other way round, beside those that say so.
+# Modules that store transposed matrices, beside those with `is_transposed`.
 FLIPPED = "Conv1D", "Llama4TextExperts", "AriaExperts"
-# What files call the number of experts that a token goes through; the first that is there counts.
+# Keys for the number of experts that a token uses; the first one that is set counts.
 CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
     "num_selected_experts",
@@ -26,28 +26,28 @@ CHOSEN = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter: of a layer, or outside of them."""
+    """A parameter of a layer, or outside of the layers."""
 
-    name: str  # inside of the layer
-    shape: tuple[int, ...]  # of one expert, where it is of several; outputs before inputs
-    experts: int = 0  # how many such; 0: it is of none
-    tied: str | None = None  # the one before it with the same numbers
-    table: bool = False  # a token looks some of its rows up: an embedding of n-grams, for example
+    name: str  # name inside the layer
+    shape: tuple[int, ...]  # for experts the shape of one; outputs before inputs
+    experts: int = 0  # number of experts in the tensor; 0: it belongs to no expert
+    tied: str | None = None  # earlier name of the same parameter
+    table: bool = False  # tokens look up some of its rows, as in an embedding of n-grams
 
 
 @dataclass(frozen=True)
 class Alike:
-    """What all layers of a kind have in common."""
+    """The common description of all layers of a kind."""
 
-    module: str  # its class
-    pattern: str  # what config.layer_types calls it
+    module: str  # class of the layer's module
+    pattern: str  # entry in config.layer_types
     tensors: tuple[Tensor, ...]
     experts: int
     chosen: int
 
 
 def stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Numbered layers, by name; those inside of another stack are its own matter."""
+    """Return the lists of numbered layers by name, without lists inside another one."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in found)
@@ -57,7 +57,7 @@ def stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def main_stack(model: nn.Module) -> str:
-    """The name of the stack that text goes through: the one that has most parameters."""
+    """Return the name of the stack that text goes through: the one with the most parameters."""
     sizes = {
         name: sum(p.numel() for p in stack.parameters())
         for name, stack in stacks(model).items()
@@ -67,7 +67,7 @@ def main_stack(model: nn.Module) -> str:
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str | None]]:
-    """Every name of every parameter, and the name before it that has the same numbers."""
+    """Yield each name of each parameter, and the first name of a tied one (else None)."""
     first: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         before = first.setdefault(id(p), name)
@@ -75,10 +75,10 @@ def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str | None
 
 
 def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
-    """Each layer of the main stack, in order, and what stands outside.
+    """Return each layer of the main stack, in order, and the tensors outside of it.
 
-    A tensor that a layer shares with one before it is not among its own. Raises ValueError where
-    it is not known how many experts a token meets.
+    A layer's tensors exclude those that it shares with an earlier one. Raises ValueError if the
+    number of experts that a token uses is not known.
     """
     stack = main_stack(model)
     config = model.config.get_text_config()
@@ -106,7 +106,7 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
         if len(many) > 1:
             words = f"experts of several numbers, {sorted(many)}: what a token meets is not known"
             raise ValueError(f"{type(layer).__name__} has {words}")
-        shared = setting(config, "n_shared_experts") or 0  # which some routers weigh, too
+        shared = setting(config, "n_shared_experts") or 0  # some routers weigh these, too
         routes = {n + more for n in many for more in (0, shared)}
         if many and not any(not t.experts and t.shape[0] in routes for t in tensors):
             words = f"a router that chooses among others than its {max(many)} experts"
@@ -123,9 +123,9 @@ def split(model: nn.Module) -> tuple[list[Alike], list[Tensor]]:
 
 
 def _tables(model: nn.Module) -> set[str]:
-    """The embeddings beside the model's own that tokens choose rows of: no smaller vocabularies.
+    """Return the embeddings, other than the model's own, whose rows tokens choose.
 
-    Those of positions have fewer rows, and count as met, as the model's own embedding does.
+    Smaller embeddings, such as those of positions, count as used, as the model's own does.
     """
     first = model.get_input_embeddings()
     return {
@@ -138,7 +138,7 @@ def _tables(model: nn.Module) -> set[str]:
 
 
 def _in_experts(layer: nn.Module) -> dict[str, int]:
-    """The parameters that experts have of their own, by name in the layer, and how many experts.
+    """Return the number of experts of each parameter that experts own, by its name in the layer.
 
     Raises ValueError for a module whose name says that it has experts, and whose shapes do not.
     """
@@ -163,7 +163,7 @@ def _in_experts(layer: nn.Module) -> dict[str, int]:
 
 
 def _flipped(layer: nn.Module) -> set[str]:
-    """The matrices that are kept as (inputs, outputs), by name in the layer."""
+    """Return the matrices that are stored as (inputs, outputs), by name in the layer."""
     found = set()
     for name, module in layer.named_modules():
         kind = type(module).__name__
@@ -173,7 +173,7 @@ def _flipped(layer: nn.Module) -> set[str]:
 
 
 def chosen(config: Any, number: int) -> int:
-    """How many experts a token goes through in that layer."""
+    """Return the number of experts that a token uses in a layer."""
     for key in CHOSEN:
         value = setting(config, key)
         value = value[number] if isinstance(value, list | tuple) else value
@@ -184,7 +184,7 @@ def chosen(config: Any, number: int) -> int:
 
 
 def settings(layer: nn.Module) -> tuple[object, ...]:
-    """What its modules know of themselves beside their shapes: a window, a type, a place."""
+    """Return the plain attributes of a layer's modules, such as a window or a type."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (name, key, value)
@@ -195,14 +195,14 @@ def settings(layer: nn.Module) -> tuple[object, ...]:
 
 
 def setting(config: Any, key: str) -> Any:
-    """What the configuration says for all layers alike; None where each has its own."""
+    """Return a setting that all layers share; None if each layer has its own."""
     try:
         return getattr(config, key, None)
-    except Exception:  # transformers refuses to give one value for what differs by layer
+    except Exception:  # transformers raises for a setting that differs by layer
         return None
 
 
 def _patterns(config: Any, layers: int) -> list[str]:
-    """What the configuration says of each layer that its shapes do not show."""
+    """Return the configuration's type of each layer, which its shapes do not show."""
     types = setting(config, "layer_types") or ()
     return [str(types[n]) if n < len(types) else "" for n in range(layers)]

@@ -1,12 +1,12 @@
-"""What stands in for the parts of a model whose cost its eager code does not show.
+"""Stand-ins for parts of a model whose cost its eager code does not show.
 
-transformers lets attention, masks and experts be replaced by name; norms and rotations are replaced
-where they stand. Each computes nothing, and keeps for backward what a fused kernel keeps; no
-backward is ever run. Without them a count on meta is wrong, and silently: attention has no causal
-half and no window, and keeps all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9
-operations a token are theirs).
+transformers replaces attention, masks and experts by name; norms and rotations are patched in
+place. A stand-in computes nothing, and saves for backward what a fused kernel saves; no backward is
+ever run. Without stand-ins a count on meta is wrong, and silently: attention has no causal half and
+no window, and saves all scores; experts count as nothing (DeepSeek-V3: 17 of 94 · 10^9 operations a
+token are theirs).
 
-Loads torch and transformers, and changes the latter within `registered` and `plugged` alone.
+Loads torch and transformers, and changes the latter only within `registered` and `plugged`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ NAME = "shardlab"
 PLUGGED = {"attn_implementation": NAME, "experts_implementation": NAME}
 
 
-# Which keys a query sees: a window's size or a chunk's, or neither; and why that is not known.
+# Keys that a query attends to: size of a window or of a chunk, or neither; why it is not known.
 Seen = tuple[int | None, int | None, str]
 
 
 @dataclass
 class Calls:
-    """What a layer called."""
+    """The stand-ins that a layer called."""
 
-    mixed: list[tuple[Core, str]] = field(default_factory=list)  # and why a core is not known
+    mixed: list[tuple[Core, str]] = field(default_factory=list)  # a core, and why it is not known
     chosen: list[int] = field(default_factory=list)
-    # By storage, and kept so that none is used again. All layers share them.
+    # By storage; kept alive, so that no address is reused. All layers share the masks.
     masks: dict[int, tuple[Tensor, Seen]] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ calls = Calls()
 
 
 class _Core(torch.autograd.Function):
-    """Keeps what flash attention keeps: queries, keys, values, its output, a number a row."""
+    """Attention that saves what flash attention does: q, k, v, its output, a number a row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def _mask(
 
 
 def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
-    """What the model's own mask function lets one late query see."""
-    row = 2 * (size or 2048) + 7  # of a sequence that is longer than two windows or chunks
+    """Return which keys the model's own mask function lets a late query attend to."""
+    row = 2 * (size or 2048) + 7  # a query beyond two windows or chunks
     with torch.device("cpu"):
         zero, keys = torch.zeros(1, dtype=torch.long), torch.arange(row + 64)
         try:
@@ -118,7 +118,7 @@ def _seen(function: Callable[..., Any] | None, size: int | None) -> Seen:
 
 
 def storage(tensor: Tensor) -> int:
-    """Return the address of what a tensor is a view of."""
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -126,7 +126,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Each choice is a row, and all rows go through expert 0: the shapes of any routing."""
+    """Send each choice as a row through expert 0, which has the shapes of any routing."""
     chosen = index.shape[-1]
     calls.chosen.append(chosen)
     rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(chosen, 0)  # [s k, h]
@@ -145,7 +145,7 @@ def _experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tenso
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input, and a number a row."""
+    """A norm that saves its input, and a number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -154,7 +154,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Opaque(torch.autograd.Function):
-    """A function that keeps nothing: a rotation turns gradients back by the same angles."""
+    """A function that saves nothing: a rotation turns gradients back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], more: dict[str, Any], *given: Any) -> Any:
@@ -165,7 +165,7 @@ class _Opaque(torch.autograd.Function):
 
 @contextmanager
 def plugged(model: nn.Module) -> Iterator[None]:
-    """Meanwhile, replace norms, and rotations in their modules, by what fused kernels keep."""
+    """Replace norms and rotations by stand-ins that save what fused kernels do, in this context."""
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("Norm") and "Gated" not in kind and type(module) is not nn.LayerNorm:
@@ -189,7 +189,7 @@ def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Meanwhile, have transformers know attention, masks and experts by NAME."""
+    """Register attention, masks and experts with transformers under NAME, in this context."""
     overlay = masking_utils.chunked_overlay
 
     def on_cpu(size: int, left: Tensor) -> Any:
@@ -202,7 +202,7 @@ def registered() -> Iterator[None]:
             (ALL_EXPERTS_FUNCTIONS, _experts),
         ):
             stack.enter_context(mock.patch.dict(type(registry)._global_mapping, {NAME: own}))
-        # Both would read numbers, of which there are none on meta.
+        # Both functions would read numbers, which meta tensors do not have.
         nothing = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         stack.enter_context(nothing)
         stack.enter_context(mock.patch.object(masking_utils, "chunked_overlay", on_cpu))

@@ -1,4 +1,4 @@
-"""One forward pass on meta: what each layer computes, and keeps for backward, a token.
+"""One forward pass on meta: operations of each layer, and numbers it saves for backward, a token.
 
 Loads torch.
 """
@@ -19,25 +19,25 @@ from shardlab.layout.structure import Core
 from .kinds import main_stack, stacks
 from .plugs import calls, plugged, storage
 
-TOKENS = 4096  # of the sequence: more than a sparse attention chooses, and no multiple of its sizes
+TOKENS = 4096  # tokens of the sequence: more than a sparse attention chooses
 LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Of a layer; elements and operations are those of a token."""
+    """A layer's trace; elements and operations are per token."""
 
-    mixed: tuple[tuple[Core, str], ...]  # and why a core is not known
+    mixed: tuple[tuple[Core, str], ...]  # cores, each with why it is not known
     chosen: tuple[int, ...]
-    products: float  # operations, in matrix products and convolutions
-    stream: float  # elements in 16 bits that it keeps, of each part; a network's follow by formula
+    products: float  # operations in matrix products and convolutions
+    stream: float  # saved 16-bit elements, by part; those of networks follow by formula
     latent: float
     heads: float
 
 
 @dataclass
 class _Saved:
-    """A storage that autograd keeps."""
+    """A storage that autograd saves."""
 
     part: str
     size: int
@@ -49,14 +49,14 @@ class _Saved:
 
 
 class _Layer:
-    """What is seen while one layer runs."""
+    """The observations while one layer runs."""
 
     def __init__(self, own: set[int]) -> None:
         self.own = own
         self.saved: dict[int, _Saved] = {}
-        self.held: list[Tensor] = []  # so that no storage is used again
-        self.path: list[str] = []  # modules under way, names inside of the layer
-        self.inputs: set[int] = set()  # storages that the layer's child got
+        self.held: list[Tensor] = []  # kept alive, so that no storage's address is reused
+        self.path: list[str] = []  # running modules, by names inside the layer
+        self.inputs: set[int] = set()  # storages of inputs of the layer's children
         self.latent: set[int] = set()
         self.mixing: set[str] = set()  # children that called attention
 
@@ -81,7 +81,7 @@ class _Layer:
         return tensor
 
     def follow(self, layer: nn.Module) -> None:
-        """Note which modules of the layer are under way; the hooks stay, for it runs once."""
+        """Track which modules of the layer are running; hooks stay, since it runs only once."""
         for name, module in layer.named_modules():
             if name:
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -105,7 +105,7 @@ class _Layer:
             self.mixing.add(name)
 
     def kept(self, tokens: int) -> dict[str, float]:
-        """Elements by part: those of the stream, of latents, and of what mixes tokens."""
+        """Return saved elements per token by part: the stream, latents, and token mixers."""
         found = dict.fromkeys(("stream", "latent", "heads"), 0.0)
         for one in self.saved.values():
             part = "heads" if one.part in self.mixing else one.part
@@ -115,10 +115,9 @@ class _Layer:
 
 
 def traced(model: nn.Module, alike: list[Any], tokens: int) -> list[Traced]:
-    """What each layer of the main stack does in a forward pass over a sequence of so many.
+    """Trace each layer of the main stack in a forward pass over a sequence of `tokens` tokens.
 
-    alike: of each layer what tells it apart. Of those that have the same, one is followed, and its
-    output is that of the others.
+    alike: a value for each layer; of layers with equal values only the first runs, for all of them.
     """
     layers = list(stacks(model)[main_stack(model)])
     tensors = [*model.parameters(), *model.buffers()]

@@ -1,4 +1,4 @@
-"""Is a parallel program the same computation as its plain one? And if not, where and why?
+"""Comparison of a parallel program with its plain version: equal, or where it goes wrong, and why.
 
     from shardtools import parity
 

@@ -109,7 +109,7 @@ class Matcher(Sink):
         return [factor for factor in each if factor is not None]
 
     def forget(self, key: Key) -> bool:
-        """Same as `Sink.forget`."""
+        """Drop an update that fits nowhere; see `Sink.forget`."""
         key = self.plain.name(key)
         unfit = any(not seen.fits for seen in self.seen.get(key, ()))
         return unfit and bool(self.seen.pop(key))

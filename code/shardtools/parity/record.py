@@ -55,7 +55,7 @@ class Record(Sink):
         self.parts[key] = [*self.parts.pop(key, ()), kept]
 
     def tied(self, name: str, first: str) -> None:
-        """Same as `Sink.tied`."""
+        """Store a second name of a tied parameter."""
         self.aliases[name] = first
 
     def _write(self, key: Key, part: Part) -> None:

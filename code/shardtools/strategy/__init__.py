@@ -1,4 +1,4 @@
-"""Which layouts suit a model on a cluster, with predicted memory and step time.
+"""Layouts of a model on a cluster, with predicted memory and step time.
 
 - `MACHINES`, `room`: GPUs and their links; memory that a rank may use;
 - `Layout`: degrees of parallelism, and which rank holds which part of the model;

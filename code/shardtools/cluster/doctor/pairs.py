@@ -3,11 +3,10 @@
 A small message's one-way time is the latency; a large one's bytes over its time beyond the latency
 are the bandwidth (Hockney 1994). Large messages grow to some milliseconds; the best try counts.
 
-Pairs come in rounds: in round d rank r is paired with r XOR d, so the pairs of a round are
-disjoint. With NCCL all pairs of a round run at once: each GPU has its own link, and a job loads all
-links at once, too. NCCL connects a pair at its first message, and blocks both ends until then; both
-ends are in the same round, and the lower rank sends first, so that no cycle of waiting arises.
-Hosts' cores move gloo's bytes: there the pairs of one host take turns, not to slow each other down.
+Pairs come in rounds: in round d rank r is paired with r XOR d, so pairs of a round are disjoint.
+With NCCL all of them run at once, as a job loads all GPUs' links at once. NCCL connects a pair at
+its first message, and blocks both ends until then; the lower rank of each pair sends first, so that
+no cycle of waiting arises. With gloo, whose bytes the hosts' cores move, a host's pairs take turns.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def rounds(size: int) -> Iterator[list[Pair]]:
 
 
 def turns(size: int, hosts: Sequence[str], apart: bool) -> list[list[Pair]]:
-    """Return the pairs that are measured at the same time; apart: at most one pair on each host."""
+    """Return pairs that are measured at the same time; apart: at most one pair on each host."""
     found: list[list[Pair]] = []
     for left in rounds(size):
         while left:
@@ -122,8 +121,8 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
 def clocks(meeting: Rendezvous, group: dist.ProcessGroup, tries: int = 5) -> dict[str, float]:
     """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
 
-    Rank 0 answers one rank after another with its time, which it reads between question and
-    arrival: half of the shortest round trip is its error (Cristian 1989).
+    Rank 0 sends its time, which it reads between question and arrival, to one rank after another:
+    half of the shortest round trip is its error (Cristian 1989).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     told, best = torch.zeros(1, dtype=torch.float64), (0.0, 0.0 if rank == 0 else math.inf)

@@ -1,4 +1,4 @@
-"""Part 4: a pipeline. Each rank of a group has a stage of the model: its rank r is stage r of n."""
+"""Part 4: a pipeline. Each rank of a group has a stage of the model: rank r has stage r of n."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def train_step(
     targets: Sequence[Tensor] | None,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor | None:
-    """Forward and backward of all micro-batches, in the order 1F1B.
+    """Run forward and backward of all micro-batches, in 1F1B order.
 
-    stage: this rank's; called once for each micro-batch. It may be frozen, or have no parameters.
-    shapes: for each micro-batch what passes from any stage to the next one; they may differ.
-    dtype: of that.
-    inputs: of the micro-batches, on the first stage; tokens, maybe. None on the others.
-    targets: of the micro-batches, on the last stage. None on the others.
+    stage: this rank's stage, called once for each micro-batch; maybe frozen, or without parameters.
+    shapes: for each micro-batch the shape that any stage sends to the next one; they may differ.
+    dtype: the dtype of these tensors.
+    inputs: inputs of the micro-batches, on the first stage; tokens, maybe. None on the others.
+    targets: targets of the micro-batches, on the last stage. None on the others.
     loss: of the last stage's output and the targets, a micro-batch's part of the step's loss.
 
     Adds the gradients of the sum of all these losses to `grad` of the stage's parameters. Returns
@@ -32,6 +32,6 @@ def train_step(
 
     Sent: for each micro-batch one message from each stage to the next, and one back, of those
     shapes; nothing else. At no time has rank r of n more than n - r micro-batches whose forward is
-    done and whose backward is not: that is what they cost in memory.
+    done and whose backward is not: their activations take memory.
     """
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Part 2: ZeRO. Gradients are averaged, and each rank keeps the optimizer's states of a share."""
+"""Part 2: ZeRO. Gradients are averaged, and each rank keeps a shard of the optimizer's states."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 class ZeroOptimizer:
-    """Steps like a plain optimizer on averaged gradients, with a share of its states on each rank.
+    """An optimizer on averaged gradients, equal to a plain one, with sharded states.
 
-    parameters: the same ones, with the same values, on each rank of `group`. Those that are frozen
-        are left alone.
-    group: the process group that shares the work: of its ranks alone is spoken.
+    parameters: the same ones, with the same values, on each rank of `group`. Frozen ones are left
+        alone.
+    group: the process group that shares the work: all ranks here are its ranks.
     make: makes a plain optimizer of a list of tensors. It treats each number by itself, as AdamW
         does, so that it may be given pieces of parameters. Call it once.
 
-    A rank's states are those of its share: of N numbers, N / n rounded up; with pieces that are cut
+    A rank's states are those of its shard: of N numbers, N / n rounded up; with pieces that are cut
     parameter by parameter, rounded up for each of them.
     """
 
@@ -36,11 +36,11 @@ class ZeroOptimizer:
         Before: each rank has its own `grad` in each parameter; None counts as zeros. After:
         parameters have the same new values on all ranks, as from one optimizer that has all states.
 
-        max_norm: as torch.nn.utils.clip_grad_norm_ clips, with its 1e-6: of the average, over all
-            parameters.
+        max_norm: clips the average, over all parameters, as torch.nn.utils.clip_grad_norm_ does,
+            with its 1e-6.
         Returns the norm before clipping, the same on all ranks, or None without max_norm.
 
-        Sent in one step: what a reduce-scatter of the gradients and an all-gather of the weights
+        Sent in one step: as much as a reduce-scatter of gradients and an all-gather of weights
         send on a ring, (n - 1) / n of their bytes each; two calls for each parameter, at most.
         """
         raise NotImplementedError

@@ -37,7 +37,7 @@ def planned(path: str | Path, name: str = "config") -> Structure:
 
 @lru_cache(maxsize=64)
 def _read(text: str, trace: bool = True) -> Structure:
-    """Build the structure; trace: follow layers' computation (nine tenths of the time)."""
+    """Build the structure; trace: follow layers' computation (most of the time)."""
     given, how = bounds.read(text)
     try:
         with warnings.catch_warnings(

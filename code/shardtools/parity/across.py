@@ -17,11 +17,11 @@ from .record import Record
 from .recording import BEFORE, Key, Part
 from .report import listed, of_ranks
 
-NOTHING = 1e-3  # share of the largest gradient's size below which gradients are mere rounding
+NOTHING = 1e-3  # of the largest gradient's size: below it gradients may be mere rounding
 
 
 def on_no_rank(key: Key, near: Tolerance, ranks: list[Any]) -> str:
-    """Describe an output's rows that neither stand on a rank nor equal one that does."""
+    """Describe the rows of an output that no rank holds ("" if none is missing)."""
     whole = near.whole
     if whole.dim() < 2 or key.phase != "forward":
         return ""
@@ -48,7 +48,7 @@ def _had(key: Key, whole: Tensor, ranks: list[Any]) -> Tensor:
 
 
 def numbers_on_no_rank(key: Key, whole: Tensor, ranks: list[Any]) -> str:
-    """Describe a weight's numbers that no rank holds, by place or value ("" if none)."""
+    """Describe the numbers of a weight that no rank holds ("" if none is missing)."""
     had = _had(key, whole, ranks)
     if had.all() or torch.isin(whole[~had], whole[had]).all():
         return ""
@@ -104,7 +104,7 @@ def samples(key: Key, plain: Record, ranks: list[Any]) -> str:
 
 
 def lacks(key: Key, matcher: Any) -> bool:
-    """Return True if a rank holds a weight, but not its gradient or update of this key."""
+    """Return True if a rank holds a weight, but not its gradient or update."""
 
     def there(key: Key) -> int:
         return sum(1 for seen in matcher.seen.get(key, ()) if seen.part.value.numel())
@@ -120,7 +120,7 @@ def skipped(ranks: list[Any]) -> int:
 
 
 def complete(key: Key, plain: Record, matcher: Any) -> bool:
-    """Return True if a rank has all children and weights of a module: a stage has not."""
+    """Return True if a rank has all children and weights of a module."""
     prefix = key.name.partition("[")[0]
     prefix += "." if prefix else ""
 
@@ -133,7 +133,7 @@ def complete(key: Key, plain: Record, matcher: Any) -> bool:
 
 
 def gradients_fit(step: int, plain: Record, ranks: list[Any]) -> bool:
-    """Return True if all gradients of a step are right; tiny ones may be mere rounding."""
+    """Return True if all gradients of a step are right; tiny ones may be noise."""
 
     def fits(key: Key, seen: Any) -> bool:
         near = tolerance(plain, key, seen.part.value.dtype)
@@ -165,7 +165,7 @@ def summed(key: Key, near: Tolerance, ranks: list[Any], left: Left) -> str:
 
 
 def _adds_up(key: Key, near: Tolerance, left: Left) -> bool:
-    """Return True if outputs add up in each call, or output gradients over all calls."""
+    """Return True if outputs add up in each call, or their gradients over all."""
     values = [seen.part.value for _, _, seen in left]
     alike = (v.shape == values[0].shape and near.off(v, values[0]) <= 1 for v in values[1:])
     if len(values) > 1 and all(alike):
@@ -189,7 +189,7 @@ def _call_adds_up(key: Key, left: Left) -> bool:
 
 
 def _gradients_add_up(key: Key, near: Tolerance, left: Left) -> bool:
-    """Return True if parts add up where outputs stood; equal plain calls count as one."""
+    """Return True if parts add up where outputs stood, with equal calls as one."""
     size, forward = near.whole.numel(), key._replace(phase="forward")
     numbers = torch.arange(1, size + 1).view(near.whole.shape)  # 0 is padding
     total, had = torch.zeros(2, size + 1, dtype=torch.float64)

@@ -45,7 +45,7 @@ ENDS = "gradient", "update"
 
 @dataclass
 class Seen:
-    """A part on a rank; its value stays if it fits nowhere, else it is on torch's meta."""
+    """A part on a rank, on torch's meta device unless it fits nowhere."""
 
     part: Part
     place: Place | None
@@ -59,7 +59,7 @@ class Seen:
 
 @dataclass
 class Weight:
-    """The places where a rank's weight may stand: all that have fitted so far (rule 3)."""
+    """The places where a rank's weight may stand: all that have fitted so far."""
 
     places: list[Place] = field(default_factory=list)  # empty: UNKNOWN
 
@@ -72,12 +72,12 @@ class Weight:
 class Call:
     """The state of one call (micro-batch) of a step's modules on this rank (rule 2)."""
 
-    stood: dict[str, Place] = field(default_factory=dict)  # the outputs' places, by name
+    stood: dict[str, Place] = field(default_factory=dict)  # outputs' places, by name
     factor: float | None = None  # the factor of backward; None: FREE
     misfits: Counter[str] = field(default_factory=Counter)  # by phase
 
     def is_lost(self, phase: str) -> bool:
-        """Return True if too many of the phase's tensors fit nowhere for long searches."""
+        """Return True if too many of the phase's tensors fit nowhere."""
         return self.misfits[phase] >= PATIENCE
 
 
@@ -90,8 +90,8 @@ class Matcher(Sink):
         self.begins = begins  # steps that were taken before a resumed run
         self.weights: dict[tuple[str, int], Weight] = defaultdict(Weight)  # by name and number
         self.calls: dict[tuple[int, int], Call] = defaultdict(Call)  # by step and call
-        self.known: dict[tuple, list[Place]] = defaultdict(list)  # places of outputs, by shape
-        self.clipped: dict[int, float] = {}  # clipping factor of all gradients of a step
+        self.known: dict[tuple, list[Place]] = defaultdict(list)  # outputs', by shape
+        self.clipped: dict[int, float] = {}  # clipping factor, by step
         # Results for the judge.
         self.seen: dict[Key, list[Seen]] = {}
         self.worst: dict[str, float] = {}  # by phase
@@ -128,7 +128,7 @@ class Matcher(Sink):
         seen.append(Seen(part, place, factor))
 
     def place(self, key: Key, part: Part, number: int) -> tuple[Place | None, float]:
-        """Return the place of this part (the `number`-th of its key), and its factor."""
+        """Return the place of this part, the `number`-th of its key; and its factor."""
         whole = self.plain.whole(key)
         if whole is None or not whole.numel() or key.phase == "samples":
             return None, 1.0
@@ -156,7 +156,7 @@ class Matcher(Sink):
             if fits := [(off, p) for off, p in offs if off <= 1]:
                 break
         least = min((off for off, _ in fits), default=1.0)
-        # Numbers with few bits fit many places: if any are bitwise equal, only these count.
+        # Numbers with few bits fit many places: bitwise equal ones come first.
         weight.places = [p for off, p in fits if off == 0.0 or least > 0.0]
         return weight.places[0] if weight.places else None
 
@@ -172,7 +172,7 @@ class Matcher(Sink):
         if part.unread or not near.decides:
             return owned[0] if owned else None
         factor = 1.0
-        if part.unclipped and owned:  # all gradients of a step share one clipping factor
+        if part.unclipped and owned:  # a step has one clipping factor
             free = ratio(part.value.view(owned[0].shape), owned[0].of(near.whole))
             factor = self.clipped.setdefault(key.step, free)
         fits = [p for p in owned if self._fits(key, part.value.view(p.shape), p, near, factor)]
@@ -183,7 +183,7 @@ class Matcher(Sink):
     # Outputs and their gradients: lenient
 
     def _output(self, key: Key, part: Part, near: Tolerance) -> Place | None:
-        """Return an output's best place anywhere, known outputs' places first."""
+        """Return an output's best place; earlier outputs' places are tried first."""
         value, shape, whole = part.value, tuple(part.value.shape), tuple(near.whole.shape)
         known = self.known[part.call, shape, whole]
         # The likeliest part of the batch has this rank's number, or this call's number.
@@ -221,7 +221,7 @@ class Matcher(Sink):
     def _best(
         self, key: Key, value: Tensor, places: Iterable[Place | None], near: Tolerance
     ) -> Place | None:
-        """Return the place that fits best; with a tight tolerance, the first that fits."""
+        """Return the place that fits best; under a tight tolerance, the first one."""
         best, least = None, 1.0
         for place in places:
             if place is None:
@@ -249,7 +249,7 @@ class Matcher(Sink):
         tried = [mine, *self.factors(key.step)]
         for place in places:
             free = [ratio(value, place.of(near.whole))] if mine is None else tried
-            if free == [0.0] and self._fits(key, value, place, near):  # zeros fix no factor
+            if free == [0.0] and self._fits(key, value, place, near):  # all zeros
                 return place, 1.0
             if factor := self._factor(key, part, place, near, free):
                 return place, factor
@@ -262,7 +262,7 @@ class Matcher(Sink):
     def _factor(
         self, key: Key, part: Part, place: Place, near: Tolerance, tried: list[float]
     ) -> float:
-        """Return the first factor with which a part fits, fixed for its call; else 0."""
+        """Return the first factor with which the part fits, and keep it; else 0."""
         for factor in dict.fromkeys(tried):
             if factor and self._fits(key, part.value, place, near, factor):
                 call = self.calls[key.step, part.call]
@@ -273,7 +273,7 @@ class Matcher(Sink):
     def _twins(
         self, key: Key, part: Part, stood: Place, near: Tolerance, tried: list[float | None]
     ) -> Iterator[tuple[Place, float]]:
-        """Yield places that permute rows of equal outputs to fit gradients, and factors.
+        """Yield (place, factor) pairs that permute rows of equal outputs to fit.
 
         Factors that are unknown yet are estimated from the first rows.
         """

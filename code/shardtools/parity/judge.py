@@ -26,7 +26,7 @@ class Judge:
             matcher.plain = plain
         self.report = Report(len(ranks), fewer=plain.fewer)
         self.order = self._in_time()
-        self.addends: list[tuple[Key, str]] = []  # partial sums that were not all-reduced
+        self.addends: list[tuple[Key, str]] = []  # partial sums, not all-reduced
         self.gradients_fit = cache(partial(across.gradients_fit, plain=plain, ranks=ranks))
 
     def judge(self) -> Report:
@@ -49,7 +49,7 @@ class Judge:
         return self.report
 
     def _in_time(self) -> list[Key]:
-        """Return the keys by step and phase: modules by last call, gradients reversed."""
+        """Return keys by step and phase: modules by last call, gradients reversed."""
         first, steps = self.begin or BEFORE, range(self.begin, self.end)
         mine = (k for k in self.plain.parts
                 if (k.step == first if k.phase == "weights" else k.step in steps))  # fmt: skip
@@ -98,7 +98,7 @@ class Judge:
             self._say(key, [], words)
 
     def _wrong(self, key: Key, parts: list, left: list[tuple[Matcher, int, Seen]]) -> None:
-        """Explain parts that fit nowhere; wrong outputs get likely places for backward."""
+        """Explain the parts that fit nowhere; wrong outputs get their likeliest places."""
         values = []
         for matcher, number, seen in parts:
             wrong = any(seen is one for *_, one in left)

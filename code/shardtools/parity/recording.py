@@ -92,8 +92,8 @@ def is_watched(x: Any) -> bool:
 class Watch:
     """The `watch` that a program receives: `watch(model, optimizer)`.
 
-    seed: noise: every output, gradient and first weight is then moved by one unit in the last
-    place, and sums and casts round differently (see `Rounding`), until `close`. begins: steps
+    seed: of noise, which moves every output, gradient and first weight by one unit in the last
+    place, and rounds sums and casts differently (see `Rounding`), until `close`. begins: steps
     before this resumed program. every: report weights before each step, not before the first alone.
     """
 

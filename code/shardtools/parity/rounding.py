@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators that add up many numbers, with the arguments in which each is jointly linear.
+# Operators that add up many numbers, with the arguments in which they are linear.
 SUMS = {
     "mm": "self", "bmm": "self", "addmm": "self mat1", "baddbmm": "self batch1", "sum": "self",
     "mean": "self", "index_put": "self values", "index_add": "self source",
@@ -53,7 +53,7 @@ class Rounding(TorchDispatchMode):
         return out / factor if scaled else out
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Move a thousandth of the numbers (at least one) by a unit in the last place."""
+        """Move a thousandth of the numbers (at least one) by a unit in last place."""
         few = max(1, x.numel() // 1024)
         index = torch.randint(x.numel(), (few,), generator=self.generator).to(x.device)
         chosen = x.flatten()[index]

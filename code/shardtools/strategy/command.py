@@ -210,9 +210,9 @@ def _fit(given: dict[str, Any]) -> int:
     a CSV file is a table of throughputs (engine, model, gpu, gpus, dtype, degrees, mbs, gbs, seq,
     recompute, and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names lines that it skips.
     """
-    from . import learn  # which no page's calculator needs
+    from . import learn  # imported here: no page's calculator needs it
 
-    options.written("rates", given["rates"])  # before anything is measured or fitted
+    options.written("rates", given["rates"])  # check the path before anything is measured or fitted
     left: list[str] = []
     if "file" in given:
         rates = learn.fitted(Path(given["file"]), _profile(given), left)
@@ -239,7 +239,7 @@ def _predict(given: dict[str, Any]) -> int:
     hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep,
     etp, dp, mbs, gbs, seq, zero, recompute (none, selective, full); others have defaults.
     """
-    from . import learn  # which no page's calculator needs
+    from . import learn  # imported here: no page's calculator needs it
 
     path = Path(given["file"])
     profile, rates = _rates(given)

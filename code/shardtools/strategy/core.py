@@ -32,13 +32,13 @@ NARROW = 64  # head size up to which attention does not fill the chip
 BACKWARD = 2  # one matrix product for the gradient of each of the two factors
 FLASH_BACKWARD = 2.5  # scores recomputed: Dao 2023 (arXiv 2307.08691), section 4.1
 FORWARD = 1 / 3  # hence forward's share of a layer's launches and cross-node latencies
-# With sequence parallelism backward waits for its all-gathers, this share of its collectives.
+# Share of backward's collectives that are all-gathers, under sequence parallelism.
 GATHERED = 0.5
 
-# How often deferred weight gradients fill the bubble: Qi et al. 2023 (arXiv 2401.10241).
+# How often deferred weight gradients fill the bubble: Qi et al. 2023, arXiv 2401.10241.
 FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 
-# Predicted bytes over a GPU's limit: below the first ratio no job retries, above the second all.
+# Predicted bytes over the limit: below the first no job retries, above the second all.
 RETRIES = 0.94, 1.06
 
 
@@ -48,14 +48,14 @@ class Seconds:
 
     products: float  # matrix products, on the slowest stage
     attention: float
-    elementwise: float  # memory passes: norms, activations, plain attention's scores, the loss
+    elementwise: float  # memory passes: norms, activations, plain scores, the loss
     launches: float  # CPU launch time that exceeds GPU time
     tensor: float  # tensor-parallel collectives, and their latencies beyond the node
     context: float  # keys and values from the other context ranks
     experts: float  # all-to-alls: tokens to experts on other ranks, and back
     bubble: float
     messages: float  # between pipeline stages
-    data: float  # between data-parallel copies, and between the two ends of a tied embedding
+    data: float  # between data-parallel copies, and ends of a tied embedding
     optimizer: float
     host: float  # offloaded states: transfers to and from the host, and updates there
     retries: float  # allocator retries where memory is short
@@ -68,7 +68,7 @@ class Seconds:
 
 @dataclass
 class _Work:
-    """Seconds of one layer or head for one micro-batch, by part; or sums and multiples."""
+    """Seconds of one layer or head for one micro-batch, by part; or sums of these."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -134,7 +134,7 @@ def _bubble(job: Job, layers: Layers, work: list[_Work], slowest: _Work) -> floa
     if layout.schedule == "naive":
         return layout.microbatches * others if layout.pp > 1 else 0.0
     forward, backward = layers[job.model.largest]
-    # While the pipeline fills and drains, the CPU launches ahead, so launches cost no time.
+    # The CPU launches ahead while the pipeline fills and drains.
     others -= sum(stage.launches for stage in work) - slowest.launches
     left = _left(layout, forward.total, backward.total, backward.products / BACKWARD)
     return others * left * _largest(job.stages)
@@ -208,11 +208,11 @@ def layer(job: Job, rates: Values, kind: Kind | None = None) -> tuple[_Work, _Wo
 
 
 def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float]:
-    """Return the forward seconds of attention's products and of passes over its scores."""
+    """Return the forward seconds of attention's products and of passes over scores."""
     if core is None:
         return 0.0, 0.0
     t, flash = job.layout.tp, job.profile.attention == "flash"
-    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash skips masked pairs
+    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash: no masked pairs
     if flash:
         share = rates.attention * (rates.narrow if core.query <= NARROW else 1.0)
         return work / (reached(job, rates, share) * job.machine.flops), 0.0
@@ -221,7 +221,7 @@ def _attention(job: Job, rates: Values, core: Core | None) -> tuple[float, float
 
 
 def _scans(job: Job, rates: Values, kind: Kind) -> float:
-    """Return the forward seconds of a state space's or linear attention's own products."""
+    """Return the forward seconds of products in state spaces and linear attention."""
     work = job.tokens * kind.scans / job.layout.tp
     return rates.scan * work / (rates.attention * job.machine.flops)
 
@@ -274,7 +274,7 @@ def _travel(job: Job, rates: Values, routed: Routed | None) -> float:
     here = min(e, max(1, machine.per_node // apart))
     inside = (here - 1) * sent / (rates.node * machine.inside)
     far = (e - here) * sent
-    if job.profile.once and e > here:  # a node gets one copy of a token for all its experts
+    if job.profile.once and e > here:  # a node gets one copy of each token
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
         far = NUMBER * tokens * routed.inputs * reached
@@ -330,7 +330,7 @@ def _messages(job: Job, rates: Values, busy: float) -> float:
 
 
 def _optimizer(job: Job, rates: Values, held: float, kept: float) -> float:
-    """Return the seconds to accumulate `held` gradients and update `kept` parameters."""
+    """Return the seconds to add up `held` gradients and update `kept` parameters."""
     layout, profile = job.layout, job.profile
     update = profile.update * kept if layout.offload == "none" else 0.0
     read = update + profile.accumulate * held * layout.microbatches

@@ -32,7 +32,7 @@ from . import FOLDER
 RANKS = {"uneven": 3, "order": 2, "tensor": 2}
 LAST = {"uneven": 5, "order": 5, "tensor": 9}  # calls of each rank that the text shows
 FORK = multiprocessing.get_context("fork")
-PATIENCE = 120.0  # seconds until the jobs stand still
+PATIENCE = 120.0  # seconds until the jobs must hang
 
 
 @dataclass(frozen=True)

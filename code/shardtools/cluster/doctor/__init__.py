@@ -83,7 +83,7 @@ def _consult(meeting: Rendezvous, settings: Settings, group: Group) -> Findings 
     silent = meeting.wait_for_all() if meeting.rank == 0 else {}
     try:
         meeting.end()
-    except (dist.DistError, RuntimeError):  # the store went with rank 0
+    except (dist.DistError, RuntimeError):  # the store ended with rank 0
         words = f"rank {meeting.rank} on {socket.gethostname()}: rank 0 is heard of no more"
         raise ValueError(words) from None
     if meeting.rank:
@@ -158,7 +158,7 @@ def _launched(at: Place, settings: Settings) -> int:
         print(f"doctor{words}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # whatever still hangs in a thread of this process
+    os._exit(status)  # exit even if a thread of this process hangs
 
 
 def _alone(number: int, settings: Settings) -> int:

@@ -48,7 +48,7 @@ class Findings:
     needs: float = 1e9  # bytes that must fit into the folder
 
     def of(self, part: str) -> dict[int, Any]:
-        """Return each rank's facts of a part, without ranks that did not come so far."""
+        """Return each rank's facts of a part, without ranks that did not get there."""
         return {rank: f[part] for rank, f in enumerate(self.facts) if f.get(part) is not None}
 
     def hosts(self, part: str = "host") -> dict[str, list[int]]:
@@ -72,7 +72,7 @@ CHECKS: list[tuple[Judge, str, str]] = []  # in the order of the table
 
 
 def check(part: str, advice: str) -> Callable[[Judge], Judge]:
-    """Add a check to the table, with the facts that it needs, and advice if it is bad."""
+    """Add a check to the table, with the facts that it needs, and its advice."""
 
     def add(judge: Judge) -> Judge:
         CHECKS.append((judge, part, advice))
@@ -120,7 +120,7 @@ def versions(job: Findings) -> Judged:
     "the launcher shows each rank one); nvidia-smi says who holds memory",
 )
 def devices(job: Findings) -> Judged:
-    """Check that each rank has its own GPU, or none has one, and nobody else uses it."""
+    """Check that each rank has a free GPU of its own, or that no rank has one."""
     found = job.of("gpu")
     ids = {r: (job.facts[r]["host"], gpu["id"]) for r, gpu in found.items() if gpu["id"]}
     bad = [
@@ -283,7 +283,7 @@ def interfaces(job: Findings) -> list[str]:
     "with room: quota -s, or another --folder",
 )
 def folder(job: Findings) -> Judged:
-    """Check that all ranks share one folder, with renames, locks and enough free space."""
+    """Check that all ranks share one folder with renames, locks and enough space."""
     found = job.of("folder")
     wrong = {rank: mine["fault"] for rank, mine in found.items() if mine["fault"]}
     for rank, mine in found.items():

@@ -1,4 +1,4 @@
-"""Fits five weights in 20 steps, saves every fifth, and resumes. Rank 1 is killed in the first run.
+"""A fit of five weights in 20 steps, saved every fifth; rank 1 is killed in the first run.
 
 torchrun --nproc-per-node=2 --max-restarts=3 killed.py runs/killed
 """

@@ -70,7 +70,7 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
                 continue
             if "RANK" in environment:
                 by_rank[process.pid] = parent, rank
-            elif not step or step != os.environ.get("SLURM_STEP_ID"):  # that of whoever watches
+            elif not step or step != os.environ.get("SLURM_STEP_ID"):  # the watcher's own step
                 by_slurm[process.pid] = parent, rank
     ranked, found = by_rank or by_slurm, {}
     for pid, (parent, rank) in ranked.items():
@@ -126,7 +126,7 @@ def _gpu(nvml: Any, device: Any) -> Line:
     names = [ours for bit, ours in THROTTLES.items() if held and held & getattr(nvml, bit)]
     return {
         "utilisation_percent": busy and busy.gpu,
-        "memory_busy_percent": busy and busy.memory,  # of time, in which it was read or written
+        "memory_busy_percent": busy and busy.memory,  # share of time with reads or writes
         "memory_bytes": memory and memory.used,
         "memory_total_bytes": memory and memory.total,
         "power_watts": milliwatts and milliwatts / 1000,

@@ -38,7 +38,7 @@ class Arrival:
 
     rank: int
     late: float  # median seconds after the first rank
-    last: float  # share of the collectives at which it came last
+    last: float  # share of the collectives that this rank entered last
     moments: tuple[float, ...]  # seconds after the first rank, for each collective
 
 

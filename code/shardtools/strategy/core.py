@@ -30,15 +30,18 @@ NARROW = 64  # head size up to which attention does not fill the chip
 
 # Work of the backward pass as a multiple of the forward pass.
 BACKWARD = 2  # one matrix product for the gradient of each of the two factors
-FLASH_BACKWARD = 2.5  # scores recomputed: Dao 2023 (arXiv 2307.08691), section 4.1
+FLASH_BACKWARD = 2.5  # 5 products for 2: recomputes scores. Dao 2023 (2307.08691), 4.1
 FORWARD = 1 / 3  # hence forward's share of a layer's launches and cross-node latencies
-# Share of backward's collectives that are all-gathers, under sequence parallelism.
+# Share of backward's collectives that are all-gathers, under sequence parallelism: they
+# come before compute, and cannot be hidden. The others are reduce-scatters, which can.
 GATHERED = 0.5
 
-# How often deferred weight gradients fill the bubble: Qi et al. 2023, arXiv 2401.10241.
+# How often deferred weight gradients fill the bubble: once, or twice if more
+# micro-batches start early. Qi et al. 2023 (arXiv 2401.10241).
 FILLS = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 
-# Predicted bytes over the limit: below the first no job retries, above the second all.
+# Predicted bytes over the limit: below the first no job retries, above the second all
+# do, since predictions are off by some percent.
 RETRIES = 0.94, 1.06
 
 

@@ -35,7 +35,7 @@ class Record(Sink):
     def __init__(self, folder: Path | None = None):
         super().__init__()
         self.parts: dict[Key, list[Part]] = {}
-        self.aliases: dict[str, str] = {}  # of tied parameters: another name -> the first
+        self.aliases: dict[str, str] = {}  # tied parameters: another name -> first name
         self.noise: dict[Key, tuple[float, float, float]] = {}  # see `noise`
         self.sizes: dict[Key, float] = {}  # cache of root mean squares
         self.folder = folder

@@ -189,7 +189,7 @@ def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> fl
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:
-    """Return the days of a whole training run: 8TP/(nX), with full recomputation.
+    """Return the days of a training run: 8TP/(nX) seconds, with full recomputation.
 
     T tokens, P parameters, n GPUs that reach X = `flops` FLOP/s each. Narayanan et al. 2021,
     section 5.1: 34 days for 175 billion parameters and 300 billion tokens on 1,024 GPUs

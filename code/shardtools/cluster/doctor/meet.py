@@ -29,7 +29,7 @@ def open_store(at: Place, patience: float) -> dist.Store:
     """Open the store at `at`, as its server on rank 0 unless the launcher keeps the store.
 
     The server listens only on rank 0's address, if that is an address of rank 0's host. Raises
-    ValueError if nobody answers there.
+    ValueError if no store answers there.
     """
     how: dict[str, Any] = {"timeout": timedelta(seconds=patience), "wait_for_workers": False}
     if at.rank == 0 and not at.served:

@@ -29,7 +29,7 @@ saved, done = given.folder and given.folder / "step", 0
 if given.resume == "auto" and saved and saved.exists():
     done = int(saved.read_text())
 words = f"rank {rank} of {size}, local rank {os.environ.get('LOCAL_RANK', 0)}, lr {given.lr}"
-sys.stdout.write(f"{words}: from step {done}\n")  # in one piece: others write there, too
+sys.stdout.write(f"{words}: from step {done}\n")  # one call: other ranks write there, too
 sys.stdout.flush()
 while done < given.steps and not stop:
     time.sleep(0.1)

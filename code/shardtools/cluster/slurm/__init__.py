@@ -79,7 +79,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
 _NODE = "NodeName=node{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}{gres}\n"
 _WRITTEN = ("state", "spool", "munge", "gres.conf", "slurm.conf")  # files that `stop` removes
 START = 60.0  # seconds that Slurm may take to start
-_CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: Python warns of a running child let go
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: Python warns if a running child is collected
 
 
 class SlurmError(RuntimeError):
@@ -134,7 +134,7 @@ def processes(folder: Path) -> list[psutil.Process]:
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
             if process.info["name"].startswith(("munged", "slurm")):
-                ours = process.cwd() == str(folder)  # titles have overwritten their environment
+                ours = process.cwd() == str(folder)  # process titles overwrite environ()
             else:
                 own = process.environ()
                 ours = "SLURM_JOB_ID" in own and own.get("SLURM_CONF") == f"{folder}/slurm.conf"

@@ -63,7 +63,7 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
     by_rank: dict[int, tuple[int, int]] = {}  # process -> its parent, and its number by RANK
     by_slurm: dict[int, tuple[int, int]] = {}
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
-        with suppress(psutil.Error):  # ended meanwhile, or somebody else's
+        with suppress(psutil.Error):  # ended meanwhile, or another user's
             environment, parent = process.environ(), process.ppid()
             rank, step = rank_of(environment), environment.get("SLURM_STEP_ID", "")
             if rank is None or (not top and environment.get("SLURM_JOB_ID") != str(job)):
@@ -89,7 +89,7 @@ def _use(process: psutil.Process) -> Line:
             raise psutil.NoSuchProcess(process.pid)
         return {
             "pid": process.pid,
-            "cpu_percent": process.cpu_percent(),  # of one core, since the last question
+            "cpu_percent": process.cpu_percent(),  # of one core, since the last sample
             "memory_bytes": process.memory_info().rss,
             "threads": process.num_threads(),
         }

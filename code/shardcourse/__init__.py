@@ -1,1 +1,1 @@
-"""What makes the course: its exercises' checks, and how its pages are executed and kept."""
+"""Checks of the course's exercises, and tools that execute its pages and record their outputs."""

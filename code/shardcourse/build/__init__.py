@@ -32,7 +32,7 @@ __all__ += ["reach", "read"]
 
 
 def course(start: Path | None = None) -> Path:
-    """The course's folder: the nearest one above `start` (or above here) that holds lessons/.
+    """Return the course's folder: the nearest one above `start` (or this file) with lessons/.
 
     Raises ValueError when there is none.
     """
@@ -44,7 +44,7 @@ def course(start: Path | None = None) -> Path:
 
 
 def selected(names: list[str], root: Path) -> list[str]:
-    """The topics that `names` names, all of them for []. Raises ValueError for an unknown one."""
+    """Return the topics in `names`, all topics for []. Raises ValueError for an unknown topic."""
     known = lessons(root)
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -53,18 +53,18 @@ def selected(names: list[str], root: Path) -> list[str]:
 
 
 def load(path: Path) -> nbformat.NotebookNode | None:
-    """The recording in the file `path`; None when there is none that can be read."""
+    """Return the recording in the file `path`; None if there is none or it cannot be read."""
     import nbformat
 
     try:
         book = nbformat.read(path, as_version=4)
         return book if about(book) else None
-    except Exception:  # whatever a file that is no notebook makes the parser raise
+    except Exception:  # whatever the parser raises for a file that is no notebook
         return None
 
 
 def save(book: nbformat.NotebookNode, path: Path) -> None:
-    """Write a recording so that a reader finds the old file or the new one, never a part."""
+    """Write a recording atomically: a reader finds the old file or the new one, never a part."""
     import nbformat
 
     written("recording", path, nbformat.writes(book) + "\n", room=True)

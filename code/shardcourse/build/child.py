@@ -1,4 +1,4 @@
-"""One program, run to its end or to a limit, and then ended with everything that it started."""
+"""Runner for one program with a time limit, which also ends every process that it started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 10.0  # seconds that a program has for its own cleaning up
+PATIENCE = 10.0  # seconds that a program has to clean up
 
 
 def run(
@@ -22,10 +22,10 @@ def run(
     environment: Mapping[str, str],
     patience: float = PATIENCE,
 ) -> int | None:
-    """Run `command` in `folder`; return its exit status, None when `seconds` were over before.
+    """Run `command` in `folder`; return its exit status, None if `seconds` ran out before.
 
-    What it says goes into the file `log`, what it puts out into `output`: they may be the same,
-    and None is where this process's own goes. It has `patience` seconds for its own cleaning up.
+    stderr is appended to the file `log` and stdout to `output`; both may be the same file, and None
+    inherits this process's stream. At the limit the program has `patience` seconds to clean up.
     """
     with (
         open(log, "ab") if log else nullcontext() as told,
@@ -38,7 +38,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=put_out,
             stderr=told,
-            start_new_session=True,  # the terminal's Ctrl-C comes to us alone
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
         )
     try:
         return process.wait(seconds)

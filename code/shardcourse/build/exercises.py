@@ -1,9 +1,9 @@
-"""A lesson's exercises as a notebook: without their solutions, with their checks.
+"""Notebook of a lesson's exercises, with their checks and without their solutions.
 
     >>> book = exercises("zero", root)
 
-It starts with what the lesson's first cell imports: exercises and solutions use nothing else of the
-lesson (a test says so), and so each can be begun without the others.
+The notebook starts with the imports of the lesson's first cell: exercises and solutions use nothing
+else of the lesson (a test checks it), so that a reader can start with any exercise.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _SETUP = "What the lesson imports. Run this cell first."
 
 
 def imports(source: str) -> str:
-    """The imports of a cell, as they stand."""
+    """Return the import statements of a cell, verbatim."""
     lines = source.splitlines()
     nodes = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
     return "\n".join("\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in nodes)
 
 
 def exercises(topic: str, root: Path) -> nbformat.NotebookNode | None:
-    """The exercises of the lesson `topic` as a notebook; None when it has none.
+    """Return the exercises of the lesson `topic` as a notebook; None when it has none.
 
-    Its cells: what it is and needs; what the lesson's first cell imports; then each exercise's
-    title and text, and its cell with nothing filled in. What the section "Exercises" says between
-    them stands there, too.
+    Cells: an introduction with requirements; the imports of the lesson's first cell; then each
+    exercise's title and text, and its cell as the reader gets it. Text between the exercises is
+    kept in its place.
     """
     writer = Writer(topic, root)
-    writer.labels.clear()  # the places that they name are not in here
+    writer.labels.clear()  # the labels' targets are not in this notebook
     lesson = placed(notebook(topic, root), writer)
     asked = [cell for place, cell in lesson if place in ("exercise", "between")]
-    asked = [cell for cell in asked if cell.source != "## Exercises"]  # which nothing follows
+    asked = [cell for cell in asked if cell.source != "## Exercises"]  # nothing follows it
     if not asked:
         return None
     title = lesson[0][1].source.splitlines()[0].removeprefix("# ")

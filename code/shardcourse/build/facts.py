@@ -1,7 +1,7 @@
-"""What a process knows about where it ran: sent to the kernel as text, after the last cell.
+"""Facts about the machine of a process, sent to a kernel as source text after the last cell.
 
-It stands alone (no import of the course), and asks torch only when the cells have loaded it: a
-recording names a GPU only when its own process used one.
+The module imports nothing of the course, and uses torch only if the cells have imported it: a
+recording names a GPU only if its own process used one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 def cpu_name() -> str:
-    """Return the processor's name, "" where the system does not tell."""
+    """Return the processor's name, "" where the system does not report it."""
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         return next(line.partition(":")[2].strip() for line in file if "model name" in line)
     return platform.processor()
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
     """Return the installed versions of Python, torch, DeepSpeed and the course.
 
     torch's own `__version__` may have a label that its distribution lacks (2.13.0+cu130 and
-    2.13.0), and not every page imports torch: a module is asked only where none is installed.
+    2.13.0), and not every page imports torch: `__version__` is used only without a distribution.
     """
     found = {"python": platform.python_version()}
     for name in ("torch", "deepspeed", "shardlab"):
@@ -55,13 +55,13 @@ def versions() -> dict[str, str]:
 
 
 def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The device that the cells and their ranks used."""
+    """Return the device that the cells and their ranks used."""
     torch = sys.modules.get("torch")
     used = any(entry["device"] == "cuda" for entry in ranks)
     if torch is None or not (used or torch.cuda.is_initialized()):
         return {"kind": "cpu", "name": cpu_name(), "count": 1, "cores": cores()}
     count = torch.cuda.device_count()
-    hip = getattr(torch.version, "hip", None)  # AMD's GPUs are "cuda", too
+    hip = getattr(torch.version, "hip", None)  # AMD GPUs have the device type "cuda", too
     names = {torch.cuda.get_device_name(index): None for index in range(count)}
     return {
         "kind": "cuda",
@@ -75,7 +75,7 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Everything a recording says about where it was made."""
+    """Return the device, versions and runs of ranks that a recording stores."""
     history = getattr(sys.modules.get("shardlab.ranks"), "history", {})
     ranks = [
         {"ranks": size, "backend": backend, "device": kind, "runs": runs}

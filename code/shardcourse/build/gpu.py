@@ -1,11 +1,11 @@
-"""Do what only a machine with a GPU can do: its tests, recordings of lessons, benchmarks.
+"""Run what needs a machine with a GPU: GPU tests, recordings of lessons, benchmarks.
 
     python -m shardlab gpu                               # everything
     python -m shardlab gpu zero pipeline                 # two lessons and their benchmarks
     python -m shardlab gpu --limit 580 --out carried     # stop in time; carried/gpu.zip has it all
 
-Each step is a process of its own, one after another: nothing shares the GPU. A step whose result
-belongs to the sources as they are is skipped, so that a second call does the rest. gpu.zip holds
+Each step is a process of its own, one after another, so that no two share the GPU. A step is
+skipped if its result was made from the current sources: a second call does the rest. gpu.zip holds
 paths below the course's folder: `python -m zipfile -e gpu.zip .` puts them in place elsewhere.
 
 Exit status: 0 if all steps passed, 1 if one failed, 2 if none could begin, 3 if the time was up.
@@ -34,21 +34,21 @@ from shardtools import options
 
 WORK, FIGURES = Path("_build/gpu"), Path("benchmarks/recorded")
 STEP_SECONDS = {"tests": 900, "lesson": 1800, "benchmark": 3600}  # a step that takes longer hangs
-LEAST_SECONDS = 5.0  # with less time left, no step is started
+LEAST_SECONDS = 5.0  # no step is started with less time left
 
 
 @dataclass(frozen=True)
 class Step:
-    """A program, and the file that its success leaves below the course's folder."""
+    """Program to run, and the file below the course's folder that it writes on success."""
 
     kind: str  # a key of STEP_SECONDS
     name: str
     command: tuple[str, ...]  # arguments of Python
     result: Path
-    key: str = ""  # of all sources that the result depends on; a recording has its own
+    key: str = ""  # hash of all sources that the result depends on; a recording stores its own
 
     def is_current(self, root: Path) -> bool:
-        """Return True if the result is there, was made on a GPU, and from these sources."""
+        """Return True if the result exists and was made on a GPU from the current sources."""
         path = root / self.result
         if self.kind == "lesson":
             book = load(path)
@@ -60,7 +60,7 @@ class Step:
 
 
 def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
-    """Return the steps for these lessons, with the tests that need a GPU if asked for."""
+    """Return the steps for these lessons, with the tests that need a GPU if `tests`."""
     steps = []
     files = [p for p in sorted(root.glob("tests/*.py")) if "mark.gpu" in p.read_text("utf-8")]
     if tests and files:
@@ -84,8 +84,8 @@ def plan(root: Path, topics: list[str], tests: bool, gpus: int) -> list[Step]:
 
 
 def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
-    """Run a step for so many seconds at most, keep its result; return how it ended."""
-    from shardcourse.build import child  # which imports psutil
+    """Run a step for at most `seconds`, store its result, and return how it ended."""
+    from shardcourse.build import child  # child imports psutil
 
     log = root / WORK / f"logs/{step.name}.log"
     output = log.with_suffix(".out")
@@ -98,9 +98,9 @@ def run(step: Step, root: Path, facts: dict[str, Any], seconds: float) -> str:
     last = (output.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
     if status:
         said = log.read_text("utf-8", "replace").strip().splitlines() or [last]
-        cells = [line for line in said if line.startswith("lessons/")]  # how `record` begins
+        cells = [line for line in said if line.startswith("lessons/")]  # errors of `record`
         return f"FAILED: {last if step.kind == 'tests' else (cells or said)[-1]}"
-    if step.kind != "lesson":  # `record` has written its own
+    if step.kind != "lesson":  # `record` has written its own result
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         found = {"key": step.key, "date": date, "seconds": round(time.monotonic() - begin, 1)}
         topic, _, _ = step.result.stem.rpartition("_")
@@ -136,9 +136,9 @@ def _main(chosen: argparse.Namespace) -> int:
     (root / WORK / "logs").mkdir(parents=True, exist_ok=True)
     steps = plan(root, topics, not chosen.lesson, device["count"])
     results = {step.name: "left" for step in steps}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes, too
     try:
-        # A step with a log was tried before, in vain: it may take all the time that there is.
+        # A step with a log failed before, so it goes last: it may take all the time that is left.
         for step in sorted(steps, key=lambda s: (root / WORK / f"logs/{s.name}.log").exists()):
             left = deadline - time.monotonic()
             if step.is_current(root):
@@ -159,7 +159,7 @@ def _main(chosen: argparse.Namespace) -> int:
 
 
 def _look(root: Path) -> dict[str, Any]:
-    """Return what a recording says of this machine; ValueError where no CUDA GPU computes."""
+    """Return the facts that a recording stores of this machine; ValueError without a CUDA GPU."""
     ask = "import torch; torch.ones(1, device='cuda').item(); "
     ask += "from shardcourse.build import facts; import json; print(json.dumps(facts.collect()))"
     command = [sys.executable, "-c", ask]

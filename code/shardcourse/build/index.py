@@ -1,10 +1,10 @@
-"""What is known of a topic beside its files, book/topics.yml, and what is made from it.
+"""Index of the topics, book/topics.yml, and the files that are generated from it.
 
     >>> read(root).topics["gemm"].needs
     ['collectives']
 
-`python -m shardlab pairs` writes what is made: the contents, the map, and in some pages what
-stands between <!-- topics: … --> and <!-- end -->.
+`python -m shardlab pairs` writes the generated text: the table of contents, the map, and in some
+pages the text between <!-- topics: … --> and <!-- end -->.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLAIMS = Path("book/claims.md")
 
 @dataclass(frozen=True)
 class Topic:
-    """A lesson; topics.yml says what the fields are."""
+    """Lesson, with the fields that topics.yml explains."""
 
     topic: str
     title: str
@@ -41,7 +41,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the course: its topics, and after them pages that are no lessons."""
+    """Part of the course: its topics, followed by pages that are no lessons."""
 
     part: str
     topics: Sequence[Topic] = ()
@@ -49,25 +49,25 @@ class Part:
 
     @property
     def files(self) -> list[str]:
-        """Its files, in their order."""
+        """Files of the part's pages, in order."""
         return [*(f"lessons/{topic.topic}" for topic in self.topics), *self.pages]
 
 
 @dataclass(frozen=True)
 class Index:
-    """The parts of the course in the folder `root`, in their order."""
+    """Parts of the course in the folder `root`, in order."""
 
     root: Path
     parts: Sequence[Part]
 
     @cached_property
     def topics(self) -> dict[str, Topic]:
-        """All topics by their names, in their order."""
+        """All topics by name, in order."""
         return {topic.topic: topic for part in self.parts for topic in part.topics}
 
     @cached_property
     def pages(self) -> dict[str, paths.Page]:
-        """The lessons' pages, by the names of their topics."""
+        """Pages of the lessons, by topic."""
         return {
             name: paths.page(name, self.root, topic.exercises, topic.later)
             for name, topic in self.topics.items()
@@ -75,15 +75,15 @@ class Index:
 
     @cached_property
     def ways(self) -> dict[str, paths.Way]:
-        """The paths through the course, by their names."""
+        """Paths through the course, by name."""
         titles = {name: topic.title for name, topic in self.topics.items()}
         return paths.read(self.root, titles, self.pages)
 
 
 def read(root: Path) -> Index:
-    """The index of the course in the folder `root`, without a part where it has no topics.yml.
+    """Return the index of the course in the folder `root`, without parts if it has no topics.yml.
 
-    Raises ValueError, which names the entry, when it does not fit lessons/.
+    Raises ValueError, which names the entry, if an entry does not match lessons/.
     """
     import yaml
 
@@ -112,19 +112,19 @@ def read(root: Path) -> Index:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words in a sentence: "a, b and c"."""
+    """Join words for a sentence: "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def assumes(topic: Topic, link: Callable[[str], str]) -> str:
-    """What a lesson assumes, in a sentence; `link` makes the name of a topic a link to it."""
+    """Return a sentence with a lesson's prerequisites; `link` turns a topic's name into a link."""
     needs, after = ([link(name) for name in names] for names in (topic.needs, topic.after))
     said = f"Assumes {listed(needs) or 'PyTorch, and nothing of parallelism'}"
     return said + (f"; easier after {listed(after)}." if after else ".")
 
 
 def assumed(name: str, root: Path) -> str:
-    """What a lesson assumes, in a sentence with links for lessons/; "" for other pages."""
+    """Return a sentence with a lesson's prerequisites, linked from lessons/; "" for other pages."""
     topics = read(root).topics
     if name not in topics:
         return ""
@@ -132,7 +132,7 @@ def assumed(name: str, root: Path) -> str:
 
 
 def made(root: Path) -> dict[Path, str]:
-    """What the files that are made from the index should hold; none where there is no index."""
+    """Return the contents of the files that are generated from the index; {} without an index."""
     index = read(root)
     if not index.parts:
         return {}
@@ -167,7 +167,7 @@ def made(root: Path) -> dict[Path, str]:
 
 
 def _contents(index: Index) -> str:
-    """The book's table of contents."""
+    """Return the book's table of contents."""
     import yaml
 
     parts = []
@@ -180,7 +180,7 @@ def _contents(index: Index) -> str:
 
 
 def _table(index: Index) -> list[str]:
-    """The landing page's table of the lessons."""
+    """Return the landing page's table of lessons."""
     lines = ["| part | lesson | what you will be able to do |", "|---|---|---|"]
     for part in index.parts:
         for i, topic in enumerate(part.topics):
@@ -190,7 +190,7 @@ def _table(index: Index) -> list[str]:
 
 
 def _checked(index: Index) -> list[str]:
-    """The claims in boxes marked Checked, page by page, each with a link to its section."""
+    """Return the claims in boxes marked Checked, page by page, each with a link to its section."""
     titles = {f"lessons/{name}": topic.title for name, topic in index.topics.items()}
     lines = []
     for name in [file for part in index.parts for file in part.files]:
@@ -207,5 +207,5 @@ def _checked(index: Index) -> list[str]:
     return lines[:-1]
 
 
-# A heading, or the claim in the title of a box.
+# Matches a heading, or the claim in the title of a box.
 _BOX = re.compile(r"^(?:##+ (.+)|`{3,}\{admonition\} Checked: (.+))$", re.MULTILINE)

@@ -1,7 +1,7 @@
-"""Execute pages, each in a kernel of this very interpreter, and keep what their cells put out.
+"""Executor of pages, each in a Jupyter kernel of this interpreter, that keeps the cells' outputs.
 
-Several pages go beside each other in one event loop. What the cells of one do disturbs what another
-one measures, so a cell with the tag MEASURED runs while no other one does (`Turns`).
+Several pages run side by side in one event loop. Their cells would disturb each other's timings,
+so a cell with the tag MEASURED runs while no other cell does (`Turns`).
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
 
 AT_ONCE = 2  # pages, and no more than there are cores
-MEASURED = "measured"  # the tag of a cell that measures times
+MEASURED = "measured"  # tag of a cell that measures times
 CELL_TIMEOUT = 1200  # seconds: a whole lesson is meant to take a minute
-TRIES = 3  # of a cell whose times are not what it claims, on a machine that others use as well
+TRIES = 3  # attempts for a cell whose timings contradict its claim, on a shared machine
 KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the line of a cell in IPython's tracebacks
+_ARROW = re.compile(r"(?m)^-+> *(\d+) ")  # marks the current line of a cell in IPython's tracebacks
 
 
 class LessonError(RuntimeError):
-    """A cell of a lesson, or of another page, failed."""
+    """Failure of a cell, in a lesson or in another page."""
 
 
 class Turns:
-    """Who may run just now: cells of several pages, or alone one that measures.
+    """Lock for cells of several pages: shared, or exclusive for a cell that measures times.
 
-    Whoever asks first goes first: a cell that measures waits for those that run, and those that
-    come after it wait for it, so nobody is overtaken for ever. All of it is in one event loop.
+    Turns are given in the order of requests: a measuring cell waits for running cells, and later
+    requests wait for it, so nobody starves. All users are in one event loop.
     """
 
     def __init__(self) -> None:
-        self._door = asyncio.Lock()  # whoever came first gets it first
+        self._door = asyncio.Lock()  # fair: waiters acquire it in order
         self._places = asyncio.Semaphore(AT_ONCE)
 
     @asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
-        """Wait for a turn and hold it within the block. `alone`: while nobody else holds one."""
+        """Wait for a turn and hold it in the block; with `alone`, while no other turn is held."""
         wanted = AT_ONCE if alone else 1
         async with self._door:
             for _ in range(wanted):
@@ -69,8 +69,8 @@ class Turns:
 def execute(name: str, root: Path, cpu: bool = False) -> nbformat.NotebookNode:
     """Run the cells of the page `name` (see `key`) of the course in `root`, in the page's folder.
 
-    The notebook that is returned holds the code cells alone, with their outputs, and in
-    `metadata["shardlab"]` what these depend on and where they were made. `cpu`: hide GPUs.
+    The returned notebook holds only the code cells, with outputs; `metadata["shardlab"]` says what
+    the outputs depend on and where they were made. `cpu`: hide GPUs.
 
     Raises LessonError, which names the page, the cell and its error.
     """
@@ -85,9 +85,9 @@ def execute_all(
 ) -> None:
     """Execute the pages `names`, AT_ONCE at a time, or one on a machine with one core.
 
-    done: gets a page's name and its notebook (see `execute`) or error as soon as that is there.
+    done: gets a page's name and its notebook (see `execute`) or error as soon as the page ends.
 
-    Interrupted, it takes with it what it has started.
+    An interrupt also ends the kernels that were started.
     """
     asyncio.run(_execute_all(names, root.resolve(), done, cpu))
 
@@ -117,17 +117,17 @@ async def _execute_all(names: list[str], root: Path, done: Callable, cpu: bool) 
 async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.NotebookNode:
     import nbformat
 
-    async with turns.turn(alone=False):  # reading takes a second of a core
+    async with turns.turn(alone=False):  # reading takes a second of one core
         book = notebook(name, root)
         key = reach(name, root, book)
     cells = [_blank(cell) for cell in code_cells(book)]
     for place, cell in enumerate(cells):
-        cell["id"] = f"cell-{place}"  # not random
+        cell["id"] = f"cell-{place}"  # the default is random
     lesson = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNELSPEC})
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     about, seconds, again, opened = await _run(name, lesson, root, cpu, turns)
     opened = [path for path in opened if path not in key.files]
-    # A file that has changed meanwhile counts as it was: its outputs are the old one's.
+    # A file that changed during execution counts with its old hash: the outputs are from then.
     async with turns.turn(alone=False):
         key = Key(key.cells, reach(name, root, book, opened=opened).files | key.files)
     lesson.metadata["shardlab"] = {
@@ -144,16 +144,16 @@ async def _execute(name: str, root: Path, cpu: bool, turns: Turns) -> nbformat.N
 
 
 def about(lesson: nbformat.NotebookNode) -> dict:
-    """What a recording says about itself; {} when it says nothing."""
+    """Return the metadata of a recording; {} if there are none."""
     return dict(lesson.metadata.get("shardlab", {}))
 
 
 def changed(
     lesson: nbformat.NotebookNode, name: str, root: Path, reader: Reader | None = None
 ) -> list[str]:
-    """Why the recording `lesson` does not hold for the page `name` of the course in `root`.
+    """Return why the recording `lesson` is outdated for the page `name` of the course in `root`.
 
-    A list of clauses, [] when it holds.
+    The reasons are clauses; [] means that the recording is current.
 
     reader: one that several calls share while no file changes.
     """
@@ -173,7 +173,7 @@ def _blank(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def environment(root: Path, *first: str) -> dict[str, str]:
-    """That of a child process: `first` and the sources of the course in `root` come first."""
+    """Return a child process's variables, with `first` and the course's sources on PYTHONPATH."""
     paths = [*first, str(root / "code"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
@@ -181,10 +181,10 @@ def environment(root: Path, *first: str) -> dict[str, str]:
 async def _run(
     name: str, lesson: nbformat.NotebookNode, root: Path, cpu: bool, turns: Turns
 ) -> tuple[dict, float, list[int], list[str]]:
-    """Fill in the outputs.
+    """Execute the cells of `lesson` in a new kernel and fill in their outputs.
 
-    Return what the kernel says about where it ran, the seconds that it took, without those that
-    it waited for other pages, the cells measured again, and the course's files that were opened.
+    Return the facts from the kernel, the seconds of execution without waits for other pages, the
+    numbers of the cells that were measured again, and the course files that were opened.
     """
     import nbformat
     from jupyter_client.kernelspec import KernelSpecManager
@@ -201,7 +201,7 @@ async def _run(
             yield
 
     async def attempt(number: int, cell: nbformat.NotebookNode, tries: int) -> None:
-        """Execute a cell; where its times are not what it claims, measure again."""
+        """Execute a cell; repeat it if its timings contradict its claim."""
         await client.async_execute_cell(cell, number - 1, execution_count=number)
         line = _unseen(cell)
         if line and tries > 1:
@@ -227,11 +227,11 @@ async def _run(
             manager = AsyncKernelManager(
                 kernel_name="python3",
                 kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this very interpreter
-                transport="ipc",  # no port that others on the machine could reach
+                transport="ipc",  # no port that other users of the machine could reach
                 connection_file=f"{home}/kernel.json",
             )
             client = NotebookClient(lesson, km=manager, **options)
-            # No start-up files and no history of the user's.
+            # Ignore the user's start-up files and history.
             variables = environment(root, home)
             variables |= {"IPYTHONDIR": home, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
             variables |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
@@ -251,7 +251,7 @@ async def _run(
                     await _end(manager, client)
             opened = log.files()
     except CellExecutionError as error:
-        where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first: the cell's own line
+        where = _ARROW.search(_ANSI.sub("", error.traceback))  # the first match: the cell's line
         line = f", line {where[1]}" if where else ""
         what = f"{error.ename}{line}: {_ANSI.sub('', error.evalue)}"
         raise LessonError(_message(shown, number, cells, what)) from None
@@ -259,7 +259,7 @@ async def _run(
         what = f"it did not end within {CELL_TIMEOUT} s"
         raise LessonError(_message(shown, number, cells, what)) from None
     except DeadKernelError:
-        if asyncio.current_task().cancelling():  # nbclient calls that so, too
+        if asyncio.current_task().cancelling():  # nbclient reports a cancellation like that, too
             raise asyncio.CancelledError from None
         raise LessonError(_message(shown, number, cells, "its kernel died")) from None
     except LessonError:
@@ -272,7 +272,7 @@ async def _run(
 
 
 async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
-    """End the kernel, however far it has come."""
+    """Shut the kernel down, in whatever state it is."""
     if await manager.is_alive():
         await manager.shutdown_kernel()
     await manager.cleanup_resources()
@@ -281,7 +281,7 @@ async def _end(manager: AsyncKernelManager, client: NotebookClient) -> None:
 
 
 def _unseen(cell: nbformat.NotebookNode) -> str | None:
-    """The line of a claim about time that a cell did not bear out; None where all did."""
+    """Return a cell's output line about a timing claim that did not hold; None if all held."""
     texts = (output.text for output in cell.outputs if output.output_type == "stream")
     lines = (line for text in texts for line in text.splitlines())
     return next((line for line in lines if line.startswith(UNSEEN)), None)

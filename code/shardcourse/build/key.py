@@ -1,16 +1,16 @@
-"""What a page's outputs depend on: its code cells, and every course file that they reach.
+"""Key of a page's outputs: hashes of its code cells and of every course file that they use.
 
     >>> reach("collectives", root)
     Key(cells='3f…', files={'code/shardlab/__init__.py': '9a…', …})
 
-A recording carries the key of the page that it was made from. Equal keys: nothing that a cell
-runs has changed since. Prose does not count; neither do tags, but for `raises-exception`.
+A recording stores the key of the page that it was made from. An equal key means that no code of
+the page has changed since. Prose does not count; of the tags, only `raises-exception` does.
 
-What a page reaches is what its sources name (`Reader`), and what its processes were seen to open
-when it was executed (`Opened`), which the recording lists.
+The files are those that the page's sources name (`Reader`), and those that its processes were seen
+to open when it was executed (`Opened`), which the recording lists.
 
-A lesson goes by its topic alone, "collectives"; a page of the book that has cells to execute goes
-by its path, "book/questions_map".
+A lesson's name is its topic, "collectives"; the name of a book page with cells is its path,
+"book/questions_map".
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     import nbformat
 
 _MODULE = re.compile(r"shardlab(\.\w+)+")
-_FILE = re.compile(r"[^\n\0]{1,199}")  # what a string looks like that may name a file
+_FILE = re.compile(r"[^\n\0]{1,199}")  # a string that may be a file's path
 
 
 @dataclass(frozen=True)
 class Key:
-    """The code cells of a page (one hash each, in order) and the files that they reach."""
+    """Hashes of a page's code cells, in order, and of the files that they use."""
 
     cells: tuple[str, ...]
-    files: dict[str, str]  # path below the root -> hash of its bytes
+    files: dict[str, str]  # path below the root -> hash of the file's bytes
 
     @property
     def text(self) -> str:
-        """The key as one hash."""
+        """Hash of the whole key."""
         return _hash(json.dumps([self.cells, sorted(self.files.items())]).encode(), 64)
 
     def changed(self, cells: list[str], files: dict[str, str]) -> list[str]:
-        """What differs between the recorded `cells` and `files` and this key: a clause for each."""
+        """Return how the recorded `cells` and `files` differ from this key, in clauses."""
         clauses = []
         if len(cells) != len(self.cells):
             clauses.append(f"{len(self.cells)} code cells instead of {len(cells)}")
@@ -65,35 +65,35 @@ class Key:
 
 
 def lessons(root: Path) -> list[str]:
-    """The topics that have a lesson, sorted."""
+    """Return the topics that have a lesson, sorted."""
     return sorted(path.stem for path in (root / "lessons").glob("*.md"))
 
 
 def pages(root: Path) -> list[str]:
-    """The names of all pages with cells to execute: the lessons, and what book/ has of them."""
+    """Return the names of all pages with cells to execute: lessons, and some pages of book/."""
     book = sorted((root / "book").glob("*.md"))
     return [*lessons(root), *(f"book/{path.stem}" for path in book if has_cells(path))]
 
 
 def has_cells(path: Path) -> bool:
-    """Whether the page in the file `path` has a notebook's header."""
+    """Return True if the page in the file `path` has a notebook's header."""
     header, end, _ = path.read_text("utf-8").partition("\n---\n")
     return header.startswith("---\n") and bool(end) and "format_name: myst" in header
 
 
 def source(name: str, root: Path) -> Path:
-    """The file that the page `name` is written in."""
+    """Return the source file of the page `name`."""
     return root / (f"{name}.md" if "/" in name else f"lessons/{name}.md")
 
 
 def notebook(name: str, root: Path) -> nbformat.NotebookNode:
-    """The page as a notebook without outputs."""
+    """Return the page as a notebook without outputs."""
     return read(source(name, root).read_text("utf-8"))
 
 
 def read(text: str) -> nbformat.NotebookNode:
-    """A page's text as a notebook without outputs; its metadata say where each cell stands."""
-    return deepcopy(_parsed(text))  # whoever gets it may put outputs into it
+    """Parse a page into a notebook without outputs; its metadata hold the cells' line numbers."""
+    return deepcopy(_parsed(text))  # a copy: the caller may add outputs
 
 
 @lru_cache(maxsize=64)
@@ -104,18 +104,18 @@ def _parsed(text: str) -> nbformat.NotebookNode:
 
 
 def code_cells(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """The code cells of a notebook, in order."""
+    """Return the code cells of a notebook, in order."""
     return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
 def cell_hash(cell: nbformat.NotebookNode) -> str:
-    """A cell's part of the key: its source, and whether it is meant to raise."""
+    """Return a cell's hash for the key: its source, and whether it is meant to raise."""
     raises = "raises-exception" in cell.metadata.get("tags", [])
     return _hash(json.dumps([cell.source.strip("\n"), raises]).encode())
 
 
 class Reader:
-    """Finds what sources name, and reads each file once, while no file changes."""
+    """Finder of the files that sources name; it reads each file once, while no file changes."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
@@ -124,7 +124,7 @@ class Reader:
         self._paths: dict[tuple[Path, str], Path | None] = {}
 
     def reached(self, path: Path, home: Path) -> list[Path]:
-        """The course files that a file names itself, when what it runs in is the folder `home`."""
+        """Return the course files that the file `path` names, if it is run in `home`."""
         if path.suffix != ".py":
             return []
         if path not in self._named:
@@ -132,7 +132,7 @@ class Reader:
         return self._resolved(*self._named[path], home)
 
     def reached_from(self, source: str, home: Path) -> list[Path]:
-        """The course files that the code `source`, run in the folder `home`, names itself."""
+        """Return the course files that the code `source` names, if it is run in `home`."""
         return self._resolved(*self._names(source, home), home)
 
     def _resolved(self, modules: list[Path], strings: list[str], home: Path) -> list[Path]:
@@ -140,19 +140,19 @@ class Reader:
         return modules + [path for path in found if path]
 
     def _path(self, text: str, base: Path) -> Path | None:
-        """The file of the course that the string `text` names, seen from the folder `base`."""
+        """Return the course file at the path `text`, relative to the folder `base`, or None."""
         if (base, text) not in self._paths:
-            there = os.path.isfile(os.path.join(base, text))  # most are not: and resolving is slow
+            there = os.path.isfile(os.path.join(base, text))  # rarely: and resolve() is slow
             path = (base / text).resolve() if there else None
             self._paths[base, text] = path if path and path.is_relative_to(self.root) else None
         return self._paths[base, text]
 
     def _names(self, text: str, folder: Path) -> tuple[list[Path], list[str]]:
-        """The files of modules that a source in `folder` names, and strings that may name one."""
+        """Return the module files that a source imports, and its strings that may be paths."""
         try:
             tree = ast.parse(text)
         except SyntaxError:
-            return [], []  # running it will tell
+            return [], []  # running the source will report the error
         modules: dict[Path, None] = {}
         strings: dict[str, None] = {}
         for node in ast.walk(tree):
@@ -177,16 +177,16 @@ class Reader:
         return list(modules), list(strings)
 
     def _module(self, dotted: str, folder: Path) -> list[Path]:
-        """The files that importing `dotted` runs, where they are the course's own."""
+        """Return the course files that importing `dotted` runs."""
         if (folder, dotted) not in self._modules:
             parts = dotted.split(".")
-            own = self._below(folder) or []  # a script's own folder is on its path
+            own = self._below(folder) or []  # a script's own folder is on sys.path
             ways = dict.fromkeys([("code", *parts), (*parts,), (*own, *parts)])
             self._modules[folder, dotted] = [path for way in ways for path in self._parts(way)]
         return self._modules[folder, dotted]
 
     def _below(self, folder: Path) -> list[str] | None:
-        """The names of the folders from the root to `folder`; None if it lies elsewhere."""
+        """Return the folder names from the root to `folder`; None if it is not below the root."""
         return [*folder.relative_to(self.root).parts] if folder.is_relative_to(self.root) else None
 
     def _parts(self, parts: Iterable[str]) -> Iterator[Path]:
@@ -205,15 +205,15 @@ def reach(
     reader: Reader | None = None,
     opened: Iterable[str] = (),
 ) -> Key:
-    """The key of the page `name` of the course in the folder `root`, as it stands now.
+    """Return the current key of the page `name` of the course in the folder `root`.
 
-    book: the page when it was read already, by whichever reader.
+    book: the page as a notebook, if it was read before.
     reader: one that several calls share while no file changes.
-    opened: paths below the root that its execution opened, as the recording tells.
+    opened: paths below the root that the page's execution opened, from its recording.
     """
     reader = reader or Reader(root)
     cells = code_cells(book or notebook(name, reader.root))
-    home = source(name, reader.root).parent  # where the cells run: their paths start there
+    home = source(name, reader.root).parent  # the cells' working directory
     first = [path for cell in cells for path in reader.reached_from(cell.source, home)]
     seen = [path for path in map(reader.root.joinpath, opened) if path.is_file()]
     exercises = reader.root / "code/shardcourse/exercises" / f"{name}.py"
@@ -222,7 +222,7 @@ def reach(
 
 
 def reach_of_program(path: Path, root: Path) -> Key:
-    """The key of the Python program in the file `path`, run in the folder `root`: files alone."""
+    """Return the key (files only) of the Python program `path`, run in the folder `root`."""
     reader = Reader(root)
     return Key((), _files([reader.root / path], reader, reader.root))
 
@@ -234,9 +234,9 @@ def _files(
     exercises: Path | None = None,
     seen: Iterable[Path] = (),
 ) -> dict[str, str]:
-    """The files that those in `first` reach, and `seen`, with the hashes of their bytes.
+    """Return hashes of `seen` and of the files reached from `first`, including these.
 
-    What was seen to be opened was read, and not run: what it names is not followed.
+    Files in `seen` were read, not run: the names in them are not followed.
     """
     found: dict[Path, None] = {}
     todo = list(first)
@@ -246,7 +246,7 @@ def _files(
             continue
         found[path] = None
         todo += reader.reached(path, home)
-        # check() finds a lesson's exercises by the topic's name: no import names them.
+        # No import names a lesson's exercises: check() finds them by the topic's name.
         if exercises and path.parent == exercises.parent and exercises.is_file():
             todo.append(exercises)
     found.update(dict.fromkeys(seen))
@@ -263,8 +263,8 @@ def _hash(data: bytes, digits: int = 16) -> str:
     return hashlib.sha256(data).hexdigest()[:digits]
 
 
-# Each process appends what it has not yet seen. A file that is kept open would not do: a rank may
-# close all that it inherits, and its number could be another file's by then.
+# Each process appends the paths that are new to it, and opens the log each time: a rank may close
+# all inherited descriptors, and the log's number could then belong to another file.
 _HOOK = '''\
 """Notes the files below {root!r} that this process opens."""
 import importlib.machinery
@@ -303,13 +303,13 @@ if spec and spec.loader:
 
 
 class Opened:
-    """The course files that a page's processes open, noted in `folder`, first on their PYTHONPATH.
+    """Log of the course files that a page's processes open, in `folder`, first on PYTHONPATH.
 
-    A name that is made up at run time, by a loop over a folder or by joining its parts, shows only
-    here. Python tells an audit hook of every file that it opens (PEP 578). A process gets the hook
-    from a `sitecustomize.py` on its PYTHONPATH, forks inherit it: so the kernel, its ranks and the
-    commands that cells start are all heard. Code that is imported counts by its name in a source
-    alone: to find one exercise, `check` imports those of all topics, and the whole course.
+    Only the log shows a path that is made up at run time, by a loop over a folder or by joining
+    parts. Python tells an audit hook of every file that it opens (PEP 578). A process gets the hook
+    from a `sitecustomize.py` on its PYTHONPATH, and forks inherit it, so that the kernel, its ranks
+    and commands in cells are covered. Imported code counts only if a source names it: `check`
+    imports the exercises of all topics, and with them the whole course.
     """
 
     def __init__(self, root: Path, folder: Path):
@@ -319,10 +319,10 @@ class Opened:
         (folder / "sitecustomize.py").write_text(hook, "utf-8")
 
     def files(self) -> list[str]:
-        """The paths below the root of files that were read and never written, sorted.
+        """Return the paths below the root of files that were read and never written, sorted.
 
-        Left out: what is hidden (an environment, git's), what was built or installed, and what is
-        gone again.
+        Omitted: hidden files (an environment, git's), built or installed files, and files that no
+        longer exist.
         """
         found: dict[str, set[str]] = {"r": set(), "w": set()}
         data = self.path.read_bytes() if self.path.exists() else b""

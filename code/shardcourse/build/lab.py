@@ -1,10 +1,10 @@
-"""Lessons as notebooks to work in: the folder lab/, which git ignores.
+"""Write the lessons as notebooks to work in, into the folder lab/, which git ignores.
 
     python -m shardlab lab    # writes what is new or changed there; `make lab` opens it, too
 
-A page that has changed is written anew. What a reader has written, run or saved is never written
-over: then that notebook goes to lab/kept/, and a line says so. contents.ipynb lists all in the
-order in which they are to be read.
+A notebook is written again when its page has changed. A notebook that the reader has edited, run
+or saved is never overwritten: it moves to lab/kept/, and a line says so. contents.ipynb lists all
+notebooks in reading order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTENTS = "contents.ipynb"
 
 
 def write(root: Path) -> list[str]:
-    """Bring the folder lab/ of the course in `root` up to date, and say what was done."""
+    """Update the folder lab/ of the course in `root`, and return what was done."""
     import nbformat
 
     folder = root / LAB
@@ -59,14 +59,14 @@ These notebooks are yours to run and to change; the lessons' sources stay as the
 
 
 def _link(name: str, root: Path) -> str:
-    """A link to a page's notebook."""
+    """Return a link to a page's notebook."""
     lines = source(name, root).read_text("utf-8").splitlines()
     title = next(line[2:] for line in lines if line.startswith("# "))
     return f"[{title}]({Path(name).name}.ipynb)"
 
 
 def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
-    """Write `book` to `path` unless it came from the same page; keep what a reader made of it."""
+    """Write `book` to `path` if the page has changed; keep a notebook that the reader edited."""
     import nbformat
 
     made = _mark(book)
@@ -75,7 +75,7 @@ def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
         try:
             there = nbformat.read(path, as_version=4)
             before = there.metadata.pop("shardlab", {}).get("made")
-        except Exception:  # whatever a file that is no notebook makes the parser raise
+        except Exception:  # whatever the parser raises for a file that is no notebook
             there = before = None
         if before == made:
             return []
@@ -91,7 +91,7 @@ def _put(book: nbformat.NotebookNode, path: Path, root: Path) -> list[str]:
 
 
 def _mark(book: nbformat.NotebookNode) -> str:
-    """What tells whether a notebook is still as it was made."""
+    """Return a hash that shows whether a notebook is still as it was written."""
     import nbformat
 
     return hashlib.sha256(nbformat.writes(book).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""How long a page takes to read: section by section, its words and the code that it shows.
+"""Estimate of the reading time of a page's sections, from their words and lines of code.
 
     >>> sum(section.minutes for section in sections(text))
 
-Nobody was timed. Minutes are counted: so many words and so many lines of code a minute as a
-newcomer reads who wants to understand. What a page folds, its exercises and solutions are apart.
+The minutes are computed, not measured: words and lines of code, at the pace of a newcomer who
+reads to understand. Folded text, exercises and solutions are not counted.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shardlab.common.show.changes import changed
 from .key import read
 from .reading import Part, parts
 
-# How fast one reads: prose with formulas and pictures, and code that one wants to understand.
+# Reading pace for prose with formulas and pictures, and for code that is read to be understood.
 WORDS_A_MINUTE, LINES_A_MINUTE = 150, 8
-LEVELS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # exercises' times beside one another
+LEVELS = {"easy": 1, "medium": 2, "hard": 3, "design": 3}  # relative times of exercises
 
 
 def minutes(words: int, lines: int) -> float:
-    """How long so many words of prose and lines of code take to read."""
+    """Return the minutes to read `words` words of prose and `lines` lines of code."""
     return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE
 
 
 @dataclass
 class Section:
-    """A section without those below it: what stands before the first heading has the name ""."""
+    """Section without its subsections; the text before the first heading has the name ""."""
 
-    name: str  # its address within the page
+    name: str  # its anchor in the page
     title: str
     level: int
     words: int = 0
@@ -43,30 +43,30 @@ class Section:
 
     @property
     def minutes(self) -> float:
-        """How long it takes to read."""
+        """Minutes to read the section."""
         return minutes(self.words, self.lines)
 
 
 @lru_cache
 def outside(text: str) -> list[Part]:
-    """The parts of a page that are in no exercise and no solution."""
+    """Return the parts of a page that are outside exercises and solutions."""
     return [part for part in parts(read(text)) if part.place in ("lesson", "between")]
 
 
 def words(prose: str) -> int:
-    """Words of prose; of a link its text, of a picture none."""
+    """Count the words of prose: a link counts with its text, a picture not at all."""
     prose = re.sub(r"^:{3,}.*$|^`{3,}.*$|^:\w+:.*$", "", prose, flags=re.M)
     prose = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", prose)
     return len(re.sub(r"\]\([^)]*\)", "]", prose).split())
 
 
 def anchor(heading: str) -> str:
-    """The address of a section within its page, as MyST makes it."""
+    """Return the anchor of a section in its page, as MyST makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def sections(text: str) -> list[Section]:
-    """The sections of a page in order, exercises apart."""
+    """Return the sections of a page in order, without exercises."""
     found = [Section("", "", 1)]
     cells = [part for part in outside(text) if part.kind == "code"]
     names = imported([part.text for part in cells])
@@ -89,14 +89,14 @@ def sections(text: str) -> list[Section]:
 
 
 def exercises(text: str) -> list[int]:
-    """How long each of a lesson's exercises takes beside the others, in order."""
+    """Return the relative time of each of a lesson's exercises, in order."""
     titles = re.findall(r"^`{3,}\{exercise-start\} (.+)$", text, re.M)
     levels = [re.search(r"\((\w+)\)$", title) for title in titles]
     return [LEVELS[level[1] if level else "medium"] for level in levels]
 
 
 def imported(cells: list[str]) -> dict[str, Any]:
-    """What the cells import from the course's packages, by its name there."""
+    """Return the objects that the cells import from the course's packages, by name."""
     space: dict[str, Any] = {}
     for cell in cells:
         for node in ast.walk(ast.parse(cell)) if "shard" in cell else []:
@@ -106,7 +106,7 @@ def imported(cells: list[str]) -> dict[str, Any]:
 
 
 def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """The lines (file, number) that a cell shows by show.source and `changes`, blank ones apart."""
+    """Yield the non-blank lines (file, number) that a cell shows by show.source and `changes`."""
     calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "changes(" in cell else []
     for node in calls:
         call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -114,9 +114,9 @@ def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
             continue
         try:
             things = [inspect.unwrap(eval(ast.unparse(thing), names)) for thing in node.args]
-        except NameError:  # defined by the page itself, in a cell that is read already
+        except NameError:  # defined by an earlier cell of the page
             continue
-        if call == "changes":  # of what a function became, the lines without those that went
+        if call == "changes":  # the new function's lines that differ from the old one's
             path = inspect.getsourcefile(things[1]) or ""
             yield from (
                 (path, n) for sign, n, code in changed(*things) if n and code and sign != "-"
@@ -125,5 +125,5 @@ def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
         for thing in things:
             path = inspect.getsourcefile(thing) or ""
             lines, begin = inspect.getsourcelines(thing)
-            full = enumerate(lines, max(begin, 1))  # of a module it begins with 0
+            full = enumerate(lines, max(begin, 1))  # getsourcelines returns 0 for a module
             yield from ((path, n) for n, line in full if line.strip())

@@ -1,12 +1,12 @@
-"""Write what is made from other files: scripts from lessons, code/train.py from the package's own
-copy, which lessons import, and the rest from book/topics.yml.
+"""Write the generated files: scripts from lessons, code/train.py from the package's own copy, which
+lessons import, and the files that are made from book/topics.yml.
 
-    python -m shardlab pairs            # write what is out of step
-    python -m shardlab pairs --check    # only say what is; exit status 1 when something is
+    python -m shardlab pairs            # write the files that are out of date
+    python -m shardlab pairs --check    # only list them; exit status 1 if there are any
 
 A lesson's script is code/lessons/<topic>.py, and its notebook, lessons/<topic>.md, is the source:
-one way, always. jupytext's own two-way synchronisation believes the younger file, and in a fresh
-clone that can be the wrong one. What else is made, `shardcourse.build.index` says.
+one way, always. jupytext's own two-way synchronisation trusts the newer file, and in a fresh clone
+that can be the wrong one. `shardcourse.build.index` lists the other generated files.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ installed: `{before}pip install "/path/to/the/course{extras}"`.*"""
 
 
 def script(topic: str, root: Path, alone: bool = False) -> str:
-    """The lesson as a plain script: prose as comments, cells as they are.
+    """Return the lesson as a plain script: prose as comments, code cells unchanged.
 
-    alone: whether it says what it needs, since it is read outside of the course's folder.
+    alone: add the requirements, for a reader without the course's folder.
     """
     import jupytext
     from jupytext.config import load_jupytext_config
 
-    book = notebook(topic, root)  # whose reader leaves out what follows
+    book = notebook(topic, root)  # `notebook` drops the metadata that are set below
     book.metadata.pop("source_map")
     book.metadata.setdefault("jupytext", {})["default_lexer"] = "ipython3"
     if alone:
@@ -52,7 +52,7 @@ def script(topic: str, root: Path, alone: bool = False) -> str:
 
 
 def out_of_step(root: Path) -> dict[Path, str | None]:
-    """The files that differ from their source, with what they should hold (None: no source)."""
+    """Return the files that differ from their source, with the right contents (None: no source)."""
     wanted: dict[Path, str | None] = dict.fromkeys((root / SCRIPTS).glob("*.py"))
     wanted |= {root / SCRIPTS / f"{topic}.py": script(topic, root) for topic in lessons(root)}
     wanted |= index.made(root)
@@ -66,7 +66,7 @@ def out_of_step(root: Path) -> dict[Path, str | None]:
 
 
 def write(root: Path) -> list[str]:
-    """Write what is out of step, remove scripts without a lesson, and say what was done."""
+    """Write files that are out of date, remove scripts without a lesson, return what was done."""
     done = []
     for path, text in out_of_step(root).items():
         if text is None:

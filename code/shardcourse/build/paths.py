@@ -1,12 +1,12 @@
-"""Ways through the course for who has less time than all of it takes: book/paths.yml.
+"""Paths through the course for readers with less time than the whole course takes: book/paths.yml.
 
     >>> ways = index.read(root).ways
     >>> [sitting.read for sitting in ways["ten_weeks"].sittings]
 
-A path is a list of parts: a page or some sections of it, and exercises by their numbers. Its
-minutes are made from those of its parts (`shardcourse.build.pace`), never typed. What
-`python -m shardlab pairs` writes are each path's table, in its page book/path_<name>.md, and the
-table of all, in book/paths.md.
+A path is a list of parts: a page or some of its sections, and exercises by number. The minutes
+are computed from the parts (`shardcourse.build.pace`), never typed. `python -m shardlab pairs`
+writes each path's table, in its page book/path_<name>.md, and the table of all paths, in
+book/paths.md.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ ALL = Path("book/paths.md")
 
 @dataclass(frozen=True)
 class Piece:
-    """A page of a path, or some sections of it, and exercises: what is read, and in what time."""
+    """Page of a path, or some of its sections, and exercises, with the minutes for both."""
 
     page: str  # "zero", or "book/setup"
     title: str
-    sections: Sequence[tuple[str, str]]  # addresses and titles; none: the whole page
+    sections: Sequence[tuple[str, str]]  # (anchor, title) each; empty: the whole page
     exercises: Sequence[int]
     read: int  # minutes
     solve: int
-    begins: str = ""  # the title of the section where it begins; "" at the top of the page
+    begins: str = ""  # title of the section to start with; "" for the top of the page
 
     @property
     def docname(self) -> str:
-        """The page's name in the site."""
+        """Name of the page in the site."""
         return self.page if "/" in self.page else f"lessons/{self.page}"
 
 
 @dataclass(frozen=True)
 class Sitting:
-    """What is done at one time: an afternoon, a week."""
+    """Session of a path, such as an afternoon or a week."""
 
     name: str
-    minutes: int  # what the path's title promises
+    minutes: int  # promised by the path's title
     pieces: Sequence[Piece]
     project: str = ""  # the part of book/project.md that belongs to it
 
@@ -65,23 +65,23 @@ class Sitting:
 
 @dataclass(frozen=True)
 class Way:
-    """A path: whom it is for, what one can do after it, and its sittings."""
+    """Path: its audience, what its readers can do afterwards, and its sessions."""
 
     path: str
     title: str
-    whom: str  # it is for …
-    able: str  # after it you can …
+    whom: str  # completes "it is for …"
+    able: str  # completes "after it you can …"
     sittings: Sequence[Sitting]
-    reading: bool = False  # whether what is promised is the reading alone
+    reading: bool = False  # whether the promised minutes are for reading alone
 
     @property
     def docname(self) -> str:
-        """The name of its page in the site."""
+        """Name of the path's page in the site."""
         return f"book/path_{self.path}"
 
     @property
     def pieces(self) -> list[tuple[Sitting, Piece]]:
-        """All pieces in order, each with its sitting."""
+        """All pieces in order, each with its session."""
         return [(sitting, piece) for sitting in self.sittings for piece in sitting.pieces]
 
     @property
@@ -97,50 +97,50 @@ class Way:
 
 @dataclass(frozen=True)
 class Page:
-    """What is counted of a page."""
+    """Reading-time statistics of one page."""
 
     text: str
-    minutes: int = 0  # for all of its exercises
-    later: Mapping[str, str] = field(default_factory=dict)  # what can wait: addresses, and words
+    minutes: int = 0  # for all of the page's exercises
+    later: Mapping[str, str] = field(default_factory=dict)  # skippable: anchor -> description
 
     @cached_property
     def sections(self) -> list[pace.Section]:
-        """Its sections."""
+        """Sections of the page."""
         return pace.sections(self.text)
 
     @property
     def title(self) -> str:
-        """Its title, up to a colon."""
+        """Title of the page, up to a colon."""
         found = re.search(r"^# (.+?)(?::.*)?$", self.text, re.M)
         return found[1] if found else ""
 
     @property
     def read(self) -> int:
-        """Minutes to read all of it, exercises apart."""
+        """Minutes to read the whole page without its exercises."""
         return round(sum(section.minutes for section in self.sections))
 
     @property
     def stated(self) -> int:
-        """Minutes to read it, as the site says them."""
+        """Minutes to read the page, rounded as the site shows them."""
         return fives(self.read)
 
     @cached_property
     def waiting(self) -> list[pace.Section]:
-        """The sections that can wait, and those below them."""
+        """Sections that a first reading can skip, with their subsections."""
         return [section for name in self.later for section in self.of(name)]
 
     @property
     def first(self) -> float:
-        """Minutes of a first reading, without what can wait."""
+        """Minutes of a first reading, without the sections that it can skip."""
         return sum(section.minutes for section in self.sections if section not in self.waiting)
 
     def onward(self, name: str) -> pace.Section | None:
-        """The first section after that one that cannot wait."""
+        """Return the first section after the section `name` that a first reading does not skip."""
         after = self.sections[self.sections.index(self.of(name)[0]) :]
         return next((section for section in after if section not in self.waiting), None)
 
     def of(self, name: str) -> list[pace.Section]:
-        """The section of that address, and those below it. Raises ValueError for no section."""
+        """Return the section `name` and its subsections. Raises ValueError for an unknown one."""
         here = [i for i, section in enumerate(self.sections) if i and section.name == name]
         if not here:
             raise ValueError(f"{self.title}: it has no section {name!r}")
@@ -149,29 +149,29 @@ class Page:
         return [first, *rest[: ends[0] if ends else len(rest)]]
 
     def solve(self, numbers: Sequence[int]) -> int:
-        """Minutes for the exercises of these numbers: their shares of the time for all."""
+        """Return the minutes for these exercises: their share of the time for all exercises."""
         weights = pace.exercises(self.text)
         return round(self.minutes * sum(weights[n - 1] for n in numbers) / sum(weights or [1]))
 
 
 def fives(minutes: float) -> int:
-    """Minutes as the site says them: five, ten, fifteen."""
+    """Round minutes as the site shows them: to a multiple of five, at least five."""
     return 5 * max(1, round(minutes / 5))
 
 
 def page(name: str, root: Path, minutes: int = 0, later: Mapping[str, str] | None = None) -> Page:
-    """A page by its name, "zero" or "book/setup"; `minutes` are those of all its exercises.
+    """Return a page by name, "zero" or "book/setup"; `minutes` are for all its exercises.
 
-    later: the addresses of the sections that can wait, and what each of them is.
+    later: anchors of the sections that a first reading can skip, with descriptions.
     """
     return Page(source(name, root).read_text("utf-8"), minutes, later or {})
 
 
 def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[str, Way]:
-    """The paths of the course in `root`, by their names; {} where there are none.
+    """Return the paths of the course in `root` by name, {} if there are none.
 
-    titles: of the lessons. lessons: their pages.
-    Raises ValueError, which names the path, where it does not fit the pages.
+    titles: titles of the lessons. lessons: their pages.
+    Raises ValueError, which names the path, if a path does not match the pages.
     """
     import yaml
 
@@ -195,7 +195,7 @@ def read(root: Path, titles: dict[str, str], lessons: dict[str, Page]) -> dict[s
 def _piece(
     part: Any, root: Path, pages: dict[str, Page], titles: dict[str, str], begun: set[str]
 ) -> Piece:
-    """A part of a path; `begun` are the pages that it has begun, whose beginning is read once."""
+    """Return a part of a path; `begun`: pages whose beginning the path has read already."""
     part = {"page": part} if isinstance(part, str) else dict(part)
     name, wanted, numbers = part.pop("page"), part.pop("sections", None), part.pop("exercises", [])
     if part:
@@ -219,13 +219,13 @@ def _piece(
 
 
 def length(minutes: int) -> str:
-    """Minutes as one says them: "50 min", "2 h 15 min"."""
+    """Format minutes: "50 min", "2 h 15 min"."""
     hours, left = divmod(minutes, 60)
     return " ".join([f"{hours} h"] * bool(hours) + [f"{left} min"] * bool(left or not hours))
 
 
 def table(way: Way, project: bool) -> list[str]:
-    """A path's table; `project`: whether there is a page book/project.md."""
+    """Return a path's table; `project`: whether there is a page book/project.md."""
     lines = ["| when | read | minutes | exercises | minutes |", "|---|---|--:|---|--:|"]
     if not any(sitting.name for sitting in way.sittings):
         lines = ["| read | minutes | exercises | minutes |", "|---|--:|---|--:|"]
@@ -260,7 +260,7 @@ def _link(piece: Piece) -> str:
 
 
 def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
-    """The table of all paths, and of all lessons together."""
+    """Return the table of all paths, and of all lessons together."""
     lines = [
         "| path | for whom | to read | exercises | after it you can |",
         "|---|---|--:|--:|---|",
@@ -278,9 +278,8 @@ def overview(ways: dict[str, Way], lessons: dict[str, Page]) -> list[str]:
 
 
 def onward(ways: dict[str, Way], docname: str) -> Iterator[tuple[Way, Sitting, Piece | None]]:
-    """Where each path that comes to a page goes on from there; None at the path's end.
-
-    With the sitting in which the path leaves the page.
+    """Yield for each path through a page: the path, the session in which it leaves the page,
+    and the next piece (None at the path's end).
     """
     for way in ways.values():
         steps = way.pieces

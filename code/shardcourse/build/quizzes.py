@@ -1,4 +1,4 @@
-"""The quizzes of the parts, book/quizzes.yml: read for the site's pages, and for notebooks.
+"""Quizzes of the course's parts, book/quizzes.yml: read for the site's pages, and for notebooks.
 
 copies-before:
   title: Before this part
@@ -22,9 +22,9 @@ QUIZZES = Path("book/quizzes.yml")
 
 
 def read(root: Path) -> dict[str, Any]:
-    """The quizzes by their names, as the file has them: texts are Markdown.
+    """Return the quizzes by name, as in the file; texts are Markdown.
 
-    Raises ValueError for a question without one right choice.
+    Raises ValueError for a question without exactly one right choice.
     """
     return _read(root / QUIZZES, (root / QUIZZES).stat().st_mtime_ns)
 
@@ -42,12 +42,12 @@ def _read(path: Path, _changed_at: int) -> dict[str, Any]:
 
 
 def verdict(choice: dict[str, Any]) -> str:
-    """What a choice is worth, and why."""
+    """Return whether a choice is right, and why, in Markdown."""
     return f"{'**Right.**' if choice.get('right') else '**No.**'} {choice['why'].strip()}"
 
 
 def plain(quiz: dict[str, Any]) -> str:
-    """The quiz as Markdown: each choice folded over what it is worth."""
+    """Return the quiz as Markdown: each choice unfolds its verdict."""
     lines = [f"**{quiz['title']}**", ""]
     for number, question in enumerate(quiz["questions"], 1):
         lines += [f"{number}. {question['ask'].strip()}", ""]

@@ -1,10 +1,10 @@
-"""A page as a notebook that reads well wherever notebooks open: plain Markdown, and what is folded.
+"""Page as a notebook for any notebook application: plain Markdown, and foldable cells.
 
     >>> book = reading("zero", root)
 
-Boxes keep their titles, exercises are numbered, a citation is an author and a year. What a page
-folds is folded: cells that are tagged hide-input, solutions, answers. JupyterLab shows the first
-line of a folded cell, which says what is in it.
+Boxes keep their titles, exercises are numbered, a citation is an author and a year. Cells with the
+tag hide-input, solutions and answers are folded, as on the site. JupyterLab shows the first line of
+a folded cell, which says what the cell holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .key import has_cells, notebook, source
 if TYPE_CHECKING:
     import nbformat
 
-_MARK = re.compile(  # where an exercise or a solution begins or ends, and a section begins
+_MARK = re.compile(  # start or end of an exercise or a solution, or a section's heading
     r"^```\{(exercise|solution)-(start|end)\}[ \t]*(.*)\n(?::.*\n)*```[ \t]*(?:\n|\Z)|^## +(.*)$",
     re.M,
 )
@@ -48,22 +48,22 @@ _COLOURS = {"checked": "success", "warning": "warning", "caution": "warning", "d
 
 
 class Part(NamedTuple):
-    """A cell, or a part of a text cell, of a page."""
+    """Cell of a page, or a part of a text cell."""
 
     place: str  # "lesson", "between" the exercises, "exercise" or "solution"
     kind: str  # "markdown", "code", or the "title" of a section, an exercise or a solution
     text: str
-    cell: nbformat.NotebookNode | None = None  # of code
+    cell: nbformat.NotebookNode | None = None  # for code
 
 
 def parts(book: nbformat.NotebookNode) -> Iterator[Part]:
-    """The page in order, its text cells cut where exercises, solutions and sections begin."""
+    """Yield the page in order; exercises, solutions and sections begin new text parts."""
     place = outside = "lesson"
     for cell in book.cells:
         if cell.cell_type != "markdown":
             yield Part(place, "code", cell.source, cell)
             continue
-        # What stands before the first mark, then of each mark its four groups and what follows.
+        # The text before the first mark; then each mark's four groups and the text that follows.
         pieces = iter(["", "", "", "", *_MARK.split(_ANSWER.sub(_as_solution, cell.source))])
         for what, edge, title, section, text in zip(*[pieces] * 5, strict=True):
             if section:
@@ -78,17 +78,16 @@ def parts(book: nbformat.NotebookNode) -> Iterator[Part]:
 
 
 def _as_solution(answer: re.Match[str]) -> str:
-    """An answer of a page of questions, marked as a lesson marks a solution."""
+    """Return an answer of a page of questions, marked as a lesson marks a solution."""
     return f"```{{solution-{'start' if answer[1] else 'end'}}} {answer[1] or ''}\n```"
 
 
 class Writer:
-    """Writes the page `name` of the course in `root` as plain Markdown.
+    """Converter of the page `name` of the course in `root` to plain Markdown.
 
-    beside: whether the text stands in a folder of the course, so that links to its files lead
-        there, and links to its pages to their notebooks. Elsewhere such a link is its words alone,
-        and pictures stand in the text.
-    picture: what the address of a picture becomes instead.
+    beside: the text is in a folder of the course, so that links lead to its files, and for pages to
+        their notebooks. Elsewhere only a link's text is kept, and pictures are embedded.
+    picture: maps the address of a picture to another one.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Writer:
         self.picture = picture or stays
 
     def plain(self, text: str) -> str:
-        """MyST as Markdown. Raises ValueError for a directive that has no plain form."""
+        """Convert MyST to Markdown. Raises ValueError for a directive that has no plain form."""
         done: list[str] = []
         prose: list[str] = []
         lines = iter(text.split("\n"))
@@ -140,7 +139,7 @@ class Writer:
             return f"```{title}\n{text}\n```"
         if name == "math":
             return f"$$\n{text}\n$$"
-        if name == "calculator":  # a form of the site's, for a command
+        if name == "calculator":  # a form on the site, a command here
             place = options.pop("name", "")
             given = [f"--{option} {value}" for option, value in options.items()]
             line = " ".join(filter(None, ["python -m shardlab", title, place, *given]))
@@ -148,7 +147,7 @@ class Writer:
         if name == "quiz":
             return self.plain(quizzes.plain(quizzes.read(self.root)[title]))
         text = self.plain(text)
-        if name == "predict":  # the site hides what follows until a number is there
+        if name == "predict":  # the site hides the text below it until a number is entered
             return f"**Predict first.** {text}"
         if name == "step-through":
             return f"**{title}**\n\n{text}"
@@ -175,7 +174,7 @@ class Writer:
             return f"${said}$" if role == "math" else re.sub(r"\s*<[^>]*>$", "", said)
         if found["picture"]:
             to = to if "://" in to else self.picture(to)
-            if to.startswith("data:"):  # VS Code takes it so alone
+            if to.startswith("data:"):  # VS Code needs this form
                 return f'<img src="{to}" alt="{escape(text)}">'
             return f"![{text}]({to})"
         text = self._prose([text])
@@ -191,12 +190,12 @@ class Writer:
 
 
 def folded(title: str, text: str) -> str:
-    """Text that a click on its title opens."""
+    """Return text that is folded below its title."""
     return f"<details><summary><b>{title}</b></summary>\n\n{text}\n\n</details>"
 
 
 def carried(path: Path) -> str:
-    """A picture as an address that holds it: dark on white, whichever the notebook's theme is.
+    """Return a picture as a data address: dark on white, in any theme of the notebook.
 
     JupyterLab 4 shows no SVG that is attached to a cell.
     """
@@ -213,7 +212,7 @@ def _papers(path: Path, _changed: int) -> dict:
 
 
 def cited(path: Path, key: str, form: str) -> str:
-    """A paper of the file `path` in short, authors and year, with a link where it has one."""
+    """Return a paper of the file `path` in short, authors and year, with a link if it has one."""
     from pybtex.richtext import Text
 
     entry = _papers(path, path.stat().st_mtime_ns)[key]
@@ -239,11 +238,11 @@ def reading(
     picture: Callable[[str], str] | None = None,
     needs: str = "",
 ) -> nbformat.NotebookNode:
-    """The page `name` (see `key`) as a notebook to read and to run.
+    """Return the page `name` (see `key`) as a notebook to read and to run.
 
-    book: the page as a notebook with the outputs that it shall have; without outputs otherwise.
+    book: the page as a notebook with the outputs to show; without outputs if None.
     beside, picture: see `Writer`.
-    needs: what the page assumes, to stand below its title (`index.assumed`).
+    needs: the page's prerequisites, which go below its title (`index.assumed`).
     """
     import nbformat
 
@@ -260,7 +259,7 @@ def reading(
 
 
 def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbformat.NotebookNode]]:
-    """The cells of a page to read and to run, each with its place (see `Part`)."""
+    """Return the cells of a page to read and to run, each with its place (see `Part`)."""
     import nbformat
 
     new = nbformat.v4
@@ -270,7 +269,7 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
         if kind == "title":
             heading = place != "solution"
             number += place == "exercise"
-            # A solution's mark has the address of its exercise; an answer's says which it is.
+            # A solution's mark has the address of its exercise; an answer's mark has its title.
             title = text if heading or " " in text else f"Solution to exercise {number}"
             if heading:
                 asked = f"### Exercise {number}: " if place == "exercise" else "## "
@@ -292,7 +291,7 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
         else:
             plain = writer.plain(text)
             plain = folded(title, plain) if place == "solution" else plain
-            if begins:  # its heading and its text are one cell
+            if begins:  # the heading and the text share one cell
                 cells[-1][1].source += f"\n\n{plain}"
             else:
                 cells.append((place, new.new_markdown_cell(plain)))
@@ -301,14 +300,14 @@ def placed(book: nbformat.NotebookNode, writer: Writer) -> list[tuple[str, nbfor
 
 
 def extras(code: str) -> str:
-    """What a page's code wants of the package beside its own: "[deepspeed,lightning]", or ""."""
-    code = code.replace("transformers", "deepspeed")  # comes with it
+    """Return the extras of the package that a page's code needs: "[deepspeed,lightning]", or ""."""
+    code = code.replace("transformers", "deepspeed")  # a dependency of deepspeed
     wanted = ",".join(name for name in ("deepspeed", "lightning", "spmd_types") if name in code)
     return f"[{wanted}]" if wanted else ""
 
 
 def numbered(cells: list[nbformat.NotebookNode]) -> nbformat.NotebookNode:
-    """A notebook of `cells`, whose names do not change by themselves."""
+    """Return a notebook of `cells`, with ids that do not change from run to run."""
     import nbformat
 
     for place, cell in enumerate(cells):

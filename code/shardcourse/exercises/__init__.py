@@ -1,11 +1,11 @@
-"""Exercises that check themselves, on real ranks, in the page.
+"""Exercises that check the reader's answers in the page, on real ranks where they need them.
 
     check(my_broadcast)         # a function: its name is the exercise's name
     check(48, "ring_bytes")     # any other answer, with the exercise's name
 
-A topic's exercises stand in the module of this package that has the topic's name, most of them as
-data in one of the forms of `forms`: a number, a table of cases, on ranks. A verdict says what is
-right or wrong in a sentence or two that help, and never shows the solution.
+The exercises of a topic are in this package's module with the topic's name. Most are data for one
+of the forms in `forms`: a number, a table of cases, a function on ranks. A verdict says in one or
+two helpful sentences what is right or wrong, and never shows the solution.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `check` found: `ok`, and a sentence or two in `message`."""
+    """Result of `check`: `ok`, and one or two sentences for the reader in `message`."""
 
     ok: bool
     message: str
@@ -51,10 +51,10 @@ def exercise(
 ) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
     """Register a check under the exercise's `name`, which is unique in the whole course.
 
-    mistakes: the well-known ones, in words, for who teaches.
+    mistakes: descriptions of the well-known mistakes, for teachers.
 
     The decorated function takes the reader's answer. It returns None, or a sentence of praise that
-    says what was compared, when the answer is right; it raises Wrong when it is not.
+    says what was compared, when the answer is right; it raises Wrong when the answer is wrong.
     """
 
     def register(judge: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
@@ -67,14 +67,14 @@ def exercise(
 
 
 def names() -> list[str]:
-    """The names of all exercises of the course."""
+    """Return the names of all exercises of the course."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return sorted(_EXERCISES)
 
 
 def mistakes(exercise: str) -> list[str]:
-    """What is said of the well-known mistakes in an exercise. Raises ValueError for no exercise."""
+    """Describe the well-known mistakes in an exercise. Raises ValueError for an unknown name."""
     known = names()
     if exercise not in known:
         raise ValueError(f"exercise={exercise!r}: allowed are {', '.join(known)}")
@@ -82,7 +82,7 @@ def mistakes(exercise: str) -> list[str]:
 
 
 def check(answer: Any, exercise: str | None = None) -> Verdict:
-    """Judge the reader's `answer`; `exercise` may be left out when it is a function of that name.
+    """Judge the reader's `answer`; `exercise` may be left out for a function with that name.
 
     Raises ValueError when there is no such exercise. A wrong answer raises nothing: the
     verdict says what is wrong.

@@ -1,4 +1,4 @@
-"""The exercises of lesson `checkpoint`."""
+"""Exercises of the lesson `checkpoint`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _OLD, _NEW = b"the weights of step 500\n" * 500, b"the weights of step 600\n" * 
 
 
 def _killed(answer: Callable[..., Any], path: Path, line: int) -> int:
-    """Run the answer in a process that is killed before its `line`-th line of Python.
+    """Call the answer in a child process that is killed before its `line`-th line of Python.
 
-    Returns its exit status: 0 at its end, 1 if it raised, and below 0 if it was killed.
+    Returns the exit status: 0 if the answer returned, 1 if it raised, negative if it was killed.
     """
     child = os.fork()
     if child == 0:
@@ -53,7 +53,7 @@ def _killed(answer: Callable[..., Any], path: Path, line: int) -> int:
                 left[0] -= 1
             return trace
 
-        gc.disable()  # its callbacks are Python: their lines would be counted, too
+        gc.disable()  # its callbacks are Python code, and their lines would be counted, too
         try:
             sys.settrace(trace)
             answer(path, _NEW)
@@ -104,7 +104,7 @@ def _(answer: Callable[..., Any]) -> str:
 
 
 def _windows(answer: Callable[..., Any], samples: int, batch: int, size: int) -> list[int] | None:
-    """The windows of all ranks together, sorted."""
+    """Return the windows of all ranks together, sorted."""
     parts = [answer(samples, batch, rank, size) for rank in range(size)]
     if None in parts:
         return None
@@ -131,7 +131,7 @@ cases(
 )
 
 
-# Rows and columns of a matrix; over how many ranks each was cut when it was saved, and is now.
+# Shape of a matrix, and the grids of ranks that held it when it was saved and when it is loaded.
 _CUTS = (
     ((8, 6), (4, 1), (2, 1)),
     ((8, 6), (2, 2), (4, 1)),
@@ -139,11 +139,11 @@ _CUTS = (
     ((9, 8), (2, 4), (3, 1)),
 )
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size: rows, columns
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size), each as (rows, columns)
 
 
 def _boxes(shape: tuple[int, int], cut: tuple[int, int]) -> list[_Box]:
-    """The boxes of all ranks when `shape` is cut as torch cuts it; some may be empty."""
+    """Return the boxes of all ranks when `shape` is cut as torch cuts it; some may be empty."""
 
     def parts(length: int, pieces: int) -> list[tuple[int, int]]:
         each = -(-length // pieces)
@@ -166,7 +166,7 @@ def _matrix(shape: tuple[int, int]) -> torch.Tensor:
 def _filled(
     answer: Callable[..., Any], shape: tuple[int, int], old: tuple[int, int], box: _Box
 ) -> list[list[int]] | None:
-    """What the answer's plan reads into `box` of a matrix that was cut `old` when it was saved."""
+    """Return what the answer's plan reads into `box` of a matrix saved by a grid `old` of ranks."""
     files = {f"{i}.pt": there for i, there in enumerate(_boxes(shape, old))}
     plan = answer([(file, *there) for file, there in files.items()], *box)
     if plan is None:
@@ -194,15 +194,15 @@ cases(
 def _interval(
     size: float, ranks: int, copy: float, write: float, mtbf: float, how: str = ""
 ) -> float:
-    """The answer, or that of a mistake: "whole" copies everything, "young" ignores storage."""
+    """Return the best interval, or a mistake ("whole" copies all states, "young" no storage)."""
     best = best_interval(size / (1 if how == "whole" else ranks) / copy, mtbf)
     return best if how == "young" else max(best, size / write)
 
 
 cases(
     "my_save_interval",
-    # Bytes, ranks, bytes/s of a rank to its host, bytes/s of all ranks to storage, seconds between
-    # two failures of the job: storage that keeps up with the best interval, and that does not.
+    # Bytes, ranks, bytes/s from a rank to its host, bytes/s from all ranks to storage, seconds
+    # between two failures of the job. First case: storage keeps up with the best interval.
     ((96e9, 64, 20e9, 25e9, 154_800.0), (12e12, 1024, 20e9, 10e9, 14_400.0)),
     _interval,
     equal=close(1e-3),

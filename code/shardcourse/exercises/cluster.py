@@ -1,4 +1,4 @@
-"""The exercises of lesson `cluster`."""
+"""Exercises of the lesson `cluster`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _(answer: Any) -> str:
 
 
 def _slurm(job: int, task: int) -> dict[str, str]:
-    """What srun tells the task of a job of two nodes with two tasks each."""
+    """Return the variables that srun sets for a task in a job of two nodes with two tasks each."""
     return {
         "SLURM_PROCID": str(task),
         "SLURM_NTASKS": "4",
@@ -67,7 +67,7 @@ def _placed(job: int, task: int, gpus: int) -> dict[str, Any]:
 
 
 def _found(answer: Callable[..., Any], job: int, task: int, gpus: int) -> dict[str, Any] | None:
-    """The answer's values, with `_PORT` in place of a port that is one."""
+    """Return the answer's values, with `_PORT` in place of a valid port."""
 
     def found(job: int, task: int) -> Any:
         return answer(_slurm(job, task), ["node7", "node9"], gpus)
@@ -146,7 +146,7 @@ cases(
 
 
 def _meetings(answer: Callable[..., Any], size: int) -> int | None:
-    """How many pairs meet in the answer's rounds; ValueError where one is no round."""
+    """Count the pairs that meet in the answer's rounds; ValueError if a round is not a matching."""
     if (found := answer(size)) is None:
         return None
     if len(found) != size - 1:

@@ -1,4 +1,4 @@
-"""The exercises of lesson `collectives`."""
+"""Exercises of the lesson `collectives`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shardcourse.exercises.forms import (
 )
 from shardlab import ranks
 
-# Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends all but its own
-# piece (28), then all but rank 1's (28).
+# Ten float32 in pieces of 3, 3, 2, 2 elements: 12, 12, 8, 8 bytes. Rank 0 sends every piece but
+# its own in the reduce-scatter (28 bytes), then every piece but rank 1's in the all-gather (28).
 number("ring_bytes", 56, "bytes",
        says="Rank 0 sends pieces 3, 2 and 1 in the first half, and 0, 3 and 2 in the second.",
        wrong={
@@ -34,13 +34,13 @@ number("ring_bytes", 56, "bytes",
 
 
 def _values(size: int, elements: int) -> list[Tensor]:
-    """One tensor per rank, known to both sides: all below zero, so that a zero stands out."""
+    """Return one tensor per rank from a fixed seed: all values negative, so that a zero shows."""
     generator = torch.Generator().manual_seed(size * 100 + elements)
     return [-1 - torch.rand(elements, generator=generator) for _ in range(size)]
 
 
 def _in_place(answer: Callable[..., Any], size: int, elements: int, *root: int) -> Tensor:
-    """What answer(tensor, *root, group) leaves in its tensor."""
+    """Run answer(tensor, *root, group) on this rank and return its tensor afterwards."""
     tensor = _values(size, elements)[dist.get_rank()].to(ranks.device())
     answer(tensor, *root, dist.group.WORLD)
     return tensor
@@ -102,7 +102,7 @@ def _(size: int) -> Trial:
 def _in_pieces(seen: list[Seen]) -> str:
     size, elements = len(seen), {4: 103, 2: 8, 3: 50}[len(seen)]
     longest = -(-elements // size) * 4  # bytes of the longest piece
-    # The scatter and the all-gather: each at most the tensor but for the shortest piece.
+    # The scatter and the all-gather each send at most the tensor without its shortest piece.
     allowed = 2 * 4 * (elements - elements // size)
     for rank, sent in enumerate(one.sent for one in seen):
         text = f"The values are right. But with {size} ranks, rank {rank} sends "

@@ -1,4 +1,4 @@
-"""The exercises of lesson `context_parallel`."""
+"""Exercises of the lesson `context_parallel`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _(size: int) -> Trial:
 
 
 def _heads(rank: int, tokens: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's queries, keys and values: [2, 2, tokens, 4]."""
+    """Return this rank's queries, keys and values: [2, 2, tokens, 4] each."""
     generator = torch.Generator().manual_seed(7 + rank)
     q, k, v = torch.randn(3, 2, 2, tokens, 4, generator=generator, dtype=torch.float64)
     return q, 2 * k, v
@@ -82,10 +82,10 @@ def _attend(q_BAsD: Tensor, k_BASD: Tensor, v_BASD: Tensor, hidden: Tensor | Non
 
 
 def _cache(rank: int, large: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One query, the same on all ranks, and this rank's keys and values of 64 tokens."""
+    """Return one query, the same on all ranks, and this rank's keys and values of 64 tokens."""
     q = _heads(0)[0][:, :, :1]
     _, k, v = _heads(rank, 64)
-    if large:  # scores of 1000 and more, another number on each rank
+    if large:  # scores of 1000 and more, with a different maximum on each rank
         k = k + (2000 + 100 * rank) * q / q.square().sum(-1, keepdim=True)
     return q, k, v
 
@@ -95,7 +95,7 @@ def _cache(rank: int, large: bool) -> tuple[Tensor, Tensor, Tensor]:
     ((2, False), (4, False), (4, True)),
     rules=[
         bytes_at_most(
-            lambda n: 2 * 2 * 64 * 4 * 8 - 1,  # less than a rank's keys, in float64
+            lambda n: 2 * 2 * 64 * 4 * 8 - 1,  # less than one rank's keys in float64
             "send what came of the keys, an output and a logarithm for each head.",
         )
     ],
@@ -112,7 +112,7 @@ def _(size: int, large: bool) -> Trial:
         ),
     }
     right = _attend(q[0], torch.cat(k, 2), torch.cat(v, 2))
-    # float64; logarithms around 1000 have 12 digits behind the point
+    # float64: logarithms around 1000 keep 12 digits after the decimal point
     return Trial([Part("the output", right, mistakes, 1e-9)], given)
 
 
@@ -145,7 +145,7 @@ def _(size: int) -> Trial:
         ],
     }
     right = [_attend(q[r], keys, values, hidden[r]) for r in range(size)]
-    # float64, values of order 1, sums in another order
+    # float64, values of order 1, summed in another order
     return Trial([Part("the output", right, mistakes, 1e-11)], given)
 
 
@@ -159,7 +159,7 @@ def _plan(
     shared: bool = False,
     indivisible: bool = False,
 ) -> tuple[int, str] | None:
-    """The answer; or, with one of the last two, that of a mistake that has a sentence."""
+    """Return (ranks, kind); `shared` or `indivisible` gives a mistake that has its own sentence."""
     for ranks in (1, 2, 4, 8, 16, 32, 64):
         if states / (ranks if shared else 1) + kept * seq / ranks > memory:
             continue
@@ -169,14 +169,14 @@ def _plan(
     return None
 
 
-# Tokens, bytes of states, heads, heads of keys and values.
+# Tokens, bytes of states, query heads, key/value heads.
 _JOBS = ((8192, 20e9, 32, 32), (32_768, 20e9, 32, 32), (65_536, 20e9, 32, 32))
 _JOBS += ((65_536, 20e9, 32, 8), (131_072, 20e9, 32, 8), (262_144, 20e9, 32, 8))
 _JOBS += ((1_048_576, 20e9, 32, 32), (131_072, 20e9, 12, 12), (8_388_608, 20e9, 32, 32))
 _JOBS += ((8192, 90e9, 32, 32),)
 cases(
     "my_context",
-    # 2 MB a token, and 80 GB of memory
+    # 2 MB of activations a token, and 80 GB of memory
     [(seq, 2e6, states, 80e9, heads, kv_heads) for seq, states, heads, kv_heads in _JOBS],
     _plan,
     says="Right for 10 jobs, two of which fit on no number of ranks.",

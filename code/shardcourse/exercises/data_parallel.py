@@ -1,4 +1,4 @@
-"""The exercises of lesson `data_parallel`."""
+"""Exercises of the lesson `data_parallel`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ number("overlap_floor", 0.14, "s", rel=0.001,
 
 
 class _Toy(nn.Module):
-    """Two layers that are always used, one that is used on demand, one that is frozen."""
+    """Model with two layers that are always used, one that is used on demand, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Toy(nn.Module):
         return (self.last(y) + (self.extra(y) if extra else 0)).square().mean()
 
     def gradients(self) -> Tensor:
-        """All gradients in one flat tensor, zeros where there are none."""
+        """Return all gradients in one flat tensor, with zeros where a parameter has none."""
         trained = [p for p in self.parameters() if p.requires_grad]
         return torch.cat(
             [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in trained]
@@ -57,7 +57,7 @@ def _local_batch(rank: int, part: int = 0) -> Tensor:
 
 
 def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> Tensor:
-    """The gradient that one rank computes alone, summed over its micro-batches."""
+    """Return the gradient that one rank computes alone, summed over its micro-batches."""
     model = _Toy()
     for part in parts:
         model(_local_batch(rank, part), extra).backward()
@@ -65,7 +65,7 @@ def _local(rank: int, extra: bool, parts: Sequence[int] = (0,)) -> Tensor:
 
 
 def _average(answer: Callable[..., Any], size: int, users: Sequence[int]) -> tuple[Tensor, bool]:
-    """The gradients; and whether a layer that nobody used has one now."""
+    """Return the gradients, and whether a layer that no rank used has a gradient now."""
     rank, model = dist.get_rank(), _Toy()
     model(_local_batch(rank), rank in users).backward()
     answer(model, dist.group.WORLD)
@@ -97,7 +97,7 @@ def _(size: int, users: Sequence[int]) -> Trial:
         f"It is the sum over the ranks, {size} times the average.": total,
         "Every rank still has its own gradient: nothing was averaged.": local,
     }
-    # float32, values up to about 1: the order of four additions
+    # float32, values up to about 1: the order of four additions may differ
     return Trial([Part("the gradient", total / size, mistakes, 1e-6)], size=size)
 
 
@@ -192,7 +192,7 @@ def _micro_batches(
     fraction: float,
     hidden: Callable[[int, float], float] = lambda m, backward: backward,
 ) -> int:
-    """Micro-batches until at most `fraction` of the step is waiting; `hidden`: behind backward."""
+    """Count micro-batches so that communication exposes at most `fraction` of the step."""
     wire = 2 * (n - 1) / n * size / bandwidth
     for m in range(1, 10_000):
         waiting = max(0.0, wire - hidden(m, backward))
@@ -203,11 +203,11 @@ def _micro_batches(
 
 cases(
     "my_micro_batches",
-    # Bytes of gradients, ranks, bytes/s, seconds of a micro-batch forward and backward, the share.
+    # Bytes of gradients, ranks, bytes/s, seconds of a micro-batch's forward and backward, fraction.
     (
-        (2e9, 8, 12.5e9, 0.05, 0.10, 0.05),  # 280 ms of wire, of which 100 are hidden: 23 of 150 ms
+        (2e9, 8, 12.5e9, 0.05, 0.10, 0.05),  # sends for 280 ms, 100 hidden: 23 of 150 ms
         (14e9, 64, 25e9, 0.10, 0.20, 0.10),
-        (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # hidden altogether: one is enough
+        (1e9, 4, 50e9, 0.02, 0.04, 0.05),  # all communication is hidden: one micro-batch is enough
     ),
     _micro_batches,
     says="Right: waiting stays, and is shared by ever more micro-batches.",

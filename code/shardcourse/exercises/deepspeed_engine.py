@@ -1,4 +1,4 @@
-"""The exercises of lesson `deepspeed_engine`."""
+"""Exercises of the lesson `deepspeed_engine`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ number("deepspeed_cost", _COST, "per million tokens", rel=0.01,
     _COST * 3600: "The price is for an hour, and the rate is for a second.",
 })  # fmt: skip
 
-# The exercise's log: ranks, sequences of each, tokens of an input and an output; what a GPU costs
-# while the job runs, for a million times the work.
+# The exercise's log: ranks, sequences of each rank, tokens of a prompt and of the whole sequence;
+# then the new tokens, and what a GPU costs while the job runs, times a million.
 _N, _BATCH, _PROMPT, _WHOLE = 4, 8, 512, 576
 _NEW, _GPU = _N * _BATCH * (_WHOLE - _PROMPT), 2.5 * 16.0 / 3600 * 1e6
 _HOLDS = "How many bytes are 8.03e9 parameters in bf16, and what does a rank hold?"
@@ -58,7 +58,7 @@ blanks(
 
 
 def _accumulation(train: int, micro: int, world: int, tp: int, pp: int) -> int | str:
-    """The answer, or that there is none."""
+    """Return the number of accumulation steps, or "a ValueError" if there is none."""
     copies, rest = divmod(world, tp * pp)
     steps, more = divmod(train, micro * copies) if copies else (0, 0)
     return steps if steps and not rest and not more else "a ValueError"
@@ -71,7 +71,7 @@ def _raising(answer: Callable[..., Any], *given: int) -> Any:
         return "a ValueError"
 
 
-# The last three cannot be.
+# No accumulation steps fit the last three cases.
 _TRAINED = (
     (512, 4, 64, 4, 2),
     (8, 2, 2, 1, 1),
@@ -89,7 +89,7 @@ cases(
 )
 
 
-# What the exercise asks for.
+# The settings that the exercise asks for: micro-batch, micro-batches, ranks, steps.
 _MICRO, _PARTS, _RANKS, _STEPS = 1, 2, 2, 4
 
 
@@ -157,7 +157,7 @@ def _(answer: Any) -> str:
         raise Wrong(
             "Communication does not overlap with backward: in stage 2 it has to be asked for."
         )
-    buckets = 2 * 4 * found["bucket"]  # two, of float32
+    buckets = 2 * 4 * found["bucket"]  # two buckets of float32
     if not 0.5e6 <= buckets <= 1e6:
         raise Wrong(f"The buckets take {buckets / 1e6:,.1f} MB instead of 0.5 to 1.")
     gap = max(abs(a - b) for a, b in zip(found["losses"], _one_process(), strict=True))
@@ -172,7 +172,7 @@ _CHOICES = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "parameters"
 
 
 def _held(params: float, gpus: int, choice: tuple[int, str]) -> tuple[float, float]:
-    """Bytes of states on each GPU, and on the host for all of them."""
+    """Return the bytes of model states on each GPU, and on the host for all GPUs together."""
     states = memory.states(params, Layout(dp=gpus, zero=choice[0], offload=choice[1]), "bf16")
     return states.total, gpus * states.host
 
@@ -187,7 +187,7 @@ def _choice(
     return None
 
 
-# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. All answers occur.
+# Parameters, GPUs, bytes of each GPU, bytes of the host that they share. Every answer occurs.
 _JOBS = ((1e9, 8, 24e9, 1e12), (3e9, 8, 24e9, 1e12), (4e9, 8, 24e9, 1e12), (7e9, 8, 24e9, 1e12))
 _JOBS += ((7e9, 8, 80e9, 1e12), (13e9, 2, 80e9, 1e12), (13e9, 4, 24e9, 1e12))
 _JOBS += ((13e9, 4, 24e9, 200e9), (400e9, 8, 80e9, 2e12))

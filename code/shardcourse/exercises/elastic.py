@@ -1,4 +1,4 @@
-"""The exercises of lesson `elastic`."""
+"""Exercises of the lesson `elastic`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ cases(
 )
 
 _SEEN = [(0.0, 0, 1), (0.0, 1, 1), (1.0, 0, 2), (1.0, 1, 1), (2.0, 0, 3), (2.0, 1, 1)]
-_ANEW = [(0.0, 0, 9), (3.0, 0, 1)]  # an agent that was started anew counts from 1
+_ANEW = [(0.0, 0, 9), (3.0, 0, 1)]  # an agent that was restarted counts from 1 again
 cases(
     "my_silent",
     (

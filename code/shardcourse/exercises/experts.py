@@ -1,6 +1,6 @@
-"""The exercises of lesson `experts`.
+"""Exercises of the lesson `experts`.
 
-Shapes in names as in `shardlab.experts`: T tokens, E experts, C choices of a token, R rows.
+Shapes in names as in `shardlab.experts`: T tokens, E experts, C choices per token, R rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ number("experts_wire", 2 * _ONE * 63 / 64, "bytes", rel=1e-6,
 def _chosen(tokens: int, choices: int, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(tokens)
     scores_TE = torch.rand(tokens, count, generator=generator)
-    scores_TE[:, 0] += 0.4  # a favourite, so that there is something to drop
+    scores_TE[:, 0] += 0.4  # a favourite expert, so that some tokens exceed the capacity
     return scores_TE.topk(choices).indices
 
 
@@ -67,7 +67,7 @@ cases(
     says="Right, on two and on three ranks, one of which sends nothing.",
 )
 def _(sizes: list[list[int]]) -> Trial:
-    """sizes[from][to] rows."""
+    """Return the trial in which rank i sends sizes[i][j] rows to rank j."""
     received = [list(column) for column in zip(*sizes, strict=True)]
     x = [torch.arange(sum(sent) * 3.0).view(-1, 3) + 1000 * r for r, sent in enumerate(sizes)]
     cut = [x_RH.split(sent) for x_RH, sent in zip(x, sizes, strict=True)]
@@ -77,12 +77,12 @@ def _(sizes: list[list[int]]) -> Trial:
 
 
 def _gradients(rank: int) -> Tensor:
-    """Of what all ranks have, and of the rank's expert."""
+    """Return a rank's gradients: one of the parameters that all ranks share, one of its expert."""
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
 
 
 def _averaged(answer: Callable[..., Any], size: int) -> tuple[Tensor, ...]:
-    """On a rank of 2 x 2: its gradients by the answer."""
+    """Run the answer on a rank of 2 x 2 and return the rank's two gradients afterwards."""
     copies = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     grads = [grad.clone() for grad in _gradients(dist.get_rank()).to(ranks.device())]
     answer(*grads, dist.group.WORLD, copies)
@@ -115,7 +115,7 @@ def _(size: int) -> Trial:
 
 
 def _routed(size: int) -> tuple[Tensor, Tensor]:
-    """Scores and choices of all ranks' tokens: each rank has its own favourites."""
+    """Return scores and choices of all ranks' tokens; each rank's tokens prefer other experts."""
     generator = torch.Generator().manual_seed(0)
     logits_TE = torch.randn(8 * size, 4, generator=generator)
     logits_TE += torch.linspace(0, 2, 8 * size)[:, None] * (torch.arange(4) % 2)
@@ -129,7 +129,7 @@ def _balance(scores_TE: Tensor, chosen_TC: Tensor) -> Tensor:
 
 
 def _balanced(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
-    """On a rank: the mean of the ranks' values, and the gradient of its scores."""
+    """Run the answer on a rank; return the mean of all ranks' values, and its scores' gradient."""
     scores_TE, chosen_TC = (
         x.chunk(size)[dist.get_rank()].to(ranks.device()) for x in _routed(size)
     )

@@ -1,8 +1,8 @@
-"""The forms of an exercise: a number, blanks to fill in, a table of cases, a function on ranks.
+"""Forms of exercises: a number, blanks to fill in, a table of cases, a function on ranks.
 
-Each is a call that registers an exercise: its name, what is right, what is said of a right answer,
-and the mistakes that people make, each with the sentence that helps. What fits no form is a
-function of its own under `exercise`, of the same parts: `called`, `run_answer`, `same`, `Number`.
+Each form is a call that registers an exercise: its name, the right answer, the message for a right
+answer, and well-known mistakes, each with a sentence that helps. An exercise that fits no form is
+a function under `exercise`, built from `called`, `run_answer`, `same` and `Number`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardcourse.exercises.messages import Messages, Posted, stuck
 from shardlab import ranks
 from shardlab.measure import count
 
-PATIENCE = 10.0  # seconds, for what takes milliseconds: who waits that long waits for ever
+PATIENCE = 10.0  # seconds, for runs that take milliseconds: a longer run never ends
 _WAITS = (
     "Somebody waits for what nobody sends, or sends what nobody receives. Of two ranks, one has to "
     "send first and the other to receive first, or both do both at once: ranks.exchange."
@@ -32,21 +32,21 @@ _WAITS = (
 
 
 def called(answer: Callable[..., Any], *args: Any, asked: str = "Your function") -> Any:
-    """Call the reader's function; what it raises becomes a Wrong that says so."""
+    """Call the reader's function; turn an exception into a Wrong that names it."""
     try:
         return answer(*args)
     except Exception as error:
         raise Wrong(f"{asked} raised {type(error).__name__}: {error}") from None
 
 
-# A number, and several of them.
+# Exercises with one number or with several numbers.
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is right to a relative difference of `rel`, and wrong ones, each explained.
+    """Right number, up to a relative difference of `rel`, and mistaken ones with explanations.
 
-    What is right but for thousands, millions or billions needs no explanation of its own.
+    A factor of a thousand, a million or a billion is explained without an entry in `wrong`.
     """
 
     right: float
@@ -81,7 +81,7 @@ def number(
     wrong: Mapping[float, str],
     rel: float = 0.0,
 ) -> None:
-    """An exercise whose answer is a number. says: of the right one. wrong: value -> sentence."""
+    """Register an exercise whose answer is a number (`wrong`: mistaken value -> sentence)."""
     one = Number(right, unit, wrong, rel)
 
     def judge(answer: Any) -> str:
@@ -99,10 +99,10 @@ def blanks(
     wrong: Mapping[tuple[str, Hashable], str] | None = None,
     otherwise: str = "It is another.",
 ) -> None:
-    """An exercise whose answer is a dictionary: blank -> what is right, a value or a `Number`.
+    """Register an exercise whose answer is a dictionary: blank -> right value or `Number`.
 
-    A tuple with the values in this order will do as well. wrong: (blank, value) -> sentence;
-    otherwise: of any other one.
+    A tuple with the values in this order is accepted, too. wrong: (blank, value) -> sentence;
+    otherwise: the sentence for any other wrong value.
     """
 
     def judge(answer: Any) -> str:
@@ -133,7 +133,7 @@ def blanks(
 
 
 def close(rel: float) -> Callable[[Any, Any], bool]:
-    """Whether two numbers differ by `rel` at most."""
+    """Return a function that returns True if two numbers differ by at most `rel`."""
     return lambda a, b: math.isclose(a, b, rel_tol=rel)
 
 
@@ -148,13 +148,12 @@ def cases(
     equal: Callable[[Any, Any], bool] = operator.eq,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """An exercise whose answer is a function, compared with a reference case by case.
+    """Register an exercise whose answer is a function, compared with a reference case by case.
 
     calls: the arguments of each case; without `right`, (arguments, right value, sentence that
-    helps). mistakes: sentence -> function that makes a well-known mistake; the sentence is said
-    when all values are those. why: the sentence on the first case that is wrong, from its
-    arguments, the value and the right one, in place of "Right is …". call: makes the value from the
-    answer and the arguments.
+    helps). mistakes: sentence -> function that makes a well-known mistake; the sentence is shown if
+    all values match. why: returns the sentence for the first wrong case, from its arguments, value
+    and right value, in place of "Right is …". call: computes a value from answer and arguments.
     """
     slips = mistakes or {}
 
@@ -163,7 +162,7 @@ def cases(
             return value is other
         try:
             return bool(equal(value, other))
-        except Exception:  # of a value that has nothing in common with a right one
+        except Exception:  # `equal` failed: the value cannot be compared with a right one
             return False
 
     def asked(args: tuple[Any, ...]) -> str:
@@ -178,7 +177,7 @@ def cases(
         found: list[Any] = []
         for args, *_ in rows:
             try:
-                given = copy.deepcopy(args)  # the answer may change what it is given
+                given = copy.deepcopy(args)  # the answer may change its arguments
                 run = partial(call, answer) if call else answer
                 found.append(called(run, *given, asked=asked(args)))
             except Wrong as wrong:
@@ -200,19 +199,19 @@ def cases(
 
 
 def _short(value: Any) -> str:
-    """A value in a line or two."""
+    """Return the value's repr on one line, cut to 200 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
-# On ranks.
+# Functions on ranks.
 
-Each = Tensor | Sequence[Tensor]  # the same on every rank, or one of each
+Each = Tensor | Sequence[Tensor]  # one tensor for every rank, or a sequence with one per rank
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the values that a rank returns: its name, what is right, what mistakes give."""
+    """Value that a rank returns: its name, the right value, and the values of known mistakes."""
 
     what: str
     right: Each
@@ -222,7 +221,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank did: what it sent, its messages in order, and what `work` returned beside."""
+    """Record of a rank's run: what it sent, its messages in order, and `work`'s further results."""
 
     sent: count.Sent
     posted: list[Posted]
@@ -231,14 +230,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: the ranks' arguments, or just how many ranks; and the values that are right."""
+    """One run: the arguments of each rank, or just the number of ranks, and the right values."""
 
     parts: Sequence[Part]
     given: Sequence[tuple[Any, ...]] = ()
     size: int = 0
 
 
-Rule = Callable[[list[Seen]], str]  # what is wrong with how the ranks came to it; "" if nothing is
+Rule = Callable[[list[Seen]], str]  # returns how the ranks broke the rule, "" if they kept it
 
 
 def on_ranks(
@@ -249,11 +248,11 @@ def on_ranks(
     rules: Sequence[Rule] = (),
     work: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Trial]], Callable[..., Trial]]:
-    """An exercise whose answer runs on ranks, and is compared with one process.
+    """Register an exercise whose answer runs on ranks and is compared with one process.
 
-    The decorated function makes the trial of a setting. A rank calls `answer(*given, group)`, or,
-    where calling it is not all, `work(answer, *setting)`: that returns the trial's values, and
-    behind them what else its `rules` look at, or raises Wrong. rules: of how values were come by.
+    The decorated function makes the trial of a setting. A rank calls `answer(*given, group)`, or
+    `work(answer, *setting)` if there is `work`: it returns the trial's values, followed by further
+    results for the `rules`, or raises Wrong. rules: check how the ranks computed the values.
     """
 
     def register(trial_of: Callable[..., Trial]) -> Callable[..., Trial]:
@@ -276,7 +275,7 @@ def on_ranks(
 def _tried(
     answer: Any, trial: Trial, work: Callable[..., Any] | None, setting: tuple[Any, ...]
 ) -> list[Seen]:
-    """Run a trial; Wrong unless its values are right."""
+    """Run a trial and return the ranks' records; Wrong unless the values are right."""
     wanted = len(trial.parts)
 
     def run() -> tuple[Any, Seen]:
@@ -331,7 +330,7 @@ def differentiate(
 ) -> tuple[Any, ...]:
     """Call the answer on a rank and send `dy` backward; return its result and `given`'s gradients.
 
-    A result of another shape than dy, or without a graph, leaves the gradients None.
+    All gradients are None if the result has no graph or another shape than dy.
     """
     given = [x.detach().clone().requires_grad_() for x in given]
     y = answer(*given, dist.group.WORLD)
@@ -363,7 +362,7 @@ def same(
     """Compare one tensor per rank with the reference; Wrong names the first rank that differs.
 
     tolerance: largest absolute difference that is still right. hints: sentence -> the values that a
-    well-known mistake gives; when `got` equals them, the sentence is added.
+    well-known mistake gives; the sentence is added if `got` equals these values.
     """
     got = [
         _scalar(mine) if right.ndim == 0 else mine for mine, right in zip(got, want, strict=True)
@@ -410,11 +409,11 @@ def _hint(got: Sequence[Any], tolerance: float, hints: Mapping[str, Sequence[Ten
     return ""
 
 
-# Rules on how right values were come by.
+# Rules for how right values were computed.
 
 
 def calls_at_most(most: int, words: str) -> Rule:
-    """No rank calls more collectives than that."""
+    """Return a rule: no rank calls more than `most` collectives."""
 
     def rule(seen: list[Seen]) -> str:
         for rank, one in enumerate(seen):
@@ -428,7 +427,7 @@ def calls_at_most(most: int, words: str) -> Rule:
 
 
 def bytes_at_most(most: Callable[[int], int], words: str) -> Rule:
-    """No rank hands over more bytes than `most` of the number of ranks."""
+    """Return a rule: no rank sends more bytes than `most(number of ranks)`."""
 
     def rule(seen: list[Seen]) -> str:
         enough = most(len(seen))
@@ -444,7 +443,7 @@ def bytes_at_most(most: Callable[[int], int], words: str) -> Rule:
 
 
 def nobody_waits(seen: list[Seen]) -> str:
-    """By nccl's rules as well, which are stricter than gloo's."""
+    """Return a message if the ranks' messages would deadlock with nccl, although not with gloo."""
     if not stuck([one.posted for one in seen]):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""The exercises of lesson `gemm`. M, K, N: sizes of A_MK @ B_KN; m, k, n, f: a rank's share."""
+"""Exercises of the lesson `gemm`. M, K, N: sizes of A_MK @ B_KN; m, k, n, f: a rank's share."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _(size: int) -> Trial:
     rows, inner = _cut(M, size), _cut(K, size)
 
     def multiplied(rank: int, way: int) -> Tensor:
-        """The sum over all turns, with the columns of A taken this way round."""
+        """Return the product summed over all turns, with A's columns taken in direction `way`."""
         pairs = [(inner[(rank - way * i) % size], inner[(rank - i) % size]) for i in range(size)]
         return sum(a[rows[rank]][:, left] @ b[piece] for left, piece in pairs)
 
@@ -155,7 +155,7 @@ def _(size: int) -> Trial:
 
 
 def _held(M: int, K: int, N: int, size: int, cut_result: bool = False) -> dict[str, int]:
-    """Elements of A, B and C on the rank with the most."""
+    """Return the elements of A, B and C on the rank that holds most, for each way to cut."""
     m, k, n = (-(-full // size) for full in (M, K, N))
     inner = M * k + k * N + (m * N if cut_result else M * N)
     return {"rows": m * K + K * N + m * N, "columns": M * K + K * n + M * n, "inner": inner}

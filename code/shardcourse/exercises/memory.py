@@ -1,4 +1,4 @@
-"""The exercises of lesson `memory`."""
+"""Exercises of the lesson `memory`."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def _(answer: Callable[..., Any]) -> str:
     if isinstance(mean, bool) or not isinstance(mean, (int, float, torch.Tensor)):
         raise Wrong(f"It returned {mean!r}: expected is the mean loss, a number.")
     mean = mean.item() if isinstance(mean, torch.Tensor) else mean
-    if not abs(mean - want) < 1e-4:  # float32, values of about 6, in one order or another
+    if not abs(mean - want) < 1e-4:  # float32, values of about 6, in any order of summation
         total = " That is their sum." if abs(mean / len(batches) - want) < 1e-4 else ""
         raise Wrong(f"The mean loss is {want:.4f}, and it returned {mean:.4f}.{total}")
     growth = (held[-1] - held[0]) / (len(held) - 1)
-    if growth > 1000:  # a loss or its logits' number is 4 bytes; activations are some 100 kB
+    if growth > 1000:  # a loss or its number of logits is 4 bytes; activations are about 100 kB
         raise Wrong(
             f"The mean is right, but with every batch {growth / 1e3:,.0f} kB more are held than "
             "before: what you add up refers to its graph, and the graph to all its activations."
@@ -102,7 +102,7 @@ def _largest_batch(config: Config, limit: float) -> int:
 
 cases(
     "my_largest_batch",
-    (  # one that fits many times, one with large logits, one that cannot
+    (  # cases: a model that fits many times, one with large logits, one that does not fit
         (PRESETS["gpt-2"], 16e9),
         (Config(8192, 256, 4, 4, 256), 1e9),
         (PRESETS["llama-3-8b"], 80e9),
@@ -118,7 +118,7 @@ def _in_pieces(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 def _gradients(backward: Callable[..., Any]) -> tuple[list[torch.Tensor | None], int]:
-    """The gradients that `backward` leaves, and the most bytes that it held."""
+    """Return the gradients that `backward` leaves, and its peak of held bytes."""
     model, tokens, targets = _toy()
     with count.held(model, tokens, targets) as held:
         backward(model, tokens, targets)
@@ -139,7 +139,7 @@ def _(answer: Callable[..., Any]) -> str:
             f"The gradient is off by up to {gap:.2g}. {times}The mean over eight sequences is the "
             "sum of the pieces' means, each weighted by its share of the sequences."
         )
-    if peak > 1.02 * limit:  # room for a few small tensors that another way may keep
+    if peak > 1.02 * limit:  # room for a few small tensors that another solution may keep
         raise Wrong(
             f"The gradient is right, but up to {peak / 1e6:.2f} MB were held, and "
             f"{limit / 1e6:.2f} MB are enough for two sequences at a time. Let each piece's "
@@ -151,7 +151,7 @@ def _(answer: Callable[..., Any]) -> str:
 def _pieces(
     config: Config, batch: int, limit: float, steps: bool = False
 ) -> tuple[int, str] | None:
-    """The right answer; or, with `steps`, that for pieces which are steps of their own."""
+    """Return (micro-batch, recompute); `steps`: a mistake that gives each micro-batch a step."""
     for recompute in ("none", "full"):
         for piece in (n for n in range(batch, 0, -1) if batch % n == 0):
             layout = Layout(
@@ -164,8 +164,8 @@ def _pieces(
 
 cases(
     "my_micro_batch",
-    # Bytes there are: room for all; for pieces of 4, where 5 do not divide 12 and 6 forget the
-    # gradients that wait; for single ones; for recomputed ones; for none.
+    # Limits in bytes, with room for the whole batch; for micro-batches of 4 (5 does not divide 12,
+    # 6 forgets accumulated gradients); of 1; of 1 with recomputation; for none.
     [(PRESETS["mini"], 12, limit) for limit in (260e6, 190e6, 140e6, 135e6, 130e6)],
     _pieces,
     mistakes={

@@ -1,4 +1,4 @@
-"""The exercises of lesson `mesh`."""
+"""Exercises of the lesson `mesh`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _(answer: Any) -> str:
             job = _job(answer.split())
     except (ValueError, argparse.ArgumentError) as error:
         raise Wrong(f"The command refuses it: {error}") from None
-    except SystemExit:  # whatever the parser has printed
+    except SystemExit:  # the parser has already printed a message
         raise Wrong(f"The command does not know {answer!r}.") from None
     if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
         raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
@@ -90,14 +90,14 @@ _TIED = Config(seq=8, layers=2, heads=2, hidden=16)
 
 
 def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
-    """On a rank: the answer, the right norm, its own alone, and one that counts copies twice."""
+    """Return a rank's norms: the answer's, the right one, the local one, one with copies twice."""
     layout = Layout(pp=p, tp=t)
     groups = mesh.join(layout, dist.group.WORLD)
     model = model_of(_TIED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.mul_(0.1)  # their gradients grow, so that a mistake shows
+                parameter.mul_(0.1)  # makes their gradients larger, so that a mistake shows
     job = mesh.Parallel(model, groups, layout)
     job.step(*batch_of(_TIED, 2, 0))
     gradients = {name: x.grad for name, x in job.named_parameters()}
@@ -143,7 +143,7 @@ def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
 
 
 def _least(config: Config, size: int, node: int, limit: float, batch: int) -> float | None:
-    """The fewest bytes that leave the nodes; None where nothing fits."""
+    """Return the fewest bytes that cross nodes, over all layouts that fit; None if none fits."""
     found = []
     for d, p in product(range(1, size + 1), repeat=2):
         if size % (d * p):
@@ -161,7 +161,7 @@ def _least(config: Config, size: int, node: int, limit: float, batch: int) -> fl
 def _leaving(
     answer: Callable[..., Any], config: Config, size: int, node: int, limit: float, batch: int
 ) -> float | None:
-    """The bytes that leave the nodes with the answer's layout; ValueError where it does not fit."""
+    """Return the bytes that cross nodes with the answer's layout; ValueError if it does not fit."""
     shape = answer(config, size, node, limit, batch)
     if shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Messages between two ranks, noted as they begin, and replayed by nccl's rules."""
+"""Recorder of messages between two ranks in the order they begin, and a replay by nccl's rules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Messages that a rank begins at once: "send" or "recv", and its peer.
+# Messages that a rank begins at once, each as ("send" or "recv", peer).
 Posted = list[tuple[str, int]]
 
 
 class Messages(TorchDispatchMode):
-    """Notes the messages of this rank in the order in which they begin; a batch's, as one."""
+    """Recorder of this rank's messages in the order they begin; a batch is one entry of the log."""
 
     def __enter__(self) -> Messages:
         self.log: list[Posted] = []
@@ -41,9 +41,9 @@ class Messages(TorchDispatchMode):
 
 
 def stuck(logs: list[list[Posted]]) -> bool:
-    """Whether ranks would wait for ever where every message waits for its other end.
+    """Return True if the ranks would deadlock with nccl.
 
-    As nccl does: it connects two ranks at their first message, and both wait until it is done.
+    nccl connects two ranks at their first message, and both wait until that message is done.
     """
     todo = [[set(posted) for posted in log] for log in logs]
     moved = True

@@ -1,6 +1,6 @@
-"""The exercises of lesson `model_parallelism`.
+"""Exercises of the lesson `model_parallelism`.
 
-Shapes in names as everywhere; small letters are the part of a rank: f of F.
+Shapes in names as everywhere; small letters are a rank's share: f of F.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardlab import ranks
 from shardlab.common.shapes import PRESETS
 from shardtools.strategy import MACHINES
 
-_ON_GRID = 2e-4  # float32, values up to about 100, sums made in another order
+_ON_GRID = 2e-4  # float32, values up to about 100, summed in another order
 
 _ALL, _N = 7e9, 16
 number("zero_states", _ALL * (2 + 14 / _N), "bytes", rel=1e-6,
@@ -88,7 +88,7 @@ _SEQUENCES, _INPUTS, _OUTPUTS = 3, 5, 4
 
 
 def _grid_inputs(copies: int, shards: int) -> tuple[Tensor, Tensor]:
-    """x_CBH, of every copy; w_FH, whole."""
+    """Return x_CBH, the inputs of every copy, and w_FH, the unsharded weights."""
     generator = torch.Generator().manual_seed(copies)
     x_CBH = torch.randn(copies, _SEQUENCES, _INPUTS, generator=generator)
     return x_CBH, torch.randn(_OUTPUTS * shards, _INPUTS, generator=generator)
@@ -97,7 +97,7 @@ def _grid_inputs(copies: int, shards: int) -> tuple[Tensor, Tensor]:
 def _on_grid(answer: Callable[..., Any], copies: int, shards: int) -> Any:
     copy, shard = divmod(dist.get_rank(), shards)
     tensor_group = data_group = None
-    for c in range(copies):  # every rank makes all groups, in the same order
+    for c in range(copies):  # every rank creates all groups, in the same order
         group = dist.new_group([c * shards + s for s in range(shards)])
         tensor_group = group if c == copy else tensor_group
     for s in range(shards):
@@ -116,7 +116,7 @@ def _on_grid(answer: Callable[..., Any], copies: int, shards: int) -> Any:
 )
 def _(copies: int, shards: int) -> Trial:
     x_CBH, w_FH = _grid_inputs(copies, shards)
-    # By copy and shard: each one's own loss and gradient, over its own sequences.
+    # Indexed by copy and shard: each rank's own loss and gradient, over its copy's sequences.
     y = [[x @ w.T for w in w_FH.chunk(shards)] for x in x_CBH]
     own = torch.tensor([[(part**2).sum() / 2 / _SEQUENCES for part in row] for row in y])
     ours = [[part.T @ x / _SEQUENCES for part in row] for row, x in zip(y, x_CBH, strict=True)]
@@ -145,7 +145,7 @@ def _(copies: int, shards: int) -> Trial:
 
 
 _MODEL, _GPU = PRESETS["llama-3-70b"], MACHINES["h200"]
-_GPUS, _BATCH, _MOST = 64, 512, 71.0  # seconds
+_GPUS, _BATCH, _MOST = 64, 512, 71.0  # _MOST in seconds
 
 
 @exercise("my_layout")

@@ -1,4 +1,4 @@
-"""The exercises of lesson `parity`."""
+"""Exercises of the lesson `parity`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ number("times_allowed", 1.9e-3 / (12 * 2.1e-7), "times", rel=0.02,
 })  # fmt: skip
 
 
-# A small program, right, and with one line that is another.
+# A small correct program, and copies of it with one wrong line.
 
 
 def start() -> nn.Module:
-    """A network that guesses one of 64 from the one before; the same weights at every call."""
+    """Return a network that predicts one of 64 tokens from the token before; fixed weights."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Embedding(64, 16), nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 64)
@@ -37,7 +37,7 @@ def start() -> nn.Module:
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Two steps' batches: 8 texts of 6 numbers, and what follows; -100 where nothing is learned."""
+    """Yield two batches of 8 texts: 6 tokens each, and the tokens that follow (-100: ignored)."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         drawn = torch.randint(64, (8, 7), generator=generator)
@@ -47,7 +47,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def plain(watch: Callable[..., Any]) -> None:
-    """One process: the mean over all that is learned, clipped, one step of AdamW."""
+    """Train in one process: loss averaged over all targets, clipped gradients, AdamW."""
     model = start()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
@@ -59,7 +59,7 @@ def plain(watch: Callable[..., Any]) -> None:
 
 
 def _parallel(lacks: str) -> Callable[..., None]:
-    """The same on ranks, but for one line."""
+    """Return the same program for ranks, with the mistake `lacks`."""
 
     def program(watch: Callable[..., Any]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -91,7 +91,7 @@ _LACKS = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
 
 
 def four_reports() -> dict[str, parity.Report]:
-    """Of four programs that each have one mistake: what parity says."""
+    """Return parity's reports on four programs that have one mistake each."""
     from shardtools.parity.programs import judged, matched, recorded
 
     (record,) = ranks.run(recorded, 1, plain, show=False)
@@ -120,7 +120,7 @@ blanks(
 )
 
 
-# A cut that parity does not know
+# A cut that parity does not know.
 
 
 def _dealt(total: int, ranks_: int, rank: int) -> Tensor:
@@ -149,7 +149,7 @@ def _(answer: Callable[..., Any]) -> str:
     return "Right on 2, 3 and 4 ranks, and as a row of parity's CUTS it finds the parts."
 
 
-# Programs of the reader's
+# Programs that the reader writes.
 
 
 @exercise("my_program")

@@ -1,4 +1,4 @@
-"""The exercises of lesson `pipeline`."""
+"""Exercises of the lesson `pipeline`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _course(stage: int, p: int, m: int, v: int) -> list[str]:
 
 cases(
     "my_interleaved",
-    [  # stages, micro-batches and chunks; the first tells the mistakes apart
+    [  # stages, micro-batches and chunks; the first case tells the mistakes apart
         (stage, p, m, v)
         for p, m, v in ((4, 8, 2), (2, 4, 3), (4, 4, 2), (3, 9, 1), (1, 3, 2), (2, 2, 4))
         for stage in range(p)
@@ -75,7 +75,7 @@ cases(
 
 
 def _slowest(costs: list[float], parts: int, layers: Sequence[int]) -> float:
-    """The time of the slowest part of a cut; ValueError if it is none."""
+    """Return the time of the slowest part; ValueError if `layers` is not a cut of the model."""
     if len(layers) != parts or sum(layers) != len(costs) or min(layers) < 1:
         raise ValueError(f"{layers}: wanted are {parts} numbers, {len(costs)} layers in all")
     ends = [sum(layers[:i]) for i in range(parts + 1)]
@@ -106,7 +106,7 @@ cases(
 
 
 def _job(size: int) -> tuple[list[nn.Module], Tensor, Tensor]:
-    """A part for each stage, [b, h] to [b, h], and a batch of inputs and targets."""
+    """Return a module [b, h] -> [b, h] for each stage, and a batch of inputs and targets."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         parts: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(size)]
@@ -119,7 +119,7 @@ def _gradient(part: nn.Module) -> Tensor | None:
 
 
 def _send(tensor: Tensor, peer: int) -> None:
-    """Return when stage `peer` has received it: its word comes back."""
+    """Send a tensor and wait for the acknowledgement that stage `peer` has received it."""
     ranks.isend(tensor.detach(), peer).wait()
     ranks.irecv(torch.empty(1, device=tensor.device), peer).wait()
 
@@ -132,7 +132,7 @@ def _receive(like: Tensor, peer: int) -> Tensor:
 
 
 def _passes(part: nn.Module) -> list[str]:
-    """What `part` will do from now on, as a list that fills: "F" and "B"."""
+    """Return a list to which hooks append each pass of `part` from now on: "F" or "B"."""
     done: list[str] = []
     part.register_forward_hook(lambda *_: done.append("F"))
     next(part.parameters()).register_hook(lambda gradient: done.append("B"))
@@ -140,7 +140,7 @@ def _passes(part: nn.Module) -> list[str]:
 
 
 def _step_of_1f1b(answer: Callable[..., Any], size: int, m: int) -> tuple[Any, ...]:
-    """The gradient of a stage's part, and the most micro-batches that it held, and m."""
+    """Return the gradient of a stage's part, the most micro-batches in flight on it, and m."""
     stage, device = dist.get_rank(), ranks.device()
     parts, x_BH, y_BH = _job(size)
     part = parts[stage].to(device)
@@ -153,9 +153,9 @@ def _step_of_1f1b(answer: Callable[..., Any], size: int, m: int) -> tuple[Any, .
 
 
 def _one_process(size: int, m: int, scale: float, ones: bool = False) -> Any:
-    """Gradients of each part, of the losses times `scale`.
+    """Return the gradients of each part in one process, of the losses times `scale`.
 
-    ones: every part but the last goes backward from ones.
+    ones: every part but the last goes backward from a gradient of ones.
     """
     parts, x_BH, y_BH = _job(size)
     for x, y in zip(x_BH.chunk(m), y_BH.chunk(m), strict=True):
@@ -168,7 +168,7 @@ def _one_process(size: int, m: int, scale: float, ones: bool = False) -> Any:
 
 
 def _room(seen: list[Seen]) -> str:
-    """What is wrong if a stage kept more micro-batches than 1F1B does."""
+    """Return the message for a stage that kept more micro-batches than 1F1B does, else ""."""
     for stage, one in enumerate(seen):
         most, m = one.more
         if most > (room := min(len(seen) - stage, m)):
@@ -194,12 +194,12 @@ def _(size: int, m: int) -> Trial:
         "sends.": _one_process(size, m, 1 / m, ones=True),
     }
     right = _one_process(size, m, 1 / m)
-    # 1e-6: float32, values below 1, eight of them added in some order
+    # 1e-6: float32, values below 1, eight values added in any order
     return Trial([Part(f"with m = {m}, a gradient", right, mistakes, 1e-6)], size=size)
 
 
 _CIRCLE = "Forwards wait for the stage before, backwards for the one behind; name all that stand."
-# Orders of the stages, who waits where, and what helps whoever says something else.
+# Orders of the stages, the right answer (stage -> action that waits), a hint for a wrong answer.
 _DEADLOCKS: tuple[tuple[str, dict[int, str], str], ...] = (
     ("F0 B0 F1 B1", {}, 'It should be a dict, {} or such as {1: "B0"}; one stage never waits.'),
     ("F0 F1 B0 B1 / F0 B0 F1 B1", {}, "All finish: who waits goes on once another has moved."),

@@ -1,4 +1,4 @@
-"""The exercises of lesson `sequence_parallel`."""
+"""Exercises of the lesson `sequence_parallel`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ number("sequence_bytes", _SBH * 34 / _T, "bytes", rel=0.001,
 
 
 def _summands(names: list[str]) -> set[str]:
-    """Parameters that are whole on every rank, and meet this rank's tokens alone."""
+    """Return the replicated parameters that see only this rank's tokens."""
     late = ("attention.out.bias", "ffn.down.bias")
     return {name for name in names if "norm." in name or name.endswith(late)}
 
 
 def _names() -> list[tuple[list[str]]]:
-    """The parameters of GPT-2's kind, and of Llama's."""
+    """Return the parameter names of a GPT-2 model, and of a Llama model."""
     small = {"vocab": 8, "seq": 4, "layers": 2, "heads": 2, "hidden": 8}
     llama = Config(**small, mlp="swiglu", norm="rms", bias=False, tied=False)
     models = [GPT(config) for config in (Config(**small), llama)]
@@ -67,14 +67,14 @@ _B, _SHARD, _H, _F = 2, 3, 4, 5
 
 
 def _tokens(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's share of the stream, its columns, and what it does with the result: a factor."""
+    """Return this rank's token shard, its weight columns, and the gradient of its output."""
     generator = torch.Generator().manual_seed(rank)
     shapes = (_B, _SHARD, _H), (_H, _F), (_B, size * _SHARD, _F)
     return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
 
 
 def _column(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
-    """The output, both gradients; and the most bytes of a storage that backward holds on to."""
+    """Return the output, both gradients, and the largest storage saved for backward in bytes."""
     x_BsH, w_HF, factor = _tokens(dist.get_rank(), size)
     kept = [0]
 

@@ -1,4 +1,4 @@
-"""The exercises of lesson `strategy`."""
+"""Exercises of the lesson `strategy`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardlab.common.machines import Machine
 from shardlab.common.shapes import PRESETS, Config
 from shardtools import strategy
 
-_NEAR = 0.05  # of the two constants: measurements scatter by 1 %
+_NEAR = 0.05  # tolerance of the two constants: measurements scatter by 1 %
 
 _MODEL, _GPUS, _BATCH = PRESETS["llama-3-70b"], 64, 256
 _GPU = replace(strategy.MACHINES["a100"], between=100e9 / 8 / 8)
-_SLOWER = 1.10  # than the fastest
+_SLOWER = 1.10  # largest time, relative to the fastest layout
 
 
 _T, _H, _RATE = 8, 8192, 989e12
@@ -39,7 +39,7 @@ number("strategy_days", _DAYS, "days", rel=0.01,
 
 
 def _measured(seed: int) -> tuple[tuple[list[tuple[float, float]]], tuple[float, float], str]:
-    """Layers' (operations, seconds); the launch and the rate that made them; what helps."""
+    """Return layers' (operations, seconds), the (launch, rate) behind them, and a hint."""
     chance = random.Random(seed)
     launch, rate = chance.uniform(1e-3, 8e-3), chance.uniform(1e14, 7e14)
     sizes = [launch * rate * 2 ** (k / 2 - 4) for k in range(17)]
@@ -60,7 +60,7 @@ cases(
 
 
 def laid_out(answer: Any, config: Config, gpu: Machine, gpus: int, batch: int, most: float) -> str:
-    """Judge a layout for so many GPUs and sequences: it has to fit, and take `most` seconds."""
+    """Judge a layout for `gpus` and `batch`: it has to fit and take at most `most` seconds."""
     if not isinstance(answer, strategy.Layout):
         raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
     if answer.ranks != gpus:

@@ -1,4 +1,4 @@
-"""The exercises of lesson `tensor_parallel`.
+"""Exercises of the lesson `tensor_parallel`.
 
 Shapes in names as everywhere; small letters are a rank's share: f of F, v of V.
 """
@@ -29,7 +29,7 @@ from shardcourse.exercises.forms import (
 from shardlab import ranks
 from shardlab.common.shapes import PRESETS, Config
 
-_TOLERANCE = 1e-5  # float32, values up to about 10, sums made in another order
+_TOLERANCE = 1e-5  # float32, values up to about 10, summed in another order
 
 _H, _WIDTH, _T = 4096, 16384, 4
 _MATRICES = 2 * _H * _WIDTH // _T
@@ -48,7 +48,7 @@ number("tp_other_order", 8.5, "times", says="Right: (2 · 8 + 1) / 2, whatever t
 
 
 def _network(size: int) -> dict[str, Tensor]:
-    """Weights of a feed-forward network and its input, the same for everyone who asks."""
+    """Return a feed-forward network's weights, input and output gradient from a fixed seed."""
     generator = torch.Generator().manual_seed(size)
     shapes = {"x_BSH": (2, 3, 6), "up_FH": (8, 6), "up_bias_F": (8,), "down_HF": (6, 8)}
     shapes |= {"gate_FH": (8, 6), "bias_H": (6,), "dy_BSH": (2, 3, 6)}
@@ -61,7 +61,7 @@ def _own(rank: int, size: int) -> slice:
 
 
 def _part(x_BSH: Tensor, up_fH: Tensor, up_bias_f: Tensor, down_Hf: Tensor) -> Tensor:
-    """A summand of the feed-forward network's result, without the last bias: [B, S, H]."""
+    """Return a rank's partial sum of the feed-forward output, without the last bias: [B, S, H]."""
     return F.gelu(x_BSH @ up_fH.T + up_bias_f) @ down_Hf.T  # [.., H] @ [H, f], [.., f] @ [f, H]
 
 
@@ -80,7 +80,7 @@ def _(answer: Callable[..., Any]) -> str:
                 words += f" returned the shapes {shapes}; right are {right}."
                 raise Wrong(words + " Weights of nn.Linear are [out, in]: where is F?")
             parts.append(_part(network["x_BSH"], *got))
-        # What counts is the sum: whoever deals the columns out in another order is right as well.
+        # Only the sum counts: an answer with the columns in another order is right as well.
         gap = (sum(parts) - _part(network["x_BSH"], *weights)).abs().max().item()
         if not gap <= _TOLERANCE:
             alike = all(torch.equal(part, parts[0]) for part in parts)
@@ -90,7 +90,7 @@ def _(answer: Callable[..., Any]) -> str:
 
 
 def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
-    """On a rank: what it returned, and the gradients of x, of up and of the bias."""
+    """Return the answer's output on a rank, and the gradients of x, of up and of the bias."""
     own = _own(dist.get_rank(), size)
     network = {name: tensor.to(ranks.device()) for name, tensor in _network(size).items()}
     gate, up, down = network["gate_FH"][own], network["up_FH"][own], network["down_HF"][:, own]
@@ -100,7 +100,7 @@ def _gated(answer: Callable[..., Any], size: int) -> tuple[Any, ...]:
 
 
 def _gated_plain(network: dict[str, Tensor], own: slice) -> list[Tensor]:
-    """One process, of the inner columns `own`: Y, and the gradients of x and of up."""
+    """Return Y and the gradients of x and of up in one process, for the inner columns `own`."""
     x_BSH = network["x_BSH"].clone().requires_grad_()
     up_FH = network["up_FH"][own].clone().requires_grad_()
     inner = F.silu(x_BSH @ network["gate_FH"][own].T) * (x_BSH @ up_FH.T)
@@ -145,7 +145,7 @@ def _(size: int) -> Trial:
 
 
 def _heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """The heads of keys and values that a rank holds, and the ranks that hold the same."""
+    """Return the key/value heads that a rank holds, and the ranks that hold the same heads."""
 
     def held(r: int) -> list[int]:
         own = range(r * heads // size, (r + 1) * heads // size)
@@ -164,11 +164,11 @@ cases(
 )
 
 
-_TOKENS, _SHARD = (2, 3), 16  # tokens; entries of the vocabulary on each rank
+_TOKENS, _SHARD = (2, 3), 16  # tokens; vocabulary entries on each rank
 
 
 def _logits(size: int, ties: bool) -> Tensor:
-    """[B, S, V] logits, all below 0; `ties`: whole numbers, of which many are equal."""
+    """Return [B, S, V] negative logits; with `ties`, whole numbers, many of which are equal."""
     generator = torch.Generator().manual_seed(size + ties)
     if ties:
         return torch.randint(-4, 0, (*_TOKENS, size * _SHARD), generator=generator).float()
@@ -179,7 +179,7 @@ def _logits(size: int, ties: bool) -> Tensor:
     "my_greedy",
     ((2, False), (2, True), (4, True)),
     rules=[
-        bytes_at_most(lambda n: 6 * 4 * _SHARD - 1, "do without sending logits."),  # of 6 tokens
+        bytes_at_most(lambda n: 6 * 4 * _SHARD - 1, "do without sending logits."),  # 6 tokens
     ],
     says="Right on 2 and on 4 ranks, and no rank sends its logits.",
 )
@@ -205,7 +205,7 @@ _LLAMA = PRESETS["llama-3-8b"]
 _SMALL = Config(vocab=49_152, seq=1024, layers=12, heads=12, hidden=1536)
 cases(
     "my_degree",
-    (  # model, bytes that there are, GPUs of a node; the right degree
+    (  # model, bytes of memory, GPUs of a node; the right degree
         ((_LLAMA, 80e9, 8), 4, ""),
         ((_SMALL, 3e9, 8), 3, ""),
         ((replace(_SMALL, kv_heads=4), 3e9, 8), 4, ""),

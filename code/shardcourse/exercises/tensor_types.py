@@ -1,4 +1,4 @@
-"""The exercises of lesson `tensor_types`."""
+"""Exercises of the lesson `tensor_types`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ADDENDS = (
 
 
 def _operator(answer: Callable[..., Any]) -> Any:
-    """On a rank: what speaks against V -> R, and whether V -> I holds in its place."""
+    """Return what contradicts V -> R on a rank, and whether V -> I holds instead."""
     group = dist.group.WORLD
     x = torch.ones(2, 3, dtype=torch.float64, device=ranks.device(), requires_grad=True)
     y = answer(x, group)
@@ -88,7 +88,7 @@ _WIDE, _INNER = 6, 8
 
 
 def _network() -> dict[str, Tensor]:
-    """Whole tensors, the same for everyone who asks, in float64."""
+    """Return the unsharded tensors in float64, from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"x": (3, _WIDE), "gate": (_INNER, _WIDE), "up": (_INNER, _WIDE)}
     shapes |= {"down": (_WIDE, _INNER), "scale": (1,), "bias": (_WIDE,), "dy": (3, _WIDE)}
@@ -111,7 +111,7 @@ def _parts(group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def _trained(answer: Callable[..., Any]) -> Any:
-    """On a rank: its result, and the gradients by name."""
+    """Return the answer's result on a rank, and the gradients by name."""
     made = _parts(dist.group.WORLD)
     dy = made.pop("dy")
     y, *gradients = differentiate(answer, list(made.values()), dy)

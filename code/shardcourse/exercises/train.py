@@ -1,4 +1,4 @@
-"""The exercises of lesson `train`."""
+"""Exercises of the lesson `train`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ number("validation_filled_up", 58 / 12, "nats", rel=0.002,
 })  # fmt: skip
 
 
-_Losses = list[tuple[float, int]]  # of each rank of a group: the sum of its losses, their count
+_Losses = list[tuple[float, int]]  # by rank of a group: sum of its losses, their count
 
 
 def _mean(answer: Callable[..., Any], *groups: _Losses) -> Any:
     begin, rank = 0, dist.get_rank()
-    for losses in groups:  # whatever the groups, all ranks make all of them
+    for losses in groups:  # all ranks must create all groups, also those of other ranks
         members = list(range(begin, begin + len(losses)))
         group = dist.new_group(members)
         if rank in members:
@@ -67,7 +67,7 @@ def _(*groups: _Losses) -> Trial:
 
 
 def _rest(order: list[int], done: int, batch: int, size: int) -> list[list[int]]:
-    """By step, the windows of all ranks together, sorted."""
+    """Return the windows of all ranks together at each remaining step, sorted."""
     return [sorted(order[k * batch : (k + 1) * batch]) for k in range(done, len(order) // batch)]
 
 
@@ -100,7 +100,7 @@ cases(
 
 
 def _script(name: str, upto: int, says: str) -> None:
-    """An exercise whose answer is a script's path, which has to have made so many steps."""
+    """Register an exercise whose answer is a script's path; its first `upto` steps must pass."""
 
     def judge(answer: Any) -> str:
         if not isinstance(answer, str | Path):
@@ -121,13 +121,13 @@ _script("my_ddp_script", steps.DDP, "Right, all 15 steps: on two ranks it trains
 _script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its shards alone.")
 
 
-# What the step `sampler` lacks to report the losses of all ranks.
+# Imports that the step `sampler` needs to report the mean loss of all ranks.
 _REPORTS = {
     "from shardlab.train.one_gpu": "from shardlab.train.core import averaged\n"
     "from shardlab.train.one_gpu",
     "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
 }
-# Script -> what it lacks, and how its text differs from that.
+# Script -> (what it lacks, its changes to the text of the step).
 _LACKS = {
     "A": (
         "sampler",
@@ -143,7 +143,7 @@ _LACKS = {
 
 
 def four_scripts() -> list[tuple[str, ...]]:
-    """Rows of a table: script, rank, and its losses minus those of one process, of 8 steps."""
+    """Return table rows for 8 steps: script, rank, and its losses minus those of one process."""
     options = {"steps": 8, "every": 8, "limit": 64 * 67 + 1, "sample": 0}
     rows = []
     with tempfile.TemporaryDirectory(prefix="scripts-") as folder:
@@ -164,7 +164,7 @@ def four_scripts() -> list[tuple[str, ...]]:
 
 
 def _changed(changes: dict[str, str]) -> Callable[..., list[float]]:
-    """The `main` of the step `sampler`, with other text in some places."""
+    """Return `main` of the step `sampler` with some text replaced."""
     text, module = inspect.getsource(sampler), ModuleType(f"{sampler.__package__}.changed")
     for old, new in changes.items():
         assert text.count(old) == 1, f"the script no longer has {old!r}"

@@ -1,4 +1,4 @@
-"""The exercises of lesson `trainers`."""
+"""Exercises of the lesson `trainers`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ number("lightning_steps", 64, "steps",
 
 
 def _steps(rank: int, size: int) -> list[tuple[str, bool, list[Tensor]]]:
-    """What a step's gradients are, whether it may be made, and this rank's shards of them."""
+    """Return cases: a name, whether the step may be made, and this rank's gradient shards."""
     last, fine = size - 1, torch.full((3,), 0.5)
     inf, nan = torch.tensor([1.0, math.inf]), torch.tensor([math.nan, 1.0])
-    large = torch.full((2,), 3e38)  # finite, unless somebody adds them up
+    large = torch.full((2,), 3e38)  # finite, but a sum of them overflows
     return [
         ("all gradients are finite", True, [fine, -fine]),
         ("the last rank alone has an inf", False, [fine, inf] if rank == last else [fine]),

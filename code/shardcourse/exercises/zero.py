@@ -1,4 +1,4 @@
-"""The exercises of lesson `zero`."""
+"""Exercises of the lesson `zero`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _gradient(rank: int, step: int) -> Tensor:
 
 
 def _mixed(answer: Callable[..., Any], size: int) -> Tensor:
-    """What the answer leaves on this rank: all weights, then all masters, widened."""
+    """Return the weights and all ranks' masters that the answer leaves on this rank, in float32."""
     weights = torch.ones(_ELEMENTS, dtype=torch.bfloat16)
     master, moment = torch.ones(_ELEMENTS // size), torch.zeros(_ELEMENTS // size)
     for step in range(_STEPS):
@@ -72,8 +72,8 @@ def _alone(
     scale: float | None = None,
     rebinds: bool = False,
 ) -> Tensor:
-    """The same from one process, with a mistake: another factor than 1/N; or, with `rebinds`, a
-    step whose master is a new tensor, and gone after it."""
+    """Return the same tensor from one process, perhaps with a mistake: `scale` in place of 1/N, or,
+    with `rebinds`, a new master tensor that is lost after the step."""
     master, moment = torch.ones(_ELEMENTS), torch.zeros(_ELEMENTS)
     weights = master.bfloat16()
     for step in range(_STEPS):
@@ -86,7 +86,7 @@ def _alone(
 
 
 def _snapped(found: Tensor, right: Tensor) -> Tensor:
-    """`found`, in which weights that may be the rounded master count as right.
+    """Return `found`, in which weights that may be the rounded master count as right.
 
     A master that is 1e-7 off may round to the neighbour in bfloat16, 2^-8 away below 1, 2^-7 above.
     """
@@ -112,12 +112,12 @@ def _(size: int) -> Trial:
         f"The gradients were summed over {size} ranks, not averaged.": _alone(size, 1.0),
     }
     snapped = {words: _snapped(wrong, right) for words, wrong in mistakes.items()}
-    # float32, values around 1: the order of four additions, six times
+    # float32, values around 1: four additions in any order, six times
     return Trial([Part("a weight or a master", right, snapped, 1e-5)], size=size)
 
 
 def _shards(rank: int) -> list[Tensor | None]:
-    """Gradients of a rank's pieces: none at all on rank 1, one of them missing elsewhere."""
+    """Return the gradients of a rank's pieces: none on rank 1, and one missing on other ranks."""
     generator = torch.Generator().manual_seed(rank)
     if rank == 1:
         return [None, None]
@@ -143,7 +143,7 @@ def _(size: int) -> Trial:
 def _smallest(
     params: float, activations: float, ranks: int, limit: float, hidden: float = 1.0
 ) -> int | None:
-    """hidden: the factor that a mistake puts before the activations."""
+    """Return the smallest stage that fits; hidden: factor of the activations in a known mistake."""
     for stage in range(4):
         states = memory.states(params, Layout(dp=ranks, zero=stage)).total
         if states + hidden * activations <= limit:
@@ -151,7 +151,7 @@ def _smallest(
     return None
 
 
-# Parameters, bytes of activations, ranks, bytes of memory on each.
+# Parameters, bytes of activations, ranks, bytes of memory on each rank.
 _JOBS = ((1e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 80e9), (7e9, 10e9, 8, 40e9), (7e9, 10e9, 8, 24e9))
 _JOBS += ((7e9, 10e9, 8, 16e9), (7e9, 10e9, 8, 15e9), (70e9, 20e9, 64, 80e9))
 _JOBS += ((70e9, 20e9, 8, 80e9), (13e9, 30e9, 64, 64e9))

@@ -1,4 +1,4 @@
-"""`make book`: Jupyter Book, which ends in one line when it is interrupted or a page fails.
+"""Run Jupyter Book for `make book`, with a one-line message on an interrupt or a failed page.
 
 python book/_ext/build.py singlehtml    # all pages in one, as `make pdf` prints them
 """
@@ -10,7 +10,7 @@ import sys
 
 
 def interrupted(number: int, frame: object) -> None:
-    """Say that it was, and end as one who was: `make` then ends, too."""
+    """Print a message, then end this process by the same signal, so that `make` ends, too."""
     print("\nInterrupted. What was executed is kept, and make book goes on from there.", flush=True)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -19,15 +19,15 @@ def interrupted(number: int, frame: object) -> None:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
-    from jupyter_book.cli.main import main  # seconds
+    from jupyter_book.cli.main import main  # slow: takes seconds
     from sphinx.errors import SphinxError
 
     try:
         builder = "singlehtml" if "singlehtml" in sys.argv else "html"
         strict = ["-W", "-n", "--keep-going"] if builder == "html" else []
         main(["build", "--builder", builder, *strict, "."])
-    except RuntimeError as error:  # its traceback is Jupyter Book's own
+    except RuntimeError as error:  # its traceback is in Jupyter Book's code
         if not isinstance(error.__cause__, SphinxError):
             raise
-        text = str(error.__cause__)  # a page's first line says why; its cell and more stand above
+        text = str(error.__cause__)  # a page's first line says why; its cell is logged above
         sys.exit("\n".join(re.findall(r"(?m)^\S+\.md\b.*$", text)) or text)

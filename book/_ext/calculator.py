@@ -1,30 +1,30 @@
-"""Calculators: a form that runs the course's own Python in the reader's browser.
+"""Calculators: forms that run the course's own Python in the reader's browser.
 
     :::{calculator} memory
     :model: llama-3-8b
     :dp: 64
     :::
 
-The options are what stands in the form's fields at first; `CALCULATORS` names them all. Without a
-script, on paper and in notebooks the command stands there that says the same in a terminal.
+The options are the initial values of the form's fields; `CALCULATORS` lists all fields. Without
+JavaScript, on paper and in notebooks, the page shows the equivalent shell command instead.
 
-A page with a calculator loads a little script, static/calculator.js, and its style. That script
-asks for Python, PYTHON, when the reader presses the button, and runs it in a worker of the browser:
-the page stays alive, and what takes too long can be stopped. In PYTHON are
+A page with a calculator loads a small script, static/calculator.js, and its style. When the reader
+presses the button, that script loads Python, PYTHON, and runs it in a web worker: the page stays
+responsive, and a long computation can be stopped. PYTHON contains
 
-- Brython (brython.info), which turns Python into JavaScript, from the package on PyPI, and those
+- Brython (brython.info), which compiles Python to JavaScript, from the package on PyPI, and the
   modules of its library that are needed;
-- browser/calculators.py and all of the course's files that it imports, as they are;
-- browser/stand_ins/, for what the library has and no calculator uses, or has too large.
+- browser/calculators.py and all of the course's files that it imports, unchanged;
+- browser/stand_ins/, replacements for library modules that are too large or not really used.
 
-It is one script that holds one string. So it can be loaded from a disk as well, where a browser
-lets no page fetch a file and no worker load one: in the archive the calculators work.
+PYTHON is one script that holds one string. Hence a page can load it from a disk as well, where a
+browser lets no page fetch a file and no worker load one: calculators work in the offline archive.
 
-Brython computes some 20 to 60 times slower than Python. (Pyodide is Python itself, but has 6.4 MB,
-and pip brings it to nobody. MicroPython is as small as Brython and quicker, but its dictionaries
-keep no order, its sort is not stable, and it knows neither annotated fields nor all of the syntax:
-the course's files would have to be changed for it.) One difference is known: a number that lies
-exactly between two that can be printed, as 0.125 with two digits, is rounded up, not to even.
+Brython computes some 20 to 60 times slower than Python. (Pyodide is CPython itself, but has 6.4 MB
+and is not on PyPI. MicroPython is as small as Brython and faster, but its dictionaries keep no
+order, its sort is not stable, and it supports neither annotated fields nor all of the syntax: the
+course's files would have to be changed for it.) One difference is known: a number exactly between
+two printable ones, such as 0.125 with two digits, is rounded up, not to even.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from shardlab.common.shapes import PRESETS
 
 CODE = Path(memory.__file__).parents[2]
 BROWSER = Path(__file__).parent / "browser"
-sys.path.append(str(BROWSER))  # at its end: whatever stands there hides nothing
+sys.path.append(str(BROWSER))  # at its end, so that no file there shadows another module
 PYTHON = "_static/python/python.js"
-# Of Brython's library: with what these import, and without what stand_ins replaces.
+# Modules of Brython's library, including their imports, without those that stand_ins replaces.
 LIBRARY = (
     *("__future__", "_collections", "_collections_abc", "_functools", "_json", "_locale"),
     *("_operator", "_py_abc", "_thread", "_weakref", "_weakrefset", "abc", "bisect", "collections"),
@@ -64,7 +64,7 @@ LIBRARY = (
 
 
 class Field(NamedTuple):
-    """A field of a form: an option of the command, what it means, and what it is by default."""
+    """Field of a form: an option of the command, its meaning, and its default value."""
 
     name: str
     words: str
@@ -135,13 +135,13 @@ OPTIONS = {field.name for _, fields in CALCULATORS.values() for field in fields}
 
 
 class CalculatorDirective(SphinxDirective):
-    """A kind of CALCULATORS, and as options what stands in its fields."""
+    """Directive with a kind of CALCULATORS as argument; its options are the initial values."""
 
     required_arguments = 1
     option_spec = {name.replace("_", "-"): directives.unchanged for name in OPTIONS}
 
     def run(self) -> list[nodes.Node]:
-        """Refuse what the form does not have."""
+        """Return the form; raise an error for an option or a choice that the form does not have."""
         kind = self.arguments[0]
         if kind not in CALCULATORS:
             raise self.error(f"calculator={kind}: allowed are {', '.join(CALCULATORS)}")
@@ -157,7 +157,7 @@ class CalculatorDirective(SphinxDirective):
 
 
 def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
-    """Of the values of a form, those that the command does not take anyway."""
+    """Return the values of a form that differ from the command's defaults."""
     found: dict[str, str | bool] = {}
     for field in CALCULATORS[kind][1]:
         value = values.get(field.name, field.default)
@@ -167,7 +167,7 @@ def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
 
 
 def form(kind: str, values: dict[str, str]) -> str:
-    """The form, with these values in its fields; its script shows them."""
+    """Return the form with these values in its fields; its script displays the form."""
     import calculators  # the file that the browser runs
 
     title, fields = CALCULATORS[kind]
@@ -209,7 +209,7 @@ print(json.dumps({name: getattr(one, "__file__", None) for name, one in sys.modu
 
 
 def reached() -> dict[str, Path]:
-    """The modules of the course that calculators import, and their files: another Python tries."""
+    """Return the course's modules that calculators import, and their files, from a subprocess."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CODE, BROWSER)))}
     command = [sys.executable, "-c", _LOADED]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -238,17 +238,17 @@ _PAIRWISE = """
 def pairwise(iterable):
  values = list(iterable)
  return zip(values, values[1:])
-"""  # which Brython's itertools lack
+"""  # missing in Brython's itertools
 
 
 def brython(name: str) -> str:
-    """A file of Brython's."""
+    """Return the text of a file in the package brython."""
     distribution = metadata.distribution("brython")
     return Path(str(distribution.locate_file(f"brython/data/{name}"))).read_text("utf-8")
 
 
 def library() -> dict[str, Any]:
-    """What of Brython's library is taken: a module's name -> its kind, its source, its imports."""
+    """Return the library modules to include: name -> kind, source, imports."""
     text = brython("brython_stdlib.js")
     found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     found["itertools"][1] += _PAIRWISE
@@ -256,7 +256,7 @@ def library() -> dict[str, Any]:
 
 
 def python() -> str:
-    """The script that holds all of it."""
+    """Return the script PYTHON with all modules."""
     modules: dict[str, Any] = {"$timestamp": 0, **library()}
     for path in [BROWSER / "calculators.py", *sorted((BROWSER / "stand_ins").glob("*.py"))]:
         modules[path.stem] = [".py", path.read_text("utf-8"), []]
@@ -274,7 +274,7 @@ def python() -> str:
 
 
 def load(app: Sphinx, body: BeautifulSoup) -> None:
-    """Let a page that has calculators load their script and style, and no other."""
+    """Let a page with calculators, and no other page, load their script and style."""
     if body.find("form", class_="calculator"):
         if not hasattr(app, "calculator_python"):
             app.calculator_python = python()
@@ -285,7 +285,7 @@ def load(app: Sphinx, body: BeautifulSoup) -> None:
 
 
 def write(app: Sphinx) -> None:
-    """Write Python for the pages that have asked for it, in this build or an earlier one."""
+    """Write PYTHON if a page of this build or of an earlier one needs it."""
     path = Path(app.outdir, PYTHON)
     text = getattr(app, "calculator_python", None)
     if text is None and path.is_file():

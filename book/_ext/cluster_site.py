@@ -1,8 +1,8 @@
-"""The pages for one centre: `cluster_file` in _config.yml names its cluster.yml, from the root.
+"""Pages for one computing centre: `cluster_file` in _config.yml is the path of its cluster.yml.
 
-Batch files on pages, and those that pages offer to save, are then made for it, and so are commands
-that are typed there: with its account, its partition, its container. Without a name nothing
-changes. `shardtools.cluster.site` knows what is made of a site.
+The batch files on pages, those that pages offer for download, and shell commands are then adapted
+to the centre, with its account, its partition and its container. Without `cluster_file` nothing
+changes. `shardtools.cluster.site` does the adaptation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHELL = "bash", "sh", "shell", "console"
 
 
 def read(app: Sphinx, config: Config) -> None:
-    """Read the file that is named, and stop the build where it is none."""
+    """Read the file `cluster_file`; stop the build if it is invalid."""
     app.cluster = None
     if config.cluster_file:
         try:
@@ -37,7 +37,7 @@ def read(app: Sphinx, config: Config) -> None:
 
 
 def make(app: Sphinx, doctree: nodes.document) -> None:
-    """Make the batch files and the commands of a page for the site."""
+    """Adapt the batch files and the commands of a page to the centre."""
     at, changed = app.cluster, False
     if at is None:
         return
@@ -57,7 +57,7 @@ def make(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def made(at: site.Site, text: str, language: str) -> str:
-    """A block of a page, made for the site."""
+    """Return a code block of a page, adapted to the centre."""
     if "#SBATCH" in text:
         return at.batch(text, launch=False)
     if language not in _SHELL:
@@ -66,10 +66,10 @@ def made(at: site.Site, text: str, language: str) -> str:
 
 
 def saved(text: str, name: str, of: str) -> str:
-    """A batch file as pages show it, with the link that saves it."""
+    """Return a batch file as HTML with a download link, labelled with the centre `of`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_text(text, "utf-8")
-        with contextlib.redirect_stdout(io.StringIO()):  # the line for scripts
+        with contextlib.redirect_stdout(io.StringIO()):  # discards the line that scripts print
             page = show.file(path, "bash").html
     return page.replace(f">{name}</p>", f">{name}, for {of}</p>", 1) if of else page

@@ -1,8 +1,8 @@
-"""Pages of the course's own source files, with line numbers, and the links that lead to them.
+"""Pages of the course's own source files with line numbers, and the links to these pages.
 
-`shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which leads
-to the file in a checkout. In the site such a link leads to a page made here, or to the repository
-when its address is known.
+`shardlab.common.show` and the lessons' prose link to ../code/shardlab/<file>.py#L30, which is the
+file in a checkout. In the site such a link leads to a page made here, or to the repository if its
+address is known.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from shardlab.common import PACKAGES
 
 FOLDERS = (*(f"code/{name}" for name in PACKAGES), "code/lessons", "figures", "benchmarks", "tests")
 _FILE = rf"((?:{'|'.join(FOLDERS)})/[\w/]+\.py)"
-_KEPT = "code_pages.json"  # hashes of what they were made of, beside the doctrees
+_KEPT = "code_pages.json"  # hashes of the pages' inputs, beside the doctrees
 _LINK = re.compile(rf"(?:\.\./)+{_FILE}(#L\d+(?:-L?\d+)?)?")
 
 
 def sources(root: Path) -> Iterator[str]:
-    """The paths, below the root, of all files that get a page."""
+    """Yield the paths, relative to the root, of all files that get a page."""
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             yield path.relative_to(root).as_posix()
 
 
 def target(path: str, lines: str, pathto: Any) -> str:
-    """Where a link to `lines` ("#L30" or "") of the file `path` leads, seen from a page."""
+    """Return the target of a page's link to `lines` ("#L30" or "") of the file `path`."""
     repository = address()
     if repository:
         return f"{repository.url}/blob/{repository.branch}/{path}{lines}"
@@ -49,7 +49,7 @@ def target(path: str, lines: str, pathto: Any) -> str:
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pages: name, content, template. One that would be the same again is left out."""
+    """Yield (name, context, template) of each page whose inputs have changed."""
     if app.builder.name != "html":
         return
     formatter = HtmlFormatter(linenos="table", linespans="L")
@@ -74,13 +74,13 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def keep(app: Sphinx) -> None:
-    """Keep what the pages were made of, when the build has ended well."""
+    """Store the hashes of the pages' inputs after a successful build."""
     if hasattr(app, "code_pages"):  # Sphinx asks for no pages when no document has changed
         Path(app.doctreedir, _KEPT).write_text(json.dumps(app.code_pages), "utf-8")
 
 
 def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
-    """Lead the links in cells' outputs to the pages."""
+    """Redirect the links in cells' outputs to the pages."""
     for link in body.select('a[href^="../"]'):
         found = _LINK.fullmatch(link["href"])
         if found and Path(app.srcdir, found[1]).is_file():
@@ -88,7 +88,7 @@ def redirect_outputs(app: Sphinx, body: BeautifulSoup, pathto: Any) -> None:
 
 
 def redirect_prose(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Lead the links in prose, which MyST takes for downloads, to the pages."""
+    """Redirect the links in prose, which MyST takes for downloads, to the pages."""
     for link in list(doctree.findall(addnodes.download_reference)):
         source = os.path.normpath(Path(docname).parent / link["reftarget"]).replace(os.sep, "/")
         if re.fullmatch(_FILE, source) and Path(app.srcdir, source).is_file():

@@ -1,15 +1,15 @@
-"""A lesson's page as slides: which of its blocks a hall sees, and what the lecturer's notes say.
+"""Slides from a lesson's page: selection of its blocks, and the speaker notes.
 
-Nothing here knows Sphinx: a page comes in as BeautifulSoup has parsed it, slides go out. A slide
-shows one block of the page, and its notes hold the prose around it, so no sentence and no number is
-written twice.
+This module does not depend on Sphinx: it turns a page parsed by BeautifulSoup into slides. A slide
+shows one block of the page, and its notes hold the prose around the block, so that no sentence and
+no number is written twice.
 
-The rule. Each section gets a slide of the first of these that it has and that a hall can read: a
-picture (in steps or whole), a table that a cell made, a checked claim, code of the page;
-without any of them, its first short paragraph. Then the sections that take longest get a second and
-a third, until a deck has MOST slides. A cell tagged `slide` is always taken, one tagged
-`skip-slide` never. Code, and a table's labels, come first; what the cell gave comes with the next
-step, so that there is something to ask.
+Selection: each section gets a slide of the first kind that it has and that an audience can read:
+a picture (in steps or whole), a table printed by a cell, a checked claim, code of the page; a
+section without any of them, its first short paragraph. Then the sections with the longest reading
+times get a second and a third slide, until a deck has MOST slides. A cell with the tag `slide` is
+always selected, one with `skip-slide` never. Code and a table's labels appear first, and the
+cell's result in the next step, so that the lecturer can ask for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from bs4 import BeautifulSoup, Tag
 
 from shardcourse.build import pace
 
-LEAST, MOST = 12, 25  # slides of a deck
+LEAST, MOST = 12, 25  # number of slides in a deck
 EACH = 3  # slides of a section
 SMALL, SMALL_DRAWN = 20, 15  # pixels of the smallest text, on a slide and in a picture
-WIDE, HIGH = 1180, 720  # pixels: between the margins, and of a whole slide
-LONG = 400  # characters of a paragraph that a slide takes
-_MONO, _PROSE = 0.603, 0.6  # width of a character in sizes of its font
-_FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # in a style of a picture
+WIDE, HIGH = 1180, 720  # pixels: width inside the margins, and height of a slide
+LONG = 400  # characters of a paragraph that fits on a slide
+_MONO, _PROSE = 0.603, 0.6  # width of a character in units of the font size
+_FONT = re.compile(r"font(?:-size)?:[^;]*?([\d.]+)px")  # font size in a style of a picture
 _ASIDE = ("Exercises", "Summary", "Further reading")
 
 # --- A page, taken apart --------------------------------------------------------------------------
@@ -39,72 +39,72 @@ _ASIDE = ("Exercises", "Summary", "Further reading")
 
 @dataclass
 class Block:
-    """A paragraph, a picture, a table, code or a box of a page, and what a reader reads of it."""
+    """Block of a page: a paragraph, picture, table, code or box, with its words and lines."""
 
     kind: str
     tag: Tag
-    sub: str = ""  # the heading of its subsection
+    sub: str = ""  # heading of its subsection
     words: int = 0
     lines: int = 0
-    title: str = ""  # of a box; of a folded cell what it does
+    title: str = ""  # title of a box, or description of a folded cell
     tags: frozenset[str] = frozenset()
-    out: str = ""  # what a cell printed
+    out: str = ""  # text that a cell printed
 
     @property
     def seconds(self) -> float:
-        """How long it takes to read."""
+        """Seconds to read the block."""
         return 60 * pace.minutes(self.words, self.lines)
 
 
 @dataclass
 class Section:
-    """A section: its title, its anchor and its blocks."""
+    """Section: its title, its anchor and its blocks."""
 
     title: str
     anchor: str
     blocks: list[Block] = field(default_factory=list)
-    exercises: list[tuple[str, str]] = field(default_factory=list)  # titles, names of checks
+    exercises: list[tuple[str, str]] = field(default_factory=list)  # (title, name of its check)
 
     @property
     def seconds(self) -> float:
-        """How long it takes to read."""
+        """Seconds to read the section."""
         return sum(block.seconds for block in self.blocks)
 
     @property
     def items(self) -> list[str]:
-        """The items of its lists."""
+        """Items of the section's lists."""
         found = [li for block in self.blocks if block.kind == "list" for li in block.tag("li")]
         return [inner(li.p or li).rstrip(";") for li in found]
 
 
 def inner(tag: Tag) -> str:
-    """The HTML inside an element."""
+    """Return the HTML inside an element."""
     return tag.decode_contents().strip()
 
 
 def text(html: str) -> str:
-    """The text of a piece of HTML."""
+    """Return the text of a piece of HTML."""
     return BeautifulSoup(html, "html.parser").get_text()
 
 
 def children(tag: Tag) -> list[Tag]:
-    """The elements right inside an element."""
+    """Return the child elements of an element."""
     return tag.find_all(True, recursive=False)
 
 
 def words(tag: Tag) -> int:
-    """The number of words of an element, without those of code and of pictures."""
+    """Return the number of words in an element, without code and pictures."""
     apart = sum(len(one.get_text(" ").split()) for one in tag.select("pre, svg"))
     return len(tag.get_text(" ").split()) - apart
 
 
 def code_lines(pre: Tag) -> int:
-    """The number of lines of code, blank ones apart."""
+    """Return the number of non-blank lines of code."""
     return sum(bool(line.strip()) for line in pre.get_text().splitlines())
 
 
 def parts(body: Tag) -> list[Section]:
-    """The sections of a page, first what stands before them. `body` is changed: links go."""
+    """Return the sections of a page, first the text before them. Modifies `body`: removes links."""
     around = "a.headerlink, p.lesson-outputs, p.open-folds, p.can-wait, .exercise-where"
     for one in body.select(f"{around}, .predict-title, .quiz"):
         one.decompose()
@@ -129,7 +129,7 @@ def parts(body: Tag) -> list[Section]:
 
 
 def _exercise(one: Tag) -> tuple[str, str]:
-    """The title of an exercise, and the name of its check."""
+    """Return the title of an exercise, and the name of its check."""
     heading = one.find(class_="admonition-title")
     for number in heading.select(".caption-number"):
         number.decompose()
@@ -140,7 +140,7 @@ def _exercise(one: Tag) -> tuple[str, str]:
 
 
 def _blocks(one: Tag, sub: str) -> Iterator[Block]:
-    """The blocks of an element of a section; exercises are none."""
+    """Yield the blocks of an element of a section, without exercises."""
     classes = set(one.get("class", []))
     if one.name == "section":
         heading = one.find(["h3", "h4"], recursive=False)
@@ -171,7 +171,7 @@ def _blocks(one: Tag, sub: str) -> Iterator[Block]:
 
 
 def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
-    """The code of a cell, if it is visible, and each of its outputs."""
+    """Yield the code of a cell, if it is visible, and each of its outputs."""
     summary, pre = cell.select_one("summary > p"), cell.select_one(".cell_input pre")
     title = summary.get_text(" ", strip=True) if summary and "hide-input" in tags else ""
     printed, shown = "", []
@@ -202,22 +202,22 @@ def _cell(cell: Tag, sub: str, tags: frozenset[str]) -> Iterator[Block]:
 
 @dataclass
 class Slide:
-    """A slide: its heading, its content, what the lecturer sees, and the block it stands on."""
+    """Slide: its heading, its content, the speaker notes, and the position of its block."""
 
     title: str
     body: str
     kind: str = "text"
-    kicker: str = ""  # the section of a subsection
+    kicker: str = ""  # title of the section above a subsection
     anchor: str = ""
     ask: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0
-    paths: list[str] = field(default_factory=list)  # those that come to it
-    place: int = 0  # of its block in the section
-    rank: int = 0  # how little it is wanted
+    paths: list[str] = field(default_factory=list)  # learning paths that include the slide
+    place: int = 0  # index of its block in the section
+    rank: int = 0  # priority, 0 is highest
 
     def html(self, lesson: str) -> str:
-        """The slide as an element; `lesson` is the address of its page."""
+        """Return the slide as HTML; `lesson` is the address of its page."""
         kicker = f'<p class="kicker">{self.kicker}</p>' if self.kicker else ""
         level = "h1" if self.kind == "title" else "h2"
         ask = f"<p><strong>Ask first:</strong> {self.ask}</p>" if self.ask else ""
@@ -233,7 +233,7 @@ class Slide:
 
 
 def note(block: Block) -> str:
-    """What the notes say of a block; the lecturer's window sets no formulas."""
+    """Return the speaker notes on a block; the speaker view renders no formulas."""
     if block.kind == "title":
         return f"<p><strong>{block.sub}</strong></p>" if block.sub else ""
     if block.kind == "source":
@@ -254,7 +254,7 @@ def note(block: Block) -> str:
 
 
 def picture(tag: Tag, wide: float, high: float) -> str:
-    """The picture in an element, to fill its box; "" if it is too small there to be read."""
+    """Return a picture scaled to fill its box; "" if its text would be too small to read."""
     svg = copy.copy(tag.find("svg"))
     *_, w, h = map(float, svg["viewbox"].split())
     styles = [
@@ -271,7 +271,7 @@ def picture(tag: Tag, wide: float, high: float) -> str:
 
 
 def steps(block: Block, high: float) -> str:
-    """Pictures in steps, one after the other in one place, each with its sentence beside it."""
+    """Return pictures in steps, which replace one another, each with its sentence beside it."""
     every = block.tag.select("li")
     shown = ""
     for number, item in enumerate(every):
@@ -286,15 +286,15 @@ def steps(block: Block, high: float) -> str:
 
 
 def table_size(rows: list[list[str]], high: float) -> int:
-    """The size of the font in which a table fits `high` pixels; 0 when it is too small.
+    """Return the font size at which a table fits `high` pixels; 0 if it would be too small.
 
-    Words of its head may stand one below the other, those of other cells may not.
+    The words of the table's head may wrap, those of other cells may not.
     """
     if len(rows) < 2 or len({len(row) for row in rows}) != 1:
         return 0
     columns = list(zip(*rows, strict=True))
     words = [max((len(word) for word in column[0].split()), default=0) for column in columns]
-    wide = sum(  # a head's words are bold, and capitals at times
+    wide = sum(  # words in the head are bold, and sometimes capitals
         max(1.2 * word, *map(len, column[1:])) for word, column in zip(words, columns, strict=True)
     )
     across = (WIDE - 26 * len(columns)) / (_PROSE * max(1, wide))
@@ -303,7 +303,7 @@ def table_size(rows: list[list[str]], high: float) -> int:
 
 
 def table(block: Block, high: float) -> str:
-    """A table. Of one that a cell made, the numbers come with the next step."""
+    """Return a table; if a cell printed it, its numbers appear in the next step."""
     whole = copy.copy(block.tag)
     rows = [row.select("th, td") for row in whole.select("tr")]
     texts = [[cell.get_text().strip() for cell in row] for row in rows]
@@ -326,14 +326,14 @@ def table(block: Block, high: float) -> str:
 
 
 def code_size(lines: list[str], high: float) -> int:
-    """The size of font in which code fits `high` pixels; 0 if it is too small."""
+    """Return the font size at which code fits `high` pixels; 0 if it would be too small."""
     wide = (WIDE - 30) / (_MONO * max(map(len, lines), default=1))
     size = int(min(28, wide, (high - 60) / (1.32 * max(1, len(lines)))))
     return size if size >= SMALL else 0
 
 
 def code(block: Block, high: float) -> str:
-    """Code, and with the next step what it printed, if both fit."""
+    """Return code, and in the next step the text that it printed, if both fit."""
     pre = copy.copy(block.tag)
     lines, out = pre.get_text().strip("\n").splitlines(), block.out.strip("\n")
     both = code_size([*lines, *text(out).splitlines()], high) if out else 0
@@ -347,7 +347,7 @@ def code(block: Block, high: float) -> str:
 
 
 def checked(block: Block, high: float) -> str:
-    """A claim that people make: true, or false? The answer comes with the next step."""
+    """Return a claim as a question, true or false; the answer appears in the next step."""
     answer = next((inner(p) for p in block.tag.select("p") if len(p.get_text()) <= LONG), "")
     claim = block.title.removeprefix("Checked:").strip()
     later = f'<p class="claim fragment" data-fragment-index="0">{answer}</p>'
@@ -355,13 +355,13 @@ def checked(block: Block, high: float) -> str:
 
 
 def figure(block: Block, high: float) -> str:
-    """A picture."""
+    """Return a picture."""
     return picture(block.tag, WIDE, high)
 
 
 _CODE = "what does it compute, and what will it print? Let somebody explain it line by line."
-_LAST = 5  # the rank of code of the package: it is read at home
-KINDS = {  # of blocks that become slides: how little each is wanted, how it is shown, what to ask
+_LAST = 5  # rank of code of the package, which is read at home
+KINDS = {  # kind of a block -> its rank as a slide (0 is best), its renderer, the question to ask
     "steps": (0, steps, "before each step, what comes next?"),
     "figure": (1, figure, "what does the picture show? Give the hall a moment to read it."),
     "table": (2, table, "what will stand there? Take a guess from the hall for one row."),
@@ -377,7 +377,7 @@ KINDS = {  # of blocks that become slides: how little each is wanted, how it is 
 
 
 def candidates(section: Section) -> list[Slide]:
-    """The blocks of a section that a hall can read, each as a slide; else its first paragraph."""
+    """Return a slide for each readable block of a section, or for its first paragraph."""
     found = []
     for place, block in enumerate(section.blocks):
         short = block.kind == "code" and code_lines(block.tag) < 3 and not block.out
@@ -407,7 +407,7 @@ def candidates(section: Section) -> list[Slide]:
 
 
 def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
-    """For each section its slides, `most` of all of them."""
+    """Select the slides of each section, `most` in all."""
     every = list(map(candidates, sections))
     taken: list[list[Slide]] = [[] for _ in sections]
     while (many := sum(map(len, taken))) < most:
@@ -417,7 +417,7 @@ def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
         able = [n for n, mine in enumerate(rest) if mine and len(taken[n]) < EACH]
         if not able:
             break
-        # Each section's first slide comes before any second one, and then long sections come first.
+        # First slides of all sections come before second ones, then longer sections come first.
         n = max(able, key=lambda n: (not taken[n], sections[n].seconds / (1 + len(taken[n]))))
         kinds = {slide.kind for slide in taken[n]}
         taken[n].append(min(rest[n], key=lambda one: (one.rank >= 0, one.kind in kinds, one.rank)))
@@ -425,11 +425,11 @@ def chosen(sections: list[Section], most: int) -> list[list[Slide]]:
 
 
 def annotate(section: Section, slides: list[Slide]) -> None:
-    """Give slides their notes: all prose of the section, each piece beside its slide."""
+    """Add all prose of the section to the slides' notes, each block to the nearest slide."""
     number = 0
     for place, block in enumerate(section.blocks):
         after = slides[number + 1 :]
-        passed = place > slides[number].place and block.kind != "prose"  # it ends what was said
+        passed = place > slides[number].place and block.kind != "prose"  # ends the notes
         if after and (passed or place >= after[0].place):
             number += 1
         shown = any(slide.place == place for slide in slides)
@@ -441,20 +441,20 @@ def annotate(section: Section, slides: list[Slide]) -> None:
 
 
 def bullets(title: str, items: list[str], kind: str, anchor: str = "", seconds: int = 0) -> Slide:
-    """A slide with a list."""
+    """Return a slide with a list."""
     body = f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
     return Slide(title, body, kind, anchor=anchor, seconds=seconds)
 
 
 def mistakes(title: str, known: list[str]) -> str:
-    """The mistakes that people make in an exercise, as its check knows them."""
+    """Return the well-known mistakes in an exercise, as HTML."""
     rows = "".join(f"<li>{escape(words)}</li>" for words in known)
     said = f"<p><strong>What people get wrong in “{escape(text(title))}”:</strong></p>"
     return f"{said}<ul>{rows}</ul>" if known else ""
 
 
 def deck(body: Tag, known: Callable[[str], list[str]]) -> list[Slide]:
-    """The slides of a lesson. known: what the check of an exercise says of known mistakes."""
+    """Return the slides of a lesson. known: returns the known mistakes in an exercise."""
     opening, *sections = parts(body)
     first = Slide(opening.title, '<p class="course">One Model, Many GPUs</p>', "title")
     slides, tail = [first], []

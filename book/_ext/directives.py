@@ -1,7 +1,7 @@
-"""The directives of lessons: pictures in steps, predictions, and quizzes.
+"""Directives of lessons: pictures in steps, predictions, and quizzes.
 
-Each writes plain HTML around what MyST makes of its content. Without a script, on paper and in
-notebooks all of it stands there, one below the other; a script in static/ hides and shows.
+Each directive writes plain HTML around its content as MyST parses it. Without JavaScript, on paper
+and in notebooks, all parts are shown one below the other; a script in static/ hides and shows them.
 
 Pictures in steps are an ordered list of pictures, each with a sentence (static/steps.js):
 
@@ -13,8 +13,8 @@ Pictures in steps are an ordered list of pictures, each with a sentence (static/
     2. ...
     :::
 
-A prediction stands right before the cell that makes a table (static/predict.js). `row` is the text
-of a row's first cell, `column` a head: the number is the table's own, so it changes with it.
+A prediction stands right before the cell that prints a table (static/predict.js). `row` is the text
+of a row's first cell, `column` a column's head: the answer is read from the table itself.
 
     ```{predict}
     :row: 1
@@ -23,8 +23,8 @@ of a row's first cell, `column` a head: the number is the table's own, so it cha
     How many GB does a rank of 64 hold in stage 1?
     ```
 
-A quiz asks before and after a part what people get wrong: `{quiz} NAME`, of book/quizzes.yml. Each
-choice opens, and says why it is right or wrong (static/quiz.js).
+A quiz before and after a part asks about common mistakes: `{quiz} NAME`, from book/quizzes.yml. A
+choice that is opened says why it is right or wrong (static/quiz.js).
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from sphinx.util.docutils import SphinxDirective
 
 from shardcourse.build.quizzes import QUIZZES, read, verdict
 
-# A box's class, and what a page that has one loads: the name of a script, and that of a style.
+# Class of a box -> names of the script and the style that a page with such a box loads.
 LOADS = {"steps": ("steps", "steps"), "predict": ("predict", "asking"), "quiz": ("quiz", "asking")}
 
 
 def html(text: str) -> nodes.raw:
-    """A piece of HTML as a node."""
+    """Return a piece of HTML as a node."""
     return nodes.raw("", text, format="html")
 
 
 class StepsDirective(SphinxDirective):
-    """A title, and in it nothing but an ordered list whose items begin with a picture."""
+    """Directive with a title; its content is an ordered list whose items begin with a picture."""
 
     required_arguments = 1
     final_argument_whitespace = True
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Parse the list; complain about anything else, with the page and the line."""
+        """Parse the list; report anything else, with the page and the line."""
         box = nodes.Element()
         self.state.nested_parse(self.content, self.content_offset, box)
         if len(box.children) != 1 or not isinstance(box[0], nodes.enumerated_list):
@@ -74,7 +74,7 @@ class StepsDirective(SphinxDirective):
                 raise self.error(
                     f"step-through: step {number} does not begin with ![what it shows](…)"
                 )
-            if not any(text.strip() for text in item.findall(nodes.Text)):  # alt texts are none
+            if not any(text.strip() for text in item.findall(nodes.Text)):  # without alt texts
                 raise self.error(f"step-through: step {number} has a picture and no sentence")
         title = escape(self.arguments[0])
         head = f'<div class="steps" role="group" aria-label="{title}, in steps">\n'
@@ -82,12 +82,12 @@ class StepsDirective(SphinxDirective):
 
 
 class QuizDirective(SphinxDirective):
-    """A quiz by its name."""
+    """Directive for a quiz, by name."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """The questions, with their choices."""
+        """Return the questions with their choices."""
         root = Path(self.env.srcdir)
         self.env.note_dependency(str(root / QUIZZES))
         known, name = read(root), self.arguments[0]
@@ -100,7 +100,7 @@ class QuizDirective(SphinxDirective):
             label = f'role="group" aria-label="Question {number}"'
             made += [html(f'<div class="quiz-question" {label}>\n'), *self._parsed(question["ask"])]
             for choice in question["choices"]:
-                # A summary is a button: what stands in it is text, without links.
+                # A summary is a button: its content is text, without links.
                 right = ' data-right="yes"' if choice.get("right") else ""
                 says = f"<summary>{escape(choice['says'])}</summary>\n"
                 made += [html(f'<details class="quiz-choice"{right}>{says}')]
@@ -116,17 +116,17 @@ class QuizDirective(SphinxDirective):
 
 
 class Predict(nodes.General, nodes.Element):
-    """Holds a question until the cell after it is known: see `join`."""
+    """Placeholder of a question until the cell after it has been read: see `join`."""
 
 
 class PredictDirective(SphinxDirective):
-    """A question, and where its answer stands in the next cell's table."""
+    """Directive for a question whose answer is in the next cell's table."""
 
     has_content = True
     option_spec = {"row": directives.unchanged_required, "column": directives.unchanged_required}
 
     def run(self) -> list[nodes.Node]:
-        """Parse the question; the number is found when the page is read."""
+        """Parse the question; `join` finds the answer when the whole page has been read."""
         for name in self.option_spec:
             if name not in self.options:
                 raise self.error(f"predict: allowed is one with :{name}:")
@@ -139,7 +139,7 @@ class PredictDirective(SphinxDirective):
 
 
 def number(page: str, row: str, column: str) -> float:
-    """The number in that row and column of a page's tables. Raises ValueError where none is."""
+    """Return the number at a row and column of a page's tables. Raises ValueError if absent."""
     for table in BeautifulSoup(page, "html.parser").select("table.table"):
         rows = [[cell.get_text() for cell in one.select("th, td")] for one in table.select("tr")]
         if rows[0].count(column) == 1:
@@ -151,7 +151,7 @@ def number(page: str, row: str, column: str) -> float:
 
 
 def join(app: Sphinx, doctree: nodes.document) -> None:
-    """Give each question its number, and put the cell after it into its box."""
+    """Look up the answer of each question, and move the cell after it into its box."""
     for count, box in enumerate(list(doctree.findall(Predict)), 1):
         place = box.parent.index(box) + 1
         cell = box.parent[place] if place < len(box.parent) else None
@@ -173,7 +173,7 @@ def join(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def load(app: Sphinx, body: BeautifulSoup) -> None:
-    """Let a page that has such boxes load their scripts and styles, and no other page."""
+    """Let a page with such boxes, and no other page, load their scripts and styles."""
     for kind, (script, style) in LOADS.items():
         if body.find("div", class_=kind):
             app.add_js_file(f"{script}.js", loading_method="defer")

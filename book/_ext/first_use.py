@@ -1,8 +1,8 @@
-"""Link each word of the glossary where a lesson uses it first.
+"""Glossary links: the first use of each glossary term in a lesson becomes a link.
 
-Authors write plain words. The first time that a lesson's prose has one of the glossary's terms
-(in the plural, too, and whatever its case), it becomes a link. `{term}` by hand still works, and is
-needed for what is an everyday word as well: EVERYDAY.
+Authors write plain words. The first time that a lesson's prose contains a term of the glossary (in
+singular or plural, in any case), the term becomes a link. An explicit `{term}` still works, and is
+required for terms that are everyday words as well: EVERYDAY.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ EVERYDAY = {
     *("chunk", "flush", "hang", "head", "hook", "moments", "node", "overlap", "panel", "reduce"),
     *("ring", "root", "schedule", "stage", "tree", "unit", "wire"),
 }
-_APART = (  # where a word is not the lesson's own prose, or a link stands already
+_APART = (  # nodes whose text is not the lesson's prose, or is a link already
     nodes.title | nodes.reference | nodes.literal | nodes.literal_block | nodes.raw | nodes.math
 )
 
 
 def prose(doctree: nodes.document) -> Iterator[nodes.Text]:
-    """The pieces of text of a page's paragraphs and lists."""
+    """Yield the pieces of text in a page's paragraphs and lists."""
     for paragraph in doctree.findall(lambda n: isinstance(n, nodes.paragraph | nodes.term)):
         for text in paragraph.findall(nodes.Text):
             above = text.parent

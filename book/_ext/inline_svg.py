@@ -1,9 +1,9 @@
-"""Put SVG pictures into the page itself, so that their `currentColor` is the page's ink.
+"""Embedding of SVG pictures in the page, so that `currentColor` is the page's text colour.
 
-One file then serves the light and the dark page, and its text can be selected and searched. In
+One file then serves the light and the dark theme, and its text can be selected and searched. In
 Jupyter and on a code host the same markdown image is a plain picture.
 
-No picture shrinks so far that its text cannot be read: on a phone its box scrolls instead.
+No picture shrinks until its text is unreadable: on a phone its box scrolls instead.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sphinx.application import Sphinx
 _ID = re.compile(r'\bid="([^"]+)"')
 _USE = re.compile(r'(\b(?:xlink:)?href="#|url\(#|aria-(?:labelledby|describedby)=")([^")]+)')
 _SIZE = re.compile(r'\s(?:width|height|role|aria-label|aria-labelledby)="[^"]*"')
-# A file of its own needs a name and an ink of its own; in the page it has the page's.
+# A standalone file needs a title and colours of its own; an embedded one uses the page's.
 _OWN = re.compile(r"<(title|metadata|desc|style)\b.*?</\1>\s*", re.DOTALL)
-_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')  # the size of its text
-READABLE = 9  # CSS pixels: smaller text is a matter of luck on a phone
+_FONT = re.compile(r'\bfont(?:-size)?(?:: ?|=")[^;"]*?([\d.]+)px')  # the font size
+READABLE = 9  # CSS pixels: smaller text may be unreadable on a phone
 
 
 def width(opening: str, rest: str) -> str:
-    """The styles `width` and `min-width` of a picture: as drawn, and where text gets too small.
+    """Return the styles `width` and `min-width` of a picture: as drawn, and for readable text.
 
     `opening` are the attributes of its <svg>, `rest` its content; "" when it has no width.
     """
     wide = re.search(r'\swidth="([\d.]+)(pt|px)?"', opening)
     if not wide:
         return ""
-    # Points are what matplotlib writes; 4/3 pixels each.
+    # matplotlib writes points, of 4/3 pixels each.
     pixels = math.ceil(float(wide[1]) * (4 / 3 if wide[2] == "pt" else 1) - 0.01)
     box = re.search(r'(?i)viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', opening)
     sizes = [float(size) for size in _FONT.findall(opening + rest)]
@@ -43,13 +43,13 @@ def width(opening: str, rest: str) -> str:
 
 
 def inline(text: str, prefix: str, alt: str) -> str:
-    """The SVG document `text` as an element of a page: `alt` names it, `prefix` starts its ids."""
+    """Return the SVG document `text` as an element: `alt` labels it, `prefix` starts its ids."""
     start = text.index("<svg")
     end = text.index(">", start)
     opening, rest = text[start:end], text[end : text.rindex("</svg>") + len("</svg>")]
     size = width(opening, rest)
     style = f' style="{size}"' if size else ""
-    # The children of an image are hidden from who cannot see it; links must not be.
+    # Screen readers skip the children of role="img", so a picture with links is a group.
     role = "group" if "<a " in rest else "img"
     label = f'role="{role}" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     opening = _SIZE.sub("", opening) + f" {label}{style}"
@@ -64,7 +64,7 @@ def replace(app: Sphinx, doctree: nodes.document) -> None:
     for number, image in enumerate(list(doctree.findall(nodes.image))):
         uri = image.get("uri", "")
         path = Path(app.srcdir, uri)
-        # Outputs of cells stay as they are: they lie outside the source folder's pictures.
+        # Outputs of cells stay unchanged: they are outside the source folder's pictures.
         if not uri.endswith(".svg") or "://" in uri or not path.is_file():
             continue
         markup = inline(path.read_text("utf-8"), f"svg{number}-", image.get("alt", ""))
@@ -74,7 +74,7 @@ def replace(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def measure(body: BeautifulSoup) -> None:
-    """Give pictures in the outputs of cells, which stand in the page already, their widths."""
+    """Set the widths of pictures in cells' outputs, which are already in the page."""
     for svg in body.select("figure.shown-figure > svg:not([style])"):
         html = str(svg)
         opening, _, rest = html.partition(">")

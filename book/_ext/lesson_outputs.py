@@ -1,20 +1,20 @@
-"""Give each page its outputs: recorded ones while they hold, freshly executed ones otherwise.
+"""Outputs of each page: recorded ones if they are current, freshly executed ones otherwise.
 
-Before Sphinx reads any page, for each lesson, the first of these that there is:
+Before Sphinx reads any page, each lesson gets the first of these that exists:
 
-1. the recording book/recorded/<topic>.ipynb, when its key fits (see `shardcourse.build`), unless
-   the environment says RECORDED=0;
-2. what an earlier build executed, _build/executed/<topic>.ipynb, when its key fits and Python,
-   torch and DeepSpeed are the same versions;
-3. the lesson executed now, on the CPU, and kept as 2: two at a time, and nothing beside a cell
-   that measures.
+1. the recording book/recorded/<topic>.ipynb, if its key is current (see `shardcourse.build`),
+   unless RECORDED=0 is in the environment;
+2. the outputs of an earlier build, _build/executed/<topic>.ipynb, if their key is current and
+   Python, torch and DeepSpeed have the same versions;
+3. outputs from an execution now, on the CPU, kept as 2: two pages at a time, and nothing beside
+   a cell that measures.
 
-Pages in book/ that have cells are treated alike, but for 1: nobody records them.
+Pages in book/ that have cells are treated alike, without 1: they have no recordings.
 
-Then myst-nb gets each page as an executed notebook, from `read`, and executes nothing itself. Its
-own cache would not do: its key knows nothing of imported code.
+Then `read` hands each page to myst-nb as an executed notebook, and myst-nb executes nothing. Its
+own cache would not do: the cache's key ignores imported code.
 
-`env.page_outputs` says of every page how its outputs came to be; `env.lesson_outputs` holds the
+`env.page_outputs` holds the origin of every page's outputs; `env.lesson_outputs` holds the
 lessons among them, and `app.lesson_books` the lessons' code cells with their outputs.
 """
 
@@ -42,27 +42,27 @@ logger = logging.getLogger(__name__)
 
 LESSONS = "lessons/"
 EXECUTIONS = "book/execution"  # the page that lists how each page was executed
-FOLDED = "hide-input"  # the tag of a cell whose code is a click away
+FOLDED = "hide-input"  # tag of a cell whose code is folded
 
 
 @dataclass
 class Found:
-    """Outputs of a page."""
+    """Outputs of a page, or the fact that they have still to be made."""
 
-    path: Path  # where they are kept
-    book: nbformat.NotebookNode | None  # None: they have still to be made
+    path: Path  # file of the outputs
+    book: nbformat.NotebookNode | None  # None: the page has to be executed
     how: str
-    stale: list[str]  # why a recording that is there does not hold
+    stale: list[str]  # reasons why an existing recording is outdated
 
 
 class LessonFailed(SphinxError):
-    """A cell of a page raised: there is no page to build."""
+    """Failure of a cell, which ends the build."""
 
     category = "Lesson failed"
 
 
 def choose(app: Sphinx) -> list[str]:
-    """Find outputs for all pages; return those whose outputs are not what they were."""
+    """Find outputs for all pages; return the pages whose outputs have changed."""
     env, root = app.env, Path(app.srcdir)
     before: dict[str, Any] = getattr(env, "page_outputs", {})
     now: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def choose(app: Sphinx) -> list[str]:
 
 
 def _find(name: str, app: Sphinx, reader: build.Reader) -> Found:
-    """A page's outputs: a recording, or what an earlier build executed, or none that holds."""
+    """Return a page's recording, or the outputs of an earlier build, or `Found` without outputs."""
     root = Path(app.srcdir)
     path, stale = root / build.RECORDED / f"{name}.ipynb", []
     if path.exists() and os.environ.get("RECORDED") != "0":
@@ -118,7 +118,7 @@ def _find(name: str, app: Sphinx, reader: build.Reader) -> Found:
 
 
 def _execute(found: dict[str, Found], root: Path) -> list[str]:
-    """Execute the pages that have no outputs, and keep these; return what failed."""
+    """Execute the pages without outputs, save the results, and return the failures."""
     failures: dict[str, str] = {}
     ended = count(1)
 
@@ -140,7 +140,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
         logger.info("%s, %.0f s%s%s", begin, made["seconds"], twice, why)
 
     todo = [name for name in found if found[name].book is None]
-    # The longest pages begin, so that none is left alone with one at the end.
+    # The longest pages go first, so that none of them runs alone at the end.
     todo.sort(key=lambda name: -key.source(name, root).stat().st_size)
     if todo:
         logger.info("\nexecuting %s of %s pages", len(todo), len(found))
@@ -151,7 +151,7 @@ def _execute(found: dict[str, Found], root: Path) -> list[str]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """An interrupt reaches whoever handled it before, but only once no kernel is left."""
+    """Defer an interrupt to the previous handler until all kernels have ended."""
     before = signal.getsignal(signal.SIGINT)
     if callable(before):
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -167,7 +167,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def shortened(reasons: list[str], most: int = 3) -> str:
-    """The first few reasons, and how many there are beside."""
+    """Join the first few reasons, with the number of further ones."""
     more = [f"and {len(reasons) - most} more"] if len(reasons) > most else []
     return "; ".join([*reasons[:most], *more])
 
@@ -178,7 +178,7 @@ def _same_versions(book: nbformat.NotebookNode) -> bool:
 
 
 def read(text: str, book: Path) -> nbformat.NotebookNode:
-    """The page with this text, and with the outputs of the executed notebook in the file `book`."""
+    """Return the page `text` with the outputs of the executed notebook in the file `book`."""
     page = with_outputs(build.read(text), build.load(book))
     for cell in build.code_cells(page):
         _name_fold(cell)
@@ -187,7 +187,7 @@ def read(text: str, book: Path) -> nbformat.NotebookNode:
 
 
 def _name_fold(cell: nbformat.NotebookNode) -> None:
-    """A folded cell's first line, a comment that says what it does, becomes the fold's own line."""
+    """Turn a folded cell's first line, a comment that describes it, into the fold's title."""
     first, _, rest = cell.source.partition("\n")
     if FOLDED in cell.metadata.get("tags", []) and first.startswith("# "):
         title = first.removeprefix("# ")
@@ -196,7 +196,7 @@ def _name_fold(cell: nbformat.NotebookNode) -> None:
 
 
 def with_outputs(page: nbformat.NotebookNode, made: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook `page` with the outputs of the executed one, which has its code cells."""
+    """Return the notebook `page` with the outputs of the executed notebook `made`."""
     for cell, done in zip(build.code_cells(page), build.code_cells(made), strict=True):
         cell.outputs = done.outputs
         cell.execution_count = done.execution_count

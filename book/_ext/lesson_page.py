@@ -1,14 +1,14 @@
-"""What stands around a lesson: what it assumes, where its outputs come from, its downloads, where
-one goes from it, the table of all; and its exercises' numbers.
+"""Additions to a lesson's page: prerequisites, origin of its outputs, downloads, next pages, the
+table of all executions; and numbers of exercises.
 
-The lines under the title and at the end are put into the finished page, not into the document:
-there they would show in the search index and in previews.
+The lines under the title and at the end are added to the finished page, not to the document: in the
+document they would show in the search index and in previews.
 
 Exercises are numbered page by page, as in the notebooks. sphinx-exercise has Sphinx number them
 through the whole book, as it numbers figures. Titles and references take their numbers from the
-same table, so to write it anew before pages are written is enough. From build to build Sphinx
-compares that table with the one before, to see which pages to write again: it gets back the one
-that it made.
+same table, so it is enough to rewrite that table before pages are written. From build to build
+Sphinx compares the table with the previous one, to see which pages to write again: for this
+comparison Sphinx gets back its own numbers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardcourse.build.reading import reading
 DOWNLOADS = "downloads"
 SLIDES = "slides"
 EXERCISES = "_exercises.ipynb"
-_SUFFIXES = (  # of a file's name; what the link says; what it leads to
+_SUFFIXES = (  # suffix of a file; text of the link; description of the file
     (".md", ".md", "the lesson's source, to read and edit in Jupyter"),
     (".ipynb", ".ipynb", "the notebook with its outputs"),
     (".py", ".py", "a plain script"),
     (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
-_ASKED = "exercise"  # what Sphinx numbers
-# Without its script, reading.js, it would do nothing: that shows it.
+_ASKED = "exercise"  # type of the exercises in Sphinx's table of numbers
+# The switch is hidden without its script, reading.js, which shows it.
 SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
     "Open all folded code</button> What proves, tabulates and draws is folded under a line that "
@@ -50,7 +50,7 @@ SWITCH = (
 
 
 def where(about: dict[str, Any]) -> str:
-    """The device: "1 × NVIDIA H200 (driver 570.1)", "the CPU (2 cores)"."""
+    """Return the device: "1 × NVIDIA H200 (driver 570.1)", "the CPU (2 cores)"."""
     device = about["device"]
     if device["kind"] == "cpu":
         return f"the CPU ({device['cores']} core{'s' if device['cores'] != 1 else ''})"
@@ -60,7 +60,7 @@ def where(about: dict[str, Any]) -> str:
 
 
 def ranks(about: dict[str, Any]) -> str:
-    """The most ranks on each device: "up to 4 ranks on the GPU (gloo)"; "" when none ran."""
+    """Return the most ranks on each device: "up to 4 ranks on the GPU (gloo)"; "" if none ran."""
     most: dict[tuple[str, str], int] = {}
     for entry in about.get("ranks", []):
         place = ("nccl" if "nccl" in entry["backend"] else entry["backend"], entry["device"])
@@ -73,14 +73,14 @@ def ranks(about: dict[str, Any]) -> str:
 
 
 def versions(about: dict[str, Any], *names: str) -> str:
-    """The versions that ran: "torch 2.13.0, Python 3.11.7"."""
+    """Return the versions that ran: "torch 2.13.0, Python 3.11.7"."""
     known = {"torch": "torch", "python": "Python", "deepspeed": "DeepSpeed", "shardlab": "shardlab"}
     found = {name: about["versions"].get(name) for name in names or known}
     return ", ".join(f"{known[n]} {v.partition('+')[0]}" for n, v in found.items() if v)
 
 
 def line(state: dict[str, Any]) -> str:
-    """What the reader of a lesson is told about its outputs."""
+    """Return the line for readers on the origin of a lesson's outputs."""
     about = state["about"]
     how = "Recorded on" if state["how"] == "recorded" else "Executed by this build on"
     parts = [f"{how} {where(about)}", ranks(about), versions(about, "torch", "python")]
@@ -92,7 +92,7 @@ def line(state: dict[str, Any]) -> str:
 
 
 def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> str:
-    """The line on a lesson's outputs, its downloads, and the switch for folded code."""
+    """Return the line on a lesson's outputs, its downloads, and the switch for folded code."""
     state = app.env.lesson_outputs[docname]
     topic, to = docname.removeprefix("lessons/"), context["pathto"]
     downloads = " ".join(
@@ -114,12 +114,12 @@ def outputs(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, A
 
 
 def note_ways(app: Sphinx) -> None:
-    """Read the course's index."""
+    """Read the course's index into `app.course`."""
     app.course = index.read(Path(app.srcdir))
 
 
 def assumes(app: Sphinx, docname: str) -> str:
-    """What a lesson assumes and how long it takes, to stand under its title; "" elsewhere."""
+    """Return a lesson's prerequisites and reading time, for below its title; "" for other pages."""
     topics = app.course.topics
     topic = topics.get(docname.removeprefix("lessons/"))
     if not topic:
@@ -147,7 +147,7 @@ def _id(section: pace.Section) -> str:
 
 
 def waits(app: Sphinx, docname: str) -> dict[str, str]:
-    """What is said under the heading of each section that can wait, by the section's id."""
+    """Return the note for each section that a first reading can skip, by the section's id."""
     lines = {}
     page = app.course.pages.get(docname.removeprefix("lessons/"))
     for address in page.later if page else ():
@@ -160,7 +160,7 @@ def waits(app: Sphinx, docname: str) -> dict[str, str]:
 
 
 def leads_to(app: Sphinx, docname: str) -> str:
-    """Where one goes from a page on each path, and what needs it, to stand at its end; or ""."""
+    """Return the next page on each path and the lessons that need this one, for the page's end."""
 
     def link(to: str, words: str, section: str = "") -> str:
         place = f"#{nodes.make_id(section)}" if section else ""
@@ -186,13 +186,13 @@ def leads_to(app: Sphinx, docname: str) -> str:
 
 
 def pieces(app: Sphinx, docname: str) -> list[tuple[str, paths.Piece]]:
-    """The paths that read a page, each with what it reads of it."""
+    """Return the paths that read a page, each with the piece of the page that it reads."""
     every = ((way.path, piece) for way in app.course.ways.values() for _, piece in way.pieces)
     return [(path, piece) for path, piece in every if piece.docname == docname]
 
 
 def find_moved(app: Sphinx) -> list[str]:
-    """The pages around which something else stands than in the last build."""
+    """Return the pages whose additions have changed since the last build."""
     docnames = app.env.found_docs
     now = {
         name: "".join([assumes(app, name), *waits(app, name).values(), leads_to(app, name)])
@@ -204,8 +204,8 @@ def find_moved(app: Sphinx) -> list[str]:
 
 
 def frame(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any]) -> None:
-    """Put what a page assumes and where its outputs come from under its title, where one goes from
-    it at its end, and what can wait under the headings of those sections.
+    """Add prerequisites and outputs under a page's title, the next pages at its end, and notes
+    under the headings of sections that a first reading can skip.
     """
 
     def made(html: str) -> BeautifulSoup:
@@ -225,7 +225,7 @@ def frame(app: Sphinx, docname: str, body: BeautifulSoup, context: dict[str, Any
 
 
 def lead_on(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
-    """After the only lesson of a part "next" leads to the next part, past what stands beside it."""
+    """Let "next" skip the further pages of a part with a single lesson, to the next part."""
     site = getattr(app.config, "external_site_map", None)
     trees = [list(tree.files()) for tree in site.root.subtrees] if site else []
     order = [name for names in trees for name in names]
@@ -243,10 +243,10 @@ def lead_on(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
 
 
 class Executions(SphinxDirective):
-    """A table of all lessons: how, where, when and in what time each was executed."""
+    """Table of all lessons: how, where, when and in what time each was executed."""
 
     def run(self) -> list[nodes.Node]:
-        """Leave a mark: the table is known once all pages are read."""
+        """Return a placeholder: the table is known once all pages have been read."""
         return [nodes.raw("", '<div class="executions"></div>', format="html")]
 
 
@@ -254,7 +254,7 @@ HEAD = ("Page", "Outputs", "Where", "With", "Ranks", "Date", "Seconds")
 
 
 def fill_table(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
-    """Put the table in its place."""
+    """Replace the placeholder by the table."""
     for mark in body.select("div.executions"):
         states = app.env.page_outputs
         listed = getattr(app.config, "external_site_map", None) or states  # in the book's order
@@ -289,10 +289,7 @@ def _row(state: dict[str, Any]) -> list[str]:
 
 
 def write_downloads(app: Sphinx, docname: str) -> None:
-    """Write a lesson as .md, .ipynb (with the outputs that the page shows) and .py.
-
-    And its exercises as a notebook, if it has some.
-    """
+    """Write a lesson as .md, .ipynb (with the page's outputs) and .py, and its exercises."""
     root, folder = Path(app.srcdir), Path(app.outdir) / DOWNLOADS
     topic = docname.removeprefix("lessons/")
     book = with_outputs(build.notebook(topic, root), app.lesson_books[docname])
@@ -320,7 +317,7 @@ _WHERE = (
 
 
 def as_sphinx_numbered(app: Sphinx, env: BuildEnvironment) -> list[str]:
-    """Give back the numbers of exercises that Sphinx made in the build before."""
+    """Restore the exercise numbers that Sphinx made in the previous build."""
     for docname, numbers in getattr(env, "exercises_through", {}).items():
         if docname in env.toc_fignumbers:
             env.toc_fignumbers[docname][_ASKED] = numbers
@@ -328,7 +325,7 @@ def as_sphinx_numbered(app: Sphinx, env: BuildEnvironment) -> list[str]:
 
 
 def by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
-    """Number the exercises of each page from 1."""
+    """Renumber the exercises of each page from 1."""
     found = {name: kinds[_ASKED] for name, kinds in env.toc_fignumbers.items() if _ASKED in kinds}
     env.exercises_through = found
     for docname, numbers in found.items():
@@ -338,7 +335,7 @@ def by_page(app: Sphinx, env: BuildEnvironment) -> list[str]:
 
 
 def say_where(doctree: nodes.document, docname: str) -> None:
-    """End each exercise of a lesson with a line that leads to where it is answered."""
+    """End each exercise of a lesson with a line on where to answer it."""
     topic = docname.removeprefix("lessons/")
     if topic != docname:
         up = f"{'../' * docname.count('/')}{DOWNLOADS}/"

@@ -1,8 +1,8 @@
-"""The course's own Sphinx extension: what is done at each event of a build, in this order.
+"""Sphinx extension of the course: the handlers of a build's events, in the order of the events.
 
-Jupyter Book makes pages of lessons; what the course adds stands here, one handler an event. Each
-line of a handler is one idea, with a file that says at its top what it does and why. The HTML of a
-page is parsed once, in `page`: all that changes it gets the same tree, and its slides at last.
+Jupyter Book turns lessons into pages; this extension makes the course's additions, one handler an
+event. Each line of a handler is one addition, in a file whose docstring says what it does and why.
+A page's HTML is parsed once, in `page`: all additions change one tree; slides are made from it last.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from sphinx.environment import BuildEnvironment
 
 
 class AsWritten(HTMLFormatter):
-    """Writes attributes in the order that they had, and those without a value as such."""
+    """HTML formatter that keeps the order of attributes, and adds no value to empty ones."""
 
     def attributes(self, tag: Tag) -> list[tuple[str, str | None]]:
-        """The attributes of an element; BeautifulSoup would sort them."""
+        """Return the attributes of an element in order; BeautifulSoup would sort them."""
         return [(name, value or None) for name, value in tag.attrs.items()]
 
 
 def configured(app: Sphinx, config: Config) -> None:
-    """Tell the theme of the repository, and read the site of one centre."""
+    """Return the attributes of an element in their order; BeautifulSoup would sort them."""
     repository.configure(config)
     cluster_site.read(app, config)
 
 
 def begun(app: Sphinx) -> None:
-    """Read the course's index, and take Sphinx's search away."""
+    """Configure the theme's repository links, and read the file of one computing centre."""
     lesson_page.note_ways(app)
     search.without_sphinxs(app)
 
@@ -56,7 +56,7 @@ def begun(app: Sphinx) -> None:
 def outdated(
     app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
-    """The pages to read again; before, all lessons that have no outputs are executed."""
+    """Read the course's index, and disable Sphinx's own search."""
     return [
         *lesson_outputs.choose(app),
         *lesson_page.find_moved(app),
@@ -65,14 +65,14 @@ def outdated(
 
 
 def read(app: Sphinx, doctree: nodes.document) -> None:
-    """Finish a page that was read, before it is kept."""
+    """Return the pages to read again, after executing all lessons without outputs."""
     search.remember(app, doctree)
     directives.join(app, doctree)
     cluster_site.make(app, doctree)
 
 
 def resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Finish a page that is to be written, as a document."""
+    """Finish a page that was read, before Sphinx stores it."""
     lesson_page.say_where(doctree, docname)
     first_use.link(app, doctree, docname)
     inline_svg.replace(app, doctree)
@@ -82,7 +82,7 @@ def resolved(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 def page(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Finish a page that is to be written, as HTML, and write what is made of it."""
+    """Finish a page that is to be written, as a document."""
     describe(app, pagename, context, doctree)
     if doctree is None or "body" not in context:
         return
@@ -104,7 +104,7 @@ def page(
 
 
 def describe(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) -> None:
-    """Describe a page in its head by its first words, and have its scripts wait for the page."""
+    """Finish a page that is to be written, as HTML, and write its downloads and slides."""
     for script in context.get("script_files", []):
         name = getattr(script, "filename", "")
         if name and "documentation_options" not in str(name):  # scripts in the page use that one
@@ -127,14 +127,14 @@ def describe(app: Sphinx, pagename: str, context: dict[str, Any], doctree: Any) 
 
 
 def more_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The pages that are made of no document."""
+    """Yield the pages that have no document as their source."""
     if app.builder.name == "html":
         yield from code_pages.pages(app)
         yield from search.search_page(app)
 
 
 def finished(app: Sphinx, exception: Exception | None) -> None:
-    """Write what a site has beside its pages, when the build went well."""
+    """Write the further files of a site after a successful build."""
     if exception is None and app.builder.format == "html":
         site_files.copy(app)
     if exception is None and app.builder.name == "html":
@@ -145,7 +145,7 @@ def finished(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Connect the handlers: with a priority where they come before or after Sphinx's own."""
+    """Connect the handlers, with a priority where the order relative to Sphinx's own matters."""
     app.add_config_value("cluster_file", "", "env", [str])
     app.add_directive("executions", lesson_page.Executions)
     app.add_directive("step-through", directives.StepsDirective)
@@ -165,6 +165,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("build-finished", finished, priority=900)
     # sphinx_exercise names singlehtml, and Sphinx would then take no other extension's visitors.
     app.registry.translation_handlers["singlehtml"] = app.registry.translation_handlers["html"]
-    # Sphinx starts from nothing when this number is not what it was.
+    # Sphinx discards its environment when this number changes.
     extensions = int(site_files.digest(sorted(Path(__file__).parent.glob("*.py")))[:12], 16)
     return {"env_version": extensions}

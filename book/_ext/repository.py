@@ -1,14 +1,14 @@
-"""Where the course is published, and what each page says of that.
+"""Repository and version of the course, and the links on each page that depend on them.
 
 The repository's address comes from the environment alone, BOOK_REPOSITORY
-(https://github.com/owner/name) and BOOK_BRANCH (main unless said otherwise): the workflow that
-publishes the site sets them. With it lessons have buttons that open them elsewhere, and each page
-that was executed has a link that reports a wrong number: the form for a new issue, with the page
-and its build (static/reading.js adds the section that the reader is in).
+(https://github.com/owner/name) and BOOK_BRANCH (default: main); the workflow that publishes the
+site sets both. With an address, lessons have buttons that open them in Binder or Colab, and each
+executed page has a link to report a wrong number: the form for a new issue, with the page and its
+build filled in (static/reading.js adds the section that the reader is in).
 
-The foot of each page says which version of the site this is. The site of a release is kept in
-`versions/<name>/`, and `versions.json` at the top lists them all (.github/versions.py makes both);
-static/reading.js puts a button beside the line, and a page asks for that list when it is pressed.
+The footer of each page shows the version of the site. The site of a release is kept in
+`versions/<name>/`, and `versions.json` at the top lists all versions (.github/versions.py makes
+both); static/reading.js adds a button to the footer that loads the list when it is pressed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ What it should be, and how you know:
 
 
 class Repository(NamedTuple):
-    """Where the course's sources are published."""
+    """Repository that publishes the course's sources."""
 
     url: str
     branch: str
 
 
 def address() -> Repository | None:
-    """The repository that the environment names, if it does."""
+    """Return the repository that the environment names, or None."""
     url = os.environ.get("BOOK_REPOSITORY", "").strip().rstrip("/").removesuffix(".git")
     if not url:
         return None
@@ -60,10 +60,10 @@ def address() -> Repository | None:
 
 
 def configure(config: Config) -> None:
-    """Tell the theme; take away the example address that Jupyter Book brings."""
+    """Configure the theme's repository links; remove Jupyter Book's example address."""
     options = config.html_theme_options
     repository = address()
-    options["launch_buttons"] = {}  # the theme's own know no .md notebooks: see add_launchers
+    options["launch_buttons"] = {}  # the theme's cannot open .md notebooks: see add_launchers
     for name in ("use_edit_page_button", "use_repository_button"):
         options[name] = repository is not None
     options["repository_url"] = repository.url if repository else ""
@@ -73,7 +73,7 @@ def configure(config: Config) -> None:
 
 
 def add_launchers(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
-    """Add the buttons that open a lesson elsewhere to its header; they need GitHub."""
+    """Add buttons that open a lesson in Binder or Colab to its header; they need GitHub."""
     repository = address()
     github = "https://github.com/"
     if not repository or not repository.url.startswith(github):
@@ -102,7 +102,7 @@ def add_launchers(app: Sphinx, pagename: str, context: dict[str, Any]) -> None:
 
 @cache
 def build(root: Path) -> str:
-    """The version, the commit and the day of this build, as far as they are known."""
+    """Return the version, the commit and the date of this build, as far as they are known."""
     command = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -114,7 +114,7 @@ def build(root: Path) -> str:
 
 
 def form(repository: Repository, page: str, said: str) -> str:
-    """The address of the form for a new issue, filled in."""
+    """Return the address of a pre-filled form for a new issue."""
     names = {"title": f"A number of {page}", "body": _FORM.format(page=page, build=said)}
     if repository.url.startswith("https://gitlab."):
         names = {"issue[title]": names["title"], "issue[description]": names["body"]}
@@ -123,7 +123,7 @@ def form(repository: Repository, page: str, said: str) -> str:
 
 
 def report(app: Sphinx, pagename: str) -> str:
-    """The link below the last section of a page that was executed; "" without a repository."""
+    """Return the link below the last section of an executed page; "" without a repository."""
     repository = address()
     if repository is None:
         return ""

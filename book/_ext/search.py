@@ -1,9 +1,9 @@
-"""The search: over sections rather than pages, prose alone, whole words, and words for the same.
+"""Search over sections rather than pages: prose only, whole words, with synonyms.
 
-Sphinx's own search knows pages, counts the code on them, and takes a part of a word for the word.
-Here each section is an entry: its title, its page's, its prose. Names defined in the course's files
-are entries, too, and come after sections. `_static/sections.js` has them all, with what
-book/synonyms.yml says: words for the same, and sections that come first.
+Sphinx's own search finds pages, counts their code, and matches parts of words. Here each section is
+an entry: its title, its page's title, its prose. Names defined in the course's files are entries,
+too, and rank after sections. `_static/sections.js` has all entries, with the synonyms and the
+preferred sections of book/synonyms.yml.
 The page search.html loads it and book/static/search.js, which finds and ranks.
 """
 
@@ -39,19 +39,19 @@ _NO_PROSE = nodes.literal_block | nodes.raw | nodes.comment | nodes.math_block |
 
 
 def remember(app: Sphinx, doctree: nodes.document) -> None:
-    """Keep the sections of a page that was read."""
+    """Store the sections of a page that was read."""
     if not hasattr(app.env, "searched"):
         app.env.searched = {}
     app.env.searched[app.env.docname] = list(sections(doctree))
 
 
 def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
-    """Forget those of a page that is read anew, or no more."""
+    """Remove the sections of a page that is read again or was deleted."""
     getattr(env, "searched", {}).pop(docname, None)
 
 
 def sections(doctree: nodes.document) -> Iterator[tuple[str, str, str]]:
-    """(anchor, title, prose) of each section; an entry of the glossary is one as well."""
+    """Yield (anchor, title, prose) of each section and of each glossary entry."""
     for section in doctree.findall(nodes.section):
         title = section.next_node(nodes.title)
         if title is not None:
@@ -63,10 +63,10 @@ def sections(doctree: nodes.document) -> Iterator[tuple[str, str, str]]:
 
 
 def _prose(node: nodes.Element) -> str:
-    """The words of a section, without those of the sections in it, of code and of formulas."""
+    """Return the words of a section, without its subsections, code and formulas."""
     found = []
     for child in node.children:
-        box = isinstance(node, nodes.Admonition) and isinstance(child, nodes.title)  # its claim
+        box = isinstance(node, nodes.Admonition) and isinstance(child, nodes.title)  # a claim
         if isinstance(child, nodes.section | nodes.term | _NO_PROSE) and not box:
             continue
         if box or isinstance(child, nodes.paragraph):
@@ -77,7 +77,7 @@ def _prose(node: nodes.Element) -> str:
 
 
 def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
-    """(file, name, line) of the public functions and classes of the package."""
+    """Yield (file, name, line) of the public functions and classes of the package."""
     for path in sources(root):
         if path.startswith("code/shard"):
             for node in ast.parse((root / path).read_text("utf-8")).body:
@@ -86,20 +86,20 @@ def definitions(root: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def search_page(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The page that searches, and what it searches."""
+    """Yield the search page, after writing its index."""
     write_index(app)
     body = _PAGE.format(index=f"_static/{INDEX}", script="_static/search.js")
     yield "search", {"title": "Search", "body": body}, "page.html"
 
 
 def without_sphinxs(app: Sphinx) -> None:
-    """Have Sphinx make no search of its own."""
+    """Disable Sphinx's own search index."""
     if app.builder.format == "html":
         app.builder.search = False
 
 
 def write_index(app: Sphinx) -> None:
-    """Write the entries, in the book's order: page's title, section's title, address, prose."""
+    """Write the entries in the book's order: page's title, section's title, address, prose."""
     env, root = app.env, Path(app.srcdir)
     entries = [
         [env.titles[docname].astext(), title, f"{app.builder.get_target_uri(docname)}#{at}", prose]

@@ -1,12 +1,12 @@
-"""What a finished site has beside its pages, and what Sphinx forgets when it builds only changes.
+"""Files of a finished site beside its pages, and repairs of Sphinx's incremental builds.
 
-- Nothing comes from another host. Jupyter Book's pages ask for thebe, which _config.yml leaves out,
-  and for MathJax: that comes from the Python package sphinx-mathjax-offline; of its 24 MB a page
-  loads some 200 kB, and the rest goes. Slides load reveal.js, from sphinx-revealjs.
-- The landing page stands at the root as well, where otherwise a bare redirection would stand.
-- A build that failed on a warning would succeed the second time, for the page is not read again.
-- A changed style sheet, or a changed source file, is not copied when no page changed.
-- Pages stay as an older version of these extensions made them, and those of removed documents stay.
+- Nothing is loaded from another host. Jupyter Book's pages ask for thebe, which _config.yml omits,
+  and for MathJax, which comes from the Python package sphinx-mathjax-offline: a page loads some
+  200 kB of its 24 MB, and the rest is dropped. Slides load reveal.js, from sphinx-revealjs.
+- The landing page is also written at the root, instead of a bare redirect.
+- After a build that failed on a warning, the next one would skip the page, and would succeed.
+- Sphinx copies a changed style sheet or source file only if a page has changed.
+- Sphinx keeps pages written by an older version of these extensions, and pages of removed files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MATHJAX = (
     *("startup.js", "core.js", "input/tex.js", "output/chtml.js", "output/chtml/fonts/tex.js"),
     *("a11y/assistive-mml.js", "output/chtml/fonts/woff-v2", "input/tex/extensions"),
 )
-_MATHJAX_LARGE = "all-packages.js"  # the other extensions in one file: never loaded beside them
+_MATHJAX_LARGE = "all-packages.js"  # the other extensions in one file, not needed beside them
 _REVEAL = (
     "dist/reset.css",
     "dist/reveal.css",
@@ -41,12 +41,12 @@ _REVEAL = (
 
 
 def _package(name: str, folder: str) -> Path:
-    """A folder of an installed package."""
+    """Return a folder of an installed package."""
     return Path(str(metadata.distribution(name).locate_file(folder)))
 
 
 def copy(app: Sphinx) -> None:
-    """Copy the part of MathJax and of reveal.js that pages load, drop files that none loads."""
+    """Copy the files of MathJax and reveal.js that pages load, and remove unused files."""
     static = Path(app.outdir, "_static")
     for pattern in _UNUSED:
         for path in static.glob(pattern):
@@ -67,7 +67,7 @@ def copy(app: Sphinx) -> None:
 
 
 def write(app: Sphinx) -> None:
-    """Write the list of versions, which has this one alone, and the landing page at the root."""
+    """Write the list of versions, which has only this one, and the landing page at the root."""
     listed = json.dumps([{"name": shardlab.__version__, "path": ""}])
     Path(app.outdir, "versions.json").write_text(listed + "\n", "utf-8")
     root = app.config.root_doc
@@ -76,7 +76,7 @@ def write(app: Sphinx) -> None:
 
 
 def moved(text: str, folder: str) -> str:
-    """The page `text` of a folder below the root ("book"), so that it can stand in the root."""
+    """Return the page `text` of a folder below the root ("book") with links from the root."""
     page = BeautifulSoup(text, "html.parser")
     for name in ("href", "src", "action", "data-content_root"):
         for one in page.select(f"[{name}]"):
@@ -88,7 +88,7 @@ def moved(text: str, folder: str) -> str:
 
 
 def notice(app: Sphinx, removed: set[str]) -> list[str]:
-    """Build the first page again, and so copy all files, when a file of no page changed."""
+    """Return the root page, so that Sphinx copies all files, if a file without a page changed."""
     for docname in removed:
         Path(app.builder.get_outfilename(docname)).unlink(missing_ok=True)
     root = Path(app.srcdir)
@@ -100,12 +100,12 @@ def notice(app: Sphinx, removed: set[str]) -> list[str]:
 
 
 def digest(files: list[Path]) -> str:
-    """A hash of files, with their names."""
+    """Return a hash of files and their names."""
     return hashlib.sha256(b"".join(str(f).encode() + f.read_bytes() for f in files)).hexdigest()
 
 
 def forget(app: Sphinx, exception: Exception | None) -> None:
-    """After a build with warnings that count as errors, let the next one read all pages."""
-    strict = app.warningiserror or app.keep_going  # the latter alone with `-W --keep-going`
+    """Let the next build read all pages after a build with an error or with fatal warnings."""
+    strict = app.warningiserror or app.keep_going  # `-W --keep-going` sets only the latter
     if exception or (strict and app._warncount):
         Path(app.doctreedir, "environment.pickle").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Slides of each lesson, made of its finished page: slides/<topic>.html.
+"""Slides of each lesson, made from its finished page: slides/<topic>.html.
 
-What becomes a slide is a matter of `deck`. A deck is a page of reveal.js, whose files lie in the
-site (see `site_files`), so decks need no network.
+`deck` selects the content of the slides. A deck is a page of reveal.js, whose files are in the
+site (see `site_files`), so that decks need no network.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PAGE = """\
 
 
 def known(exercise: str) -> list[str]:
-    """What the check of an exercise says of the mistakes that it knows."""
+    """Return the well-known mistakes in an exercise, [] for an unknown exercise."""
     return exercises.mistakes(exercise) if exercise in exercises.names() else []
 
 
 def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Piece]]) -> None:
-    """Note on each slide the paths that come to it.
+    """Note on each slide the paths that include it.
 
-    read: names of paths, each with a piece of the lesson that it reads: all of it, or sections.
+    read: (path's name, piece of the lesson that it reads) each: the whole lesson, or sections.
     """
     for path, piece in read:
         sections = {pace.anchor(title) for _, title in piece.sections}
@@ -64,14 +64,14 @@ def mark(slides: list[deck.Slide], read: list[tuple[str, paths.Piece]]) -> None:
 
 
 def document(slides: list[deck.Slide], lesson: str, up: str) -> str:
-    """The deck as a page. lesson: the address of the lesson's page; up: that of the site."""
+    """Return the deck as a page. lesson: address of the lesson's page; up: address of the site."""
     body = "\n".join(slide.html(lesson) for slide in slides)
     title = escape(deck.text(slides[0].title))
     return PAGE.format(title=title, static=f"{up}_static/", slides=body)
 
 
 def write(app: Sphinx, docname: str, body: BeautifulSoup) -> None:
-    """Write the deck of a lesson whose page is finished; `body` is used up."""
+    """Write the deck of a lesson whose page is finished; `body` is consumed."""
     slides = deck.deck(body, known)
     mark(slides, pieces(app, docname))
     path = Path(app.outdir, SLIDES, f"{docname.removeprefix('lessons/')}.html")

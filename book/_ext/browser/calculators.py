@@ -1,7 +1,7 @@
-"""What the calculators of a page answer: the course's own commands, asked with a form's values.
+"""Calculators of a page: the course's own commands, called with a form's values.
 
-The reader's browser runs this file and what it imports, and so can any Python: a value is the text
-that stands in its field, and a bad one gets the words that the command has for it.
+The reader's browser runs this file and its imports, and any Python can run it as well: a value is
+the text in its field, and a bad value gets the command's own error message.
 """
 
 import json
@@ -13,38 +13,38 @@ MODULES = {
     "mesh": "shardtools.commands.mesh",
     "strategy": "shardtools.strategy.command",
 }
-BESIDES = "shardlab.memory", "shardlab.mesh.groups"  # what answers import
+BESIDES = "shardlab.memory", "shardlab.mesh.groups"  # imported in functions
 
 
 class Options:
-    """Stands for argparse's parsers: takes in a command's options, to be filled by name."""
+    """Substitute for argparse's parsers: collects a command's options and their defaults."""
 
     def __init__(self):
         self.values = {}
         self.kinds = {}
 
     def add_parser(self, name, **about):
-        """The command's parser: this one."""
+        """Return this object as the command's parser."""
         return self
 
     def add_mutually_exclusive_group(self):
-        """Options of which a form has one: here they are options like any other."""
+        """Return this object: a form has one option of the group, like any other option."""
         return self
 
     def add_argument(self, name, **how):
-        """An option, which without a value is what the command takes it for."""
+        """Add an option with its default and its type."""
         flag = how.get("action") == "store_true"
         key = name.lstrip("-").replace("-", "_")
         self.values[key] = how.get("default", False if flag else None)
         self.kinds[key] = how.get("type", lambda value: value)
 
     def set_defaults(self, command):
-        """The function that the command is."""
+        """Set the function that runs the command."""
         self.run = command
 
 
 class Written:
-    """What is printed, instead of a terminal."""
+    """Output stream that collects text in place of a terminal."""
 
     encoding = "utf-8"
 
@@ -52,19 +52,19 @@ class Written:
         self.text = ""
 
     def write(self, text):
-        """Keep it."""
+        """Append text."""
         self.text += text
 
     def flush(self):
-        """Nothing waits."""
+        """Do nothing: the stream has no buffer."""
 
     def isatty(self):
-        """Nobody sees it."""
+        """Return False: the stream is no terminal."""
         return False
 
 
 def command(name, given):
-    """What `python -m shardlab <name> --json` prints, read again; ValueError as there."""
+    """Return the parsed output of `python -m shardlab <name> --json`; ValueError as there."""
     __import__(MODULES[name])
     options = Options()
     module = sys.modules[MODULES[name]]
@@ -72,7 +72,7 @@ def command(name, given):
     for key in given:
         if key not in options.values:
             raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
-    chosen = Options()  # anything with attributes
+    chosen = Options()  # any object with attributes
     given = {key: options.kinds[key](value) for key, value in given.items()}
     chosen.__dict__ = {**options.values, **given, "json": True}
     screen, sys.stdout = sys.stdout, Written()
@@ -84,7 +84,7 @@ def command(name, given):
 
 
 def command_line(name, given):
-    """The same in a terminal. What is called `name` has its place there, all else its option."""
+    """Return the equivalent shell command: `name` is positional, all other values are options."""
     words = ["python -m shardlab", "strategy plan" if name == "strategy" else name]
     for key, value in given.items():
         option = "--" + key.replace("_", "-")
@@ -97,11 +97,11 @@ def command_line(name, given):
     return " ".join(words)
 
 
-# --- The calculators: what they say in a sentence, and their tables ---------------------------
+# --- The calculators: each returns a summary in a sentence, and its tables --------------------
 
 
 def memory(given):
-    """Bytes of one rank, part by part."""
+    """Return the bytes of one rank, part by part."""
     from shardlab.memory import format_bytes
 
     given = dict(given)
@@ -119,7 +119,7 @@ def memory(given):
 
 
 def schedule(given):
-    """A pipeline's step: how long, how much of it idle, what is held; and its timeline."""
+    """Return a pipeline's step time, bubble and peak activations, and its timeline."""
     found = command("schedule", given)
     held = " ".join(f"{peak:.4g}" for peak in found["peak_activations"])
     rows = [
@@ -134,7 +134,7 @@ def schedule(given):
 
 
 def mesh(given):
-    """Who is with whom along each axis; a bar stands where a node ends."""
+    """Return the groups along each axis; a bar marks the end of a node."""
     found = command("mesh", given)
     node, rows = found["node"], []
     for axis, groups in found["groups"].items():
@@ -156,7 +156,7 @@ RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E
 
 
 def _panels(found):
-    """The lesson's picture (`shardlab.mesh.picture`), as SVG's shapes."""
+    """Return the lesson's picture (`shardlab.mesh.picture`) as SVG shapes."""
     from shardlab.mesh.groups import panels
 
     drawn = panels(found["ranks"], found["node"], found["groups"], found["said"])
@@ -179,7 +179,7 @@ def _panels(found):
 
 
 def strategy(given):
-    """The layouts that fit and are fastest, and why no more do."""
+    """Return the fastest layouts that fit, and why no others do."""
     found = command("strategy", given)
     best = found["best"]
     named = {"days": "days", "gpu_hours": "GPU hours"}
@@ -204,7 +204,7 @@ CALCULATORS = {"memory": memory, "schedule": schedule, "mesh": mesh, "strategy":
 
 
 def answer(question):
-    """The answer to {"kind", "given"}, both as JSON; {"error"} for what the command refuses."""
+    """Answer {"kind", "given"}, both as JSON; {"error"} if the command rejects the values."""
     asked = json.loads(question)
     kind, given = asked["kind"], asked["given"]
     try:

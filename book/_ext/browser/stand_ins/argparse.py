@@ -1,7 +1,7 @@
-"""A page has no command line: `calculators.Options` takes in what commands declare."""
+"""Stub of argparse: a page has no command line, and `calculators.Options` collects the options."""
 
 RawDescriptionHelpFormatter = None
 
 
 class ArgumentParser:
-    """What `shardtools.options.Parser` is made from; no page has one."""
+    """Stub of the base class of `shardtools.options.Parser`, which no page uses."""

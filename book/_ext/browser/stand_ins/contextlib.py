@@ -1,13 +1,13 @@
-"""`contextmanager` decorates what measures; a page measures nothing."""
+"""Stub of contextlib: `contextmanager` decorates code that measures, which no page runs."""
 
 
 def contextmanager(function):
-    """The function, of which no page makes use."""
+    """Return the function unchanged; no page uses it."""
     return function
 
 
 class suppress:
-    """Goes on behind the block where one of these errors ended it."""
+    """Context manager that suppresses these errors."""
 
     def __init__(self, *errors):
         self.errors = errors

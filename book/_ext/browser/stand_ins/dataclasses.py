@@ -1,23 +1,23 @@
-"""`dataclass`, `field`, `replace` and `asdict`, as far as what calculators import uses them.
+"""Small `dataclass`, `field`, `replace` and `asdict`, with only the features that calculators use.
 
-Python's own takes seconds to load in a browser: it brings `inspect`, and so half of the library.
+Python's own takes seconds to load in a browser: it imports `inspect`, and half of the library.
 """
 
 
 class _Factory:
-    """Makes a field's default, for each object its own."""
+    """Factory of a field's default value, called for each object."""
 
     def __init__(self, make):
         self.make = make
 
 
 def field(default_factory):
-    """A default that is made anew."""
+    """Return a default that is made for each object."""
     return _Factory(default_factory)
 
 
 def dataclass(cls=None, frozen=False, eq=True):
-    """A class with fields, from its annotations; with or without arguments. None is frozen."""
+    """Return a class with the annotated fields, with or without arguments; never frozen."""
     if cls is None:
         return lambda cls: dataclass(cls, frozen, eq)
     names = tuple(cls.__dict__.get("__annotations__", {}))
@@ -54,12 +54,12 @@ def dataclass(cls=None, frozen=False, eq=True):
 
 
 def replace(one, **changes):
-    """A copy with some fields changed."""
+    """Return a copy with some fields changed."""
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
     return type(one)(**{**values, **changes})
 
 
 def asdict(one):
-    """The fields by name; of fields that are such objects, theirs."""
+    """Return the fields by name, recursively for fields that are dataclass objects."""
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
     return {n: asdict(v) if hasattr(v, "__dataclass_fields__") else v for n, v in values.items()}

@@ -1,8 +1,8 @@
-"""Formulas in fractions are imported with others, and no calculator computes them."""
+"""Stub of fractions: formulas with fractions are imported, but no calculator evaluates them."""
 
 
 class Fraction:
-    """Cannot be made."""
+    """Stub that cannot be instantiated."""
 
     def __init__(self, *given):
         raise NotImplementedError("the calculators of a page know no fractions")

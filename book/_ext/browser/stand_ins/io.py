@@ -1,1 +1,1 @@
-"""A page has no files."""
+"""Stub of io: a page has no files."""

@@ -1,1 +1,1 @@
-"""A page has no files: what options do with them, none of a calculator's does."""
+"""Stub of os: a page has no files, and no calculator uses options that need them."""

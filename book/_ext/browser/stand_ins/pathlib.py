@@ -1,8 +1,8 @@
-"""A page has no files: none exists, and none can be read."""
+"""Stub of pathlib: a page has no files, so that no path exists and none can be read."""
 
 
 class Path:
-    """Where a file would be."""
+    """Path of a file that does not exist."""
 
     def __init__(self, *given):
         self.parent = self
@@ -11,9 +11,9 @@ class Path:
         return self
 
     def exists(self):
-        """No."""
+        """Return False."""
         return False
 
     def read_text(self, encoding):
-        """Raises OSError."""
+        """Raise FileNotFoundError."""
         raise FileNotFoundError(2, "a page has no files")

@@ -1,6 +1,6 @@
-"""Patterns of terminals and of texts to read are compiled, and no calculator uses them."""
+"""Stub of re: patterns for terminals and texts are compiled, but no calculator uses them."""
 
 
 def compile(pattern):
-    """No pattern."""
+    """Return None instead of a pattern."""
     return None

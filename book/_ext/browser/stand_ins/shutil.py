@@ -1,1 +1,1 @@
-"""A page has no terminal."""
+"""Stub of shutil: a page has no terminal."""

@@ -1,6 +1,6 @@
-"""The names that annotations use, which nobody reads here, and `NamedTuple` as a class's base.
+"""Names for annotations, which nothing reads here, and `NamedTuple` as a base class.
 
-Python's own brings half of the library.
+Python's own module imports half of the library.
 """
 
 TYPE_CHECKING = False
@@ -8,10 +8,10 @@ Any = object
 
 
 class _Fields(type):
-    """Makes a class with annotated fields one of tuples."""
+    """Metaclass that turns a class with annotated fields into a tuple subclass."""
 
     def __new__(meta, name, bases, space):
-        """The class; each field becomes a property that looks up its place."""
+        """Return the class; each field becomes a property that looks up its index."""
         names = tuple(space.get("__annotations__", ()))
         if bases != (tuple,):
             defaults = {field: space.pop(field) for field in names if field in space}
@@ -29,7 +29,7 @@ class _Fields(type):
 
 
 class NamedTuple(tuple, metaclass=_Fields):
-    """A tuple whose places have names."""
+    """Tuple with named fields."""
 
     def _asdict(self):
         return dict(zip(self._fields, self, strict=True))

@@ -41,7 +41,7 @@ _SUFFIXES = (  # suffix of a file; text of the link; description of the file
     (EXERCISES, "exercises", "a notebook of the exercises, with checks, without solutions"),
 )
 _ASKED = "exercise"  # type of the exercises in Sphinx's table of numbers
-# The switch is hidden without its script, reading.js, which shows it.
+# Hidden, since the switch does nothing without reading.js: that script shows it.
 SWITCH = (
     '<p class="open-folds" hidden><button type="button" aria-pressed="false">'
     "Open all folded code</button> What proves, tabulates and draws is folded under a line that "

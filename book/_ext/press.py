@@ -2,7 +2,7 @@
 
 Jupyter Book turns lessons into pages; this extension makes the course's additions, one handler an
 event. Each line of a handler is one addition, in a file whose docstring says what it does and why.
-A page's HTML is parsed once, in `page`: all additions change one tree; slides are made from it last.
+A page's HTML is parsed once, in `page`: all additions change one tree, and slides are made last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Our data parallelism beside torch's DistributedDataParallel, in one run.
+"""Benchmark of our data parallelism against torch's DistributedDataParallel.
 
     python benchmarks/data_parallel.py            # a table; two to three minutes on two cores
     python benchmarks/data_parallel.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
-    python benchmarks/data_parallel.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/data_parallel.py --quick    # toy sizes, seconds: only a smoke test
 
 Every rank trains copies of one model in turn, step by step: ours, torch's, and a bare one that
 averages nothing (compute alone); and it sends the messages without a model (wire alone). All ranks
@@ -12,9 +12,9 @@ Both sides have the same buckets: torch's own sizes on loopback and on GPUs; 1 M
 slow link, since a model of 32 MB hardly fills more than one of 25 MiB, and then nothing overlaps.
 Torch's DDP is given gradient_as_bucket_view=True, with which it needs no more memory than ours.
 
-ratio: median step of ours over median step of torch's, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles: other work on the machine, which comes and
-goes, then meets both sides alike.
+ratio: median step of ours over median step of torch's in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. Other work on the machine comes and goes, and thus
+affects both sides alike.
 
 floor: the share of the physical floor that ours reaches, floor / median step of ours. No step can
 be shorter than either of two bounds, and the floor is the greater one:
@@ -58,7 +58,7 @@ from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender, the slowest rank's."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     torch.manual_seed(0)
     device, world = ranks.device(), dist.group.WORLD
     group = the_group(slow)

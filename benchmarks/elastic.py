@@ -1,20 +1,19 @@
-"""Our agent beside torchrun: seconds and steps that a fault costs, on two nodes of this machine.
+"""Benchmark of our agent against torchrun: seconds and steps that a fault costs on two nodes.
 
     python benchmarks/elastic.py            # a table; a quarter of an hour on two cores
     python benchmarks/elastic.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
-    python benchmarks/elastic.py --quick    # one fault, one time each: only shows that it runs
+    python benchmarks/elastic.py --quick    # one fault, one time each: only a smoke test
 
-Two agents on the loopback are two nodes. A small GPT trains under them, with a checkpoint after
-every 5 steps of 0.2 s; after step 12 something happens. seconds: from the last step before it to
-the first step after it, of ours and of theirs; None where training did not go on. lost: steps that
-had to be made again. after: ranks that then train. Both launchers get the same seconds: 5 until a
-silent agent is given up, 2 for more nodes to come; gloo waits 5 s for a rank that hangs.
+Two agents on this machine's loopback stand for two nodes. They train a small GPT, with a checkpoint
+after every 5 steps of 0.2 s; the fault follows step 12. seconds: from the last step before the
+fault to the first step after it, of ours and of theirs; None if training did not go on. lost: steps
+that were repeated. after: ranks that train then. Both launchers have the same timeouts: 5 s for a
+silent agent, 2 s for more nodes to join; gloo waits 5 s for a rank that hangs.
 
-ratio: ours over theirs, in each repeat; of that the median and the quartiles. A restart is mostly
-the import of torch, which both have to wait for, so the ratio says little about the launchers, and
-the seconds say more. floor: the same script, started with the same number of ranks from the same
-checkpoint, by nobody but a loop over Popen, in seconds until its first step; the share is that
-over ours.
+ratio: median and quartiles over the repeats of ours over theirs. A restart is mostly the import of
+torch, which both have to wait for, so the ratio says little about the launchers, and the seconds
+say more. floor: seconds until the first step of the same script with the same ranks from the same
+checkpoint, started by a plain loop over Popen; the share is the floor over our seconds.
 
     python benchmarks/elastic.py --ranks 4 --repeats 2 --json > code/shardlab/elastic/restarts.json
 
@@ -44,7 +43,7 @@ from side_by_side import options, ratio
 from shardlab.common import show
 from shardlab.elastic.job import free_port
 
-AT, EVERY, SLEEP, TIMEOUT = 12, 5, 0.2, 5.0  # fault after this step; saves; seconds
+AT, EVERY, SLEEP, TIMEOUT = 12, 5, 0.2, 5.0  # fault's step, steps a save; seconds of step, gloo
 PATIENCE, LAST_CALL = 5, 2
 TRAIN = f"""
 import json, os, sys, time
@@ -103,13 +102,13 @@ main()
 
 @dataclass(frozen=True)
 class Case:
-    """What happens after step 12, and to how many nodes at least the job may shrink."""
+    """Case: what happens after step 12, and the fewest nodes that the job may shrink to."""
 
     name: str
     words: str
     least: int = 2
-    late: bool = False  # the second node comes only then
-    shared: bool = False  # torchrun's own default: ranks of all rounds share the agents' store
+    late: bool = False  # the second node joins only after the fault's step
+    shared: bool = False  # torchrun's default: the ranks of all rounds share the agents' store
 
 
 CASES = [
@@ -150,7 +149,7 @@ def agent(who: str, case: Case, number: int, ranks: int, port: int, folder: Path
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 has noted of each step."""
+    """Return rank 0's record of each step."""
     with suppress(OSError):
         lines = (folder / "steps.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -158,14 +157,14 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def once(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, Any]:
-    """One job with its fault: the seconds and steps that it cost, and what was there after it."""
+    """Run one job with its fault; return the seconds and steps lost, and the ranks after it."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port("127.0.0.1")
         start = lambda number: agent(who, case, number, ranks // 2, port, folder)  # noqa: E731
         agents, started = [start(0)], set()
         try:
             if not case.late:
-                wait_for(lambda: listens(agents[0], port), agents, limit)  # it holds the store
+                wait_for(lambda: listens(agents[0], port), agents, limit)  # hosts the store
                 agents.append(start(1))
             wait_for(
                 lambda: max([s["step"] for s in steps(folder)], default=0) >= AT, agents, limit
@@ -195,20 +194,20 @@ def once(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, An
 
 
 def listens(agent: subprocess.Popen, port: int) -> bool:
-    """Whether this process listens at this port already."""
+    """Return True if this process listens at this port already."""
     found = psutil.Process(agent.pid).net_connections("tcp") if agent.poll() is None else []
     return any(one.status == "LISTEN" and one.laddr.port == port for one in found)
 
 
 def wait_for(done: Any, agents: list[Any], limit: float) -> None:
-    """Wait until `done()`, the limit, or the end of all agents."""
+    """Wait until `done()` is true, the limit is over, or all agents have ended."""
     end = time.monotonic() + limit
     while not done() and time.monotonic() < end and any(one.poll() is None for one in agents):
         time.sleep(0.1)
 
 
 def inject(case: Case, agents: list[Any], start: Any) -> None:
-    """Let it happen, if the script does not do so itself."""
+    """Cause the fault, unless the training script does so itself."""
     if case.name == "comes":
         agents.append(start(1))
         return
@@ -229,18 +228,18 @@ def inject(case: Case, agents: list[Any], start: Any) -> None:
 def went_on(
     lines: list[dict[str, Any]], known: int, size: int, case: Case
 ) -> dict[str, Any] | None:
-    """The first step after a restart: where the step's number or the number of ranks jumps."""
+    """Return the first step after a restart, where the step or the number of ranks jumps."""
     for last, new in zip(lines[:-1], lines[1:], strict=True):
         if new["step"] != last["step"] + 1 or new["ranks"] != last["ranks"]:
             seconds, lost = new["time"] - last["time"], last["step"] + 1 - new["step"]
             return {"seconds": round(seconds, 1), "lost": lost, "after": new["ranks"]}
-    if case.name == "agent" and len(lines) > known + 60:  # nobody has noticed
+    if case.name == "agent" and len(lines) > known + 60:  # the failed agent went unnoticed
         return {"seconds": 0.0, "lost": 0, "after": lines[-1]["ranks"]}
     return None
 
 
 def same_losses(lines: list[dict[str, Any]]) -> bool:
-    """Whether steps that were made twice had the same loss, to rounding, both times."""
+    """Return True if each step that was repeated had the same loss both times, up to rounding."""
     losses: dict[int, list[float]] = {}
     for line in lines:
         losses.setdefault(line["step"], []).append(line["loss"])
@@ -248,7 +247,7 @@ def same_losses(lines: list[dict[str, Any]]) -> bool:
 
 
 def bare_start(ranks: int) -> float:
-    """Seconds until the first step of the script, started by a loop, with a checkpoint there."""
+    """Return the seconds until the script's first step, started by a loop, from a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(TRAIN)
@@ -273,7 +272,7 @@ def bare_start(ranks: int) -> float:
 
 
 def row(case: Case, ranks: int, floor: float, found: dict[str, list[dict]]) -> dict[str, Any]:
-    """One line of the result, see above."""
+    """Return one row of the result; the module's docstring explains the columns."""
     pairs = list(zip(found["ours"], found["torchrun"], strict=True))
     both = [(a["seconds"], b["seconds"]) for a, b in pairs if a["seconds"] and b["seconds"]]
     ratios = [a / b for a, b in both]

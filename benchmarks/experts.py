@@ -1,19 +1,19 @@
-"""Our experts over ranks beside DeepSpeed's MoE layer, in one run.
+"""Benchmark of our expert parallelism against DeepSpeed's MoE layer.
 
     python benchmarks/experts.py            # a table; some eight minutes on two cores
     python benchmarks/experts.py --json     # {"rows": [{"case", "against", …}, …]}
-    python benchmarks/experts.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/experts.py --quick    # toy sizes, seconds: only a smoke test
 
-Both layers have the same weights, and every rank gives them the same tokens of its own. A step is
-forward and backward of one layer, and lasts until the slowest rank is done; contenders take turns.
-DeepSpeed drops no token here (drop_tokens=False): it pads the rows of each expert to those of the
-fullest, and sends messages of one size; ours sends the rows that there are.
+Both layers have the same weights, and every rank gives both the same local tokens. A step is the
+forward and backward of one layer, until the slowest rank is done; contenders take turns. DeepSpeed
+drops no token here (drop_tokens=False): it pads all experts' rows to the number of the fullest
+expert, and sends messages of equal size; ours sends unpadded rows.
 
-case: "even", as an untrained router chooses; "uneven": all tokens have a feature in common that the
-router likes the better, the higher the expert's number, so that the last ones get most.
+case: "even": an untrained router chooses; "uneven": all tokens share a feature whose router weight
+grows with the expert's number, so that the last experts get most tokens.
 
-ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles. sent_ratio: bytes handed to all-to-alls by all
+ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. sent_ratio: bytes handed to all-to-alls by all
 ranks in a step, ours over theirs: counted, exact.
 
 floor: the share of the physical floor that ours reaches, floor / median step of ours. Forward is a
@@ -54,7 +54,7 @@ SHAPE = Config(layers=1, heads=8, mlp="swiglu", bias=False, hidden=512, ffn=1024
 
 
 def plain(config: Config, uneven: bool) -> Experts:
-    """The layer with all experts; uneven: the router favours later ones."""
+    """Return the layer with all experts; uneven: the router favours later experts."""
     torch.manual_seed(0)
     layer = Experts(config)
     if uneven:
@@ -65,7 +65,7 @@ def plain(config: Config, uneven: bool) -> Experts:
 
 
 def tokens_of(config: Config, tokens: int) -> torch.Tensor:
-    """This rank's tokens, [1, T, H]; their first feature is 1."""
+    """Return this rank's tokens, [1, T, H]; their first feature is 1."""
     torch.manual_seed(dist.get_rank())
     x_BSH = torch.randn(1, tokens, config.hidden)
     x_BSH[..., 0] = 1.0
@@ -73,7 +73,7 @@ def tokens_of(config: Config, tokens: int) -> torch.Tensor:
 
 
 def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
-    """DeepSpeed's layer with this rank's share of `layer`'s weights."""
+    """Return DeepSpeed's layer with this rank's share of `layer`'s weights."""
     deepspeed = deepspeed_engine.prepare()
     from deepspeed.moe.layer import MoE
 
@@ -91,7 +91,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        theirs.deepspeed_moe._set_ep_group(group)  # as set_deepspeed_parallelism does with its own
+        theirs.deepspeed_moe._set_ep_group(group)  # as set_deepspeed_parallelism does, with ours
     inner = theirs.deepspeed_moe
     inner.gate.wg.load_state_dict(layer.router.score.state_dict())
     for own, network in enumerate(inner.experts.deepspeed_experts):
@@ -100,7 +100,7 @@ def by_deepspeed(layer: Experts, group: dist.ProcessGroup) -> torch.nn.Module:
 
 
 def build(name: str, config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> Step:
-    """A contender with a layer of its own: its step, forward and backward."""
+    """Return a contender's step, forward and backward of a layer of its own."""
     layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
     if name == OURS:
         layer = experts.ExpertParallel(layer, group)
@@ -122,14 +122,14 @@ def build(name: str, config: Config, uneven: bool, group: dist.ProcessGroup, tok
 
 
 def sizes(config: Config, uneven: bool, group: dist.ProcessGroup, tokens: int) -> experts.Route:
-    """Which rows leave this rank, and which come."""
+    """Return the route of this rank's rows: the numbers of rows to send and to receive."""
     layer, x_BSH = plain(config, uneven), tokens_of(config, tokens)
     chosen_TC = layer.router(x_BSH)[1].flatten(0, 1)
     return experts.route(chosen_TC, config.experts, group)
 
 
 def products(config: Config, way: experts.Route) -> Step:
-    """This rank's experts on their rows, which are there already."""
+    """Return a step that only runs this rank's experts on rows that it already holds."""
     networks = list(plain(config, False).experts)[: len(way.received[0])]
     rows = [sum(source[e] for source in way.received) for e in range(len(networks))]
     inputs = [
@@ -145,7 +145,7 @@ def products(config: Config, way: experts.Route) -> Step:
 
 
 def messages(config: Config, way: experts.Route, group: dist.ProcessGroup) -> Step:
-    """Forward's dispatch and combine, without a layer."""
+    """Return a step with only forward's dispatch and combine, without a layer."""
     received = [sum(source) for source in way.received]
     x_RH = torch.zeros(sum(way.sent), config.hidden, device=ranks.device())
 
@@ -157,11 +157,11 @@ def messages(config: Config, way: experts.Route, group: dist.ProcessGroup) -> St
 
 
 def measure(config: Config, uneven: bool, tokens: int, slow: bool, rounds: int) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     group = the_group(slow)
     steps = {name: build(name, config, uneven, group, tokens) for name in (OURS, THEIRS)}
     ours, theirs = (steps[name]() for name in (OURS, THEIRS))
-    # Float32, values of about 1: products of other numbers of rows.
+    # float32, values of about 1; the products have different numbers of rows.
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     way = sizes(config, uneven, group, tokens)
     steps["products"] = products(config, way)
@@ -170,7 +170,7 @@ def measure(config: Config, uneven: bool, tokens: int, slow: bool, rounds: int) 
 
 
 def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
-    """On a rank: bytes handed to all-to-alls in a step of each."""
+    """Return the bytes that this rank hands to all-to-alls in a step of each contender."""
     found = []
     for name in (OURS, THEIRS):
         step = build(name, config, uneven, dist.group.WORLD, tokens)
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     for kind in chosen.links:
         on = where(kind)
         for size in chosen.ranks:
-            number = -(-SHAPE.experts // size) * size  # ranks have equally many
+            number = -(-SHAPE.experts // size) * size  # every rank has equally many experts
             config, tokens, rounds = replace(SHAPE, experts=number), 1024, 4
             if chosen.quick:
                 config, tokens, rounds = replace(config, hidden=64, ffn=64), 64, 1
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def floor(middle: dict[str, float]) -> float:
-    """See above."""
+    """Return the seconds of the physical floor; the module's docstring explains it."""
     return middle["products"] + middle["messages"]
 
 

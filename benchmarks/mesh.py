@@ -1,8 +1,8 @@
-"""Our mesh beside torch's, FSDP2 (fully_shard) over DTensor's parallelize_module, in one run.
+"""Benchmark of our mesh against torch's FSDP2 (fully_shard) over parallelize_module (DTensor).
 
     python benchmarks/mesh.py            # tables; some four minutes on two cores
     python benchmarks/mesh.py --json     # {"rows": [{"case", "against", …}, …], …}
-    python benchmarks/mesh.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/mesh.py --quick    # toy sizes, seconds: only a smoke test
 
 Four ranks (an even number) are two tensor groups of half of them each, with ZeRO's stage 3 between
 the two copies. A step is forward, backward, AdamW and zero_grad. (Without clipping: torch 2.13's
@@ -13,8 +13,8 @@ axis, told that queries, keys and values share an input, as ours do; a rank's sh
 which sends nothing; and the messages of a step, which compute nothing. All ranks start a step
 together; the order is reversed from round to round.
 
-ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
 bytes held in a step, counted apart from the timing.
 
 floor: the share of the physical floor that ours reaches. With as many ranks as cores, or more, the
@@ -71,7 +71,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
-    """Two copies in ZeRO-3 of tensor groups: a step, and what it trains."""
+    """Return our step, with two ZeRO-3 copies of tensor groups, and the model that it trains."""
     groups = mesh.join(shape_of(), dist.group.WORLD)
     job = mesh.Parallel(built(config), groups, shape_of())
     optimizer = adamw(job)
@@ -87,7 +87,7 @@ def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
 
 
 def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
-    """The same with torch's own, on its mesh of two axes."""
+    """Return torch's step, on its mesh of two axes, and the model that it trains."""
     shape = shape_of()
     axes = init_device_mesh(ranks.device().type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
     model = by_torch(built(config), axes["tp"])
@@ -108,19 +108,19 @@ def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
 
 
 def shape_of() -> Layout:
-    """Two copies of the largest tensor groups that fit."""
+    """Return the layout with two copies of the largest tensor groups that fit."""
     return Layout(dp=2, tp=dist.get_world_size() // 2, zero=3)
 
 
 def batch_of(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy's tokens and targets, [batch, seq] each."""
+    """Return a copy's tokens and targets, [batch, seq] each."""
     generator = torch.Generator().manual_seed(copy)
     found = torch.randint(config.vocab, (2, batch, config.seq), generator=generator)
     return tuple(found.to(ranks.device()))
 
 
 def bare(config: Config, batch: int) -> Step:
-    """Compute alone: a model as large as a rank's share, whose optimizer has a piece of each."""
+    """Return a step of compute alone: a rank's share of the model, optimizer on its shards."""
     shape = shape_of()
     model = shard_of(config, shape.tp)
     tokens_BS, targets_BS = (x % (config.vocab // shape.tp) for x in batch_of(config, batch, 0))
@@ -139,7 +139,7 @@ def bare(config: Config, batch: int) -> Step:
 
 
 def messages(config: Config, batch: int) -> Step:
-    """The messages of a step, one after another, without a model."""
+    """Return a step that sends a step's messages one after another, without a model."""
     shape, device = shape_of(), ranks.device()
     groups = mesh.join(shape, dist.group.WORLD)
     x_BSH = torch.zeros(batch, config.seq, config.hidden, device=device)
@@ -152,30 +152,30 @@ def messages(config: Config, batch: int) -> Step:
     def step() -> None:
         for _ in range(2 * (1 + 2 * config.layers)):  # forward and backward
             dist.all_reduce(x_BSH, group=groups.tp)
-        for row in rows:  # the loss
+        for row in rows:  # for the loss
             dist.all_reduce(row, group=groups.tp)
         for full, rest in flats:
             shard = full[: len(full) // shape.dp]
-            for _ in range(2 if rest else 3):  # gathered in forward and backward; gradients
+            for _ in range(2 if rest else 3):  # all-gathers, then gradients
                 ranks.exchange(shard, other, coming[: len(shard)], other, groups.dp).wait()
 
     return step
 
 
 def measure(config: Config, batch: int, rounds: int) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     steps = {OURS: ours(config, batch)[0], THEIRS: theirs(config, batch)[0]}
     steps |= {"compute": bare(config, batch), "wire": messages(config, batch)}
     return alternately(steps, rounds, ranks.device(), {})
 
 
 def peak_of(config: Config, batch: int, build: Any) -> int:
-    """On a rank: most bytes that one contender holds in a step."""
+    """Return the most bytes that one contender holds on this rank in a step."""
     return peak(lambda: build(config, batch)[0])
 
 
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
-    """Name, shape, a copy's batch and rounds of what is measured on a link."""
+    """Return (name, shape, batch of a copy, rounds) of each case on a link."""
     if quick:
         return [("nano", PRESETS["nano"], 1, 1)]
     if kind == "gpu":

@@ -1,8 +1,8 @@
-"""Our pipeline beside torch.distributed.pipelining, schedule by schedule, in one run.
+"""Benchmark of our pipeline against torch.distributed.pipelining, schedule by schedule.
 
     python benchmarks/pipeline.py            # tables; some seven minutes on two cores
     python benchmarks/pipeline.py --json     # {"rows": [{"case", "against", "ranks", …}, …], …}
-    python benchmarks/pipeline.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/pipeline.py --quick    # toy sizes, seconds: only a smoke test
 
 Every rank trains its stage of one model in turn, step by step: ours and torch's with GPipe, 1F1B,
 interleaved 1F1B and ZB-V, from the same parts; and it computes its parts' passes without a message
@@ -11,9 +11,9 @@ is reversed from round to round. A step is zero_grad, forward and backward of al
 AdamW, and lasts until the slowest rank is done. Torch is spared what ours does not do: merging the
 outputs of the last stage (return_outputs=False).
 
-ratio: median step of ours over median step of torch's, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles: other work on the machine, which comes and
-goes, then meets both sides alike.
+ratio: median step of ours over median step of torch's in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. Other work on the machine comes and goes, and thus
+affects both sides alike.
 
 floor: the share of the physical floor that ours reaches, floor / median step of ours. The floor is
   compute: the passes of the slowest stage, one after another, without a bubble, where there are
@@ -73,7 +73,7 @@ THEIRS = {  # schedule -> torch's class
     "interleaved": "ScheduleInterleaved1F1B",
     "zb-v": "ScheduleZBVZeroBubble",
 }
-if torch.__version__ < "2.13":  # there it sends to itself, and gloo carries no such message
+if torch.__version__ < "2.13":  # a rank sends to itself there, which gloo does not support
     del THEIRS["zb-v"]
 NAPS = 0.048, 0.040, 0.024  # seconds of a sleeping stage's F, I and W
 Step = Callable[[], Any]
@@ -81,7 +81,7 @@ Naps = tuple[float, ...]
 
 
 def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
-    """Our contender: its training step on this rank."""
+    """Return our training step on this rank."""
     schedule = pipeline.schedule(name, group.size(), microbatches)
     piped = pipeline.distribute(plain(config), schedule, group)
     optimizer = torch.optim.AdamW(piped.parameters(), lr=1e-3)
@@ -95,7 +95,7 @@ def ours(name: str, config: Config, batch: Tensor, microbatches: int, group: Any
 
 
 def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: Any) -> Step:
-    """Torch's contender, from the same parts on the same stages."""
+    """Return torch's step on this rank, from the same parts on the same stages as ours."""
     schedule = pipeline.schedule(name, group.size(), microbatches)
     mine = schedule.placement[group.rank()]
     parts = pipeline.cut(plain(config), schedule.parts)
@@ -120,13 +120,13 @@ def theirs(name: str, config: Config, batch: Tensor, microbatches: int, group: A
 
 
 def plain(config: Config) -> GPT:
-    """The model, the same for all contenders and on all ranks."""
+    """Return the model, the same for all contenders and on all ranks."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
 
 
 class Alone:
-    """A stage's passes and its optimizer without a message; where it splits, in two halves."""
+    """Passes and optimizer of one stage without messages; a split backward has two halves."""
 
     def __init__(self, schedule: pipeline.Schedule, config: Config, batch: Tensor):
         parts = pipeline.cut(plain(config), schedule.parts)
@@ -136,7 +136,7 @@ class Alone:
         self.optimizer = torch.optim.AdamW(nn.ModuleList(self.mine).parameters(), lr=1e-3)
 
     def __call__(self) -> dict[str, float]:
-        """Seconds of all forwards; of all backwards, or of their halves; of the optimizer."""
+        """Return the seconds of all forwards (F), all backwards (or I and W), and the optimizer."""
         self.optimizer.zero_grad()
         spent = dict.fromkeys(("F", "I", "W"), 0.0)
         for tokens_BS in self.batches:
@@ -157,7 +157,7 @@ class Alone:
 
     @staticmethod
     def around(part: nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, float]:
-        """What goes into a part, the gradient of what comes out of it, and when it may begin."""
+        """Return a part's input, the gradient of its output, and the time at which it may begin."""
         shape, dtype = part.between(tokens_BS)
         x = tokens_BS
         if part.embedding is None:
@@ -167,7 +167,7 @@ class Alone:
 
 
 def hop_seconds(config: Config, batch: Tensor, microbatches: int, group: Any) -> float:
-    """Seconds of one message between two parts: half of there and back, the least of ten."""
+    """Return the seconds of a message between two parts: half a round trip, the least of ten."""
     if group.size() == 1:
         return 0.0
     rank, least = group.rank(), float("inf")
@@ -193,15 +193,15 @@ def batch_of(config: Config, sequences: int) -> Tensor:
 
 
 def layout(schedule: pipeline.Schedule) -> str:
-    """The same for schedules whose stages compute the same passes."""
+    """Return a name for the passes of a schedule, equal for schedules with the same passes."""
     halves = "halves" if schedule.splits else "whole"
     return f"alone, parts {schedule.placement}, backward {halves}"
 
 
 def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) -> None:
-    """Let all take turns; `times` gets the seconds of a step, or what the step itself says."""
+    """Run all steps in turns; `times` gets the seconds of a step, or the step's own result."""
     order = list(steps)
-    for number in range(-2 if rounds > 3 else -1, rounds):  # first to warm up
+    for number in range(-2 if rounds > 3 else -1, rounds):  # first the rounds to warm up
         for name in order if number % 2 else reversed(order):
             dist.barrier()
             begin = clock(ranks.device())
@@ -211,7 +211,7 @@ def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) 
 
 
 def measure(config: Config, sequences: int, microbatches: int, slow: bool, rounds: int) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender; of passes alone, by kind."""
+    """Return this rank's seconds of `rounds` steps of each contender, and of passes alone."""
     batch, group = batch_of(config, sequences), the_group(slow)
     steps: dict[str, Step] = {}
     for name in THEIRS:
@@ -226,18 +226,18 @@ def measure(config: Config, sequences: int, microbatches: int, slow: bool, round
 
 
 def simulated(schedule: pipeline.Schedule, spent: list[dict], hop: float) -> pipeline.Timeline:
-    """The timeline to be expected when stages spend so many seconds on all passes of a kind."""
+    """Simulate a schedule whose stages spend these seconds on all passes of each kind."""
     times = ([s[kind] / schedule.microbatches for s in spent] for kind in "FIW")
     return pipeline.simulate(schedule, *times, hop)
 
 
 def apart(kind: str, size: int) -> bool:
-    """Whether each stage has a core or a GPU of its own."""
+    """Return True if each stage has a core or a GPU of its own."""
     return kind == "gpu" or size <= (os.cpu_count() or 1)
 
 
 def floor(schedule: pipeline.Schedule, spent: list[dict], hop: float, each: bool) -> float:
-    """No step is shorter, in seconds: see above. each: whether all stages can compute at once."""
+    """Return a lower bound of a step's seconds; each: whether all stages can compute at once."""
     ends = [s["F"] + s["I"] + s["W"] for s in spent]
     if each:
         ends = [spans[-1].end for spans in simulated(schedule, spent, hop).spans]
@@ -245,14 +245,14 @@ def floor(schedule: pipeline.Schedule, spent: list[dict], hop: float, each: bool
 
 
 def alone(results: list[dict[str, list]], name: str, rounds: slice) -> list[dict[str, float]]:
-    """Of passes alone, by stage and kind, the least of these rounds: nothing held them up."""
+    """Return the least seconds of passes alone in these rounds, by stage and kind."""
     return [
         {kind: min(one[kind] for one in r[name][rounds]) for kind in r[name][0]} for r in results
     ]
 
 
 def row(name: str, case: str, microbatches: int, kind: str, results: list, repeats: int) -> dict:
-    """One line of the result, see above; `seconds` go into the table alone."""
+    """Return one row of the result, see the module; `seconds` go into the table alone."""
     size = len(results)
     schedule = pipeline.schedule(name, size, microbatches)
     pair = [name, f"torch {THEIRS[name]}"]
@@ -280,7 +280,7 @@ def row(name: str, case: str, microbatches: int, kind: str, results: list, repea
 def record(
     config: Config, sequences: int, microbatches: int, slow: bool, rounds: int, naps: Naps | None
 ) -> dict[str, list[Any]]:
-    """On a rank: measured timelines of all schedules, and the seconds of passes alone."""
+    """Return this rank's measured timelines of all schedules, and the seconds of passes alone."""
     batch, group = batch_of(config, sequences), the_group(slow)
     steps: dict[str, Step] = {}
 
@@ -308,7 +308,7 @@ def record(
 
 
 def prediction(name: str, kind: str, results: list, naps: Naps | None) -> dict:
-    """How far the measured cost of a schedule is from the simulated one, see above."""
+    """Return the relative error of a schedule's simulated cost, see the module's docstring."""
     size, before, after = len(results), [], []
     schedule, hop = results[0][name][0].schedule, results[0]["hop"][0]
     for number, timeline in enumerate(results[0][name]):
@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None) -> None:
             if kind == "gpu" and size > torch.cuda.device_count():
                 gpus = f"{torch.cuda.device_count()} GPUs"
                 print(f"no row for {size} ranks on {gpus}: each needs its own", file=sys.stderr)
-                continue  # see above
+                continue  # each stage needs a GPU of its own
             if chosen.quick:
                 preset, each, rounds = "nano", 1, 1
             else:

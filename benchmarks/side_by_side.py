@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, the emulated link, how runs become numbers."""
+"""Parts shared by all benchmarks: options, the emulated link, and statistics of runs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from shardlab.gpt.model import Config, parameter_count
 from shardlab.measure import count, link
 from shardlab.measure.count import clock
 
-LATENCY, BANDWIDTH = 50e-6, 125e6  # of the slow link: 50 microseconds, 1 Gbit/s
+LATENCY, BANDWIDTH = 50e-6, 125e6  # of the emulated slow link: seconds (50 µs), bytes/s (1 Gbit/s)
 WARM_UP = 2  # rounds
-ROOM = 30e9  # bytes of a GPU that a rank needs for all contenders' gpt-2, several models at once
+ROOM = 30e9  # bytes of a GPU that a rank needs for several models of gpt-2 at once
 Times = dict[str, list[float]]  # contender -> seconds of its steps
 Step = Callable[[], Any]
 
 
 def gpu_model(size: int) -> str:
-    """The model that `size` ranks train on this machine's GPUs, which they may have to share."""
-    # A rank asks: a caller that has asked the driver can fork no more.
+    """Return the model that `size` ranks train on this machine's GPUs, which ranks may share."""
+    # A subprocess asks: a process that has initialized CUDA cannot fork ranks any more.
     bytes_each = ranks.run(lambda: torch.cuda.mem_get_info()[1], 1, device="cuda", show=False)[0]
     shared = -(-size // torch.cuda.device_count())  # ranks on one GPU
     return "gpt-2" if bytes_each / shared >= ROOM else "mini"
 
 
 def the_group(slow: bool) -> dist.ProcessGroup:
-    """On a rank: all ranks, on the emulated link if `slow`."""
+    """Return the group of all ranks, on the emulated link if `slow`."""
     return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
 def alternately(
     steps: Mapping[str, Step], rounds: int, device: torch.device, told: Mapping[str, str]
 ) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender, which take turns.
+    """Return this rank's seconds of `rounds` steps of each contender; contenders take turns.
 
-    The order is reversed from round to round; two rounds warm up. told: contender -> the name of
-    the seconds that its step itself returns.
+    The order is reversed from round to round; two rounds warm up. told: contender -> name of the
+    seconds that its step itself returns.
     """
     times: Times = {name: [] for name in [*steps, *told.values()]}
     outside = [*turns(steps, rounds, device, told, times)]
@@ -61,9 +61,9 @@ def turns(
     told: Mapping[str, str],
     times: Times,
 ) -> Iterator[None]:
-    """The turns of `alternately`, noted in `times`, for one contender that nobody can call (None).
+    """Run the turns of `alternately` into `times`, with one contender whose step is None.
 
-    Its step is what the caller does from one `next` to the next one.
+    That contender's step is the caller's code from one `next` to the next `next`.
     """
     order = list(steps)
     for number in range(-WARM_UP, rounds):
@@ -83,9 +83,9 @@ def turns(
 
 
 def peak(build: Callable[[], Step]) -> int:
-    """On a rank: most bytes held in a step of what `build` makes, after two to settle.
+    """Return the peak of held bytes on this rank in a step made by `build`, after two more steps.
 
-    The least of three steps: gloo's threads may hold a message a moment longer than it takes.
+    The least of three steps: gloo's threads may hold a message a moment longer than needed.
     """
     with count.held(device=ranks.device()) as held:
         step = build()
@@ -101,13 +101,13 @@ def peak(build: Callable[[], Step]) -> int:
 
 
 def slowest(results: list[Times]) -> dict[str, torch.Tensor]:
-    """Per contender that ran, a tensor [rounds] of the slowest rank's seconds."""
+    """Return for each contender that ran a tensor [rounds] of the slowest rank's seconds."""
     ran = [name for name, seconds in results[0].items() if seconds]
     return {name: torch.tensor([r[name] for r in results]).max(dim=0).values for name in ran}
 
 
 def ratio(ratios: Sequence[float]) -> dict[str, Any]:
-    """`ratio` and `quartiles` of a row: the median over the repeats, and the middle half."""
+    """Return `ratio` and `quartiles` of a row: median and interquartile range over the repeats."""
     low, high = torch.quantile(torch.tensor(ratios), torch.tensor([0.25, 0.75])).tolist()
     return {
         "ratio": round(statistics.median(ratios), 4),
@@ -116,9 +116,9 @@ def ratio(ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def moving(middle: Mapping[str, float], link: str, size: int, name: str = "") -> float:
-    """Seconds that moving the bytes takes from computing: none where a core is left for it.
+    """Return the seconds that moving bytes takes from computing: 0 if a core is left for moving.
 
-    name: behind "work " and "wire ", where contenders have messages of their own.
+    name: suffix of "work " and "wire " for contenders with messages of their own.
     """
     if link == "gpu" or size < (os.cpu_count() or 1):
         return 0.0
@@ -136,10 +136,10 @@ def one_row(
     pair: tuple[str, str] = ("ours", "theirs"),
     **more: Any,
 ) -> dict[str, Any]:
-    """One line of the result, from each contender's seconds (`slowest`).
+    """Return one row of the result, from each contender's seconds (`slowest`).
 
-    floor: seconds that no step can beat, from the medians of one repeat by contender. pair: ours
-    and theirs among them. more: what else the row says.
+    floor: computes a lower bound in seconds from the contenders' medians in one repeat. pair: our
+    contender and theirs. more: further columns of the row.
     """
     chunks = {name: seconds.chunk(repeats) for name, seconds in times.items()}
     ours, theirs = pair
@@ -161,7 +161,7 @@ def one_row(
 
 
 def peaks_of(pair: tuple[str, str], peaks: Mapping[str, int]) -> dict[str, Any]:
-    """What a row says of the bytes held, ours and theirs."""
+    """Return a row's columns on the bytes held by ours and by theirs."""
     ours, theirs = (peaks[name] for name in pair)
     return {"peak_ratio": round(ours / theirs, 4), "peak_bytes": [ours, theirs]}
 
@@ -187,23 +187,23 @@ def put_out(rows: list[dict[str, Any]], as_json: bool, **more: Any) -> None:
 
 
 def say(*words: object) -> None:
-    """Tell who waits at a terminal what is measured now."""
+    """Print the current measurement if stderr is a terminal."""
     if sys.stderr.isatty():
         print(", ".join(map(str, words)), "…", file=sys.stderr)
 
 
 def where(link: str, timeout: float = 900.0) -> dict[str, Any]:
-    """Options of `ranks.run` for a link; what libraries warn of is no row."""
+    """Return options of `ranks.run` for a link; `show` is off, so that warnings are not printed."""
     return {"device": "cuda" if link == "gpu" else "cpu", "timeout": timeout, "show": False}
 
 
 def named(name: str, config: Config) -> str:
-    """A model in words."""
+    """Return a model's name with its number of parameters."""
     return f"{name}, {parameter_count(config) / 1e6:.1f} M parameters"
 
 
 def counted(text: str) -> int:
-    """A number of ranks or repeats from the command line."""
+    """Parse a number of ranks or repeats from the command line."""
     value = int(text) if text.isdecimal() else 0
     if not 1 <= value <= ranks.max_ranks():
         raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_ranks()}")
@@ -215,7 +215,7 @@ def options(
     arguments: list[str] | None,
     kinds: Sequence[str] = ("loopback", "slow", "gpu"),
 ) -> argparse.Namespace:
-    """The command line's json, quick, ranks, links and repeats; the first line describes it."""
+    """Parse json, quick, ranks, links and repeats; `description`'s first line is the help."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0], allow_abbrev=False)
     kinds = [kind for kind in kinds if kind != "gpu" or torch.cuda.device_count()]
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,8 +1,8 @@
-"""Our tensor parallelism beside torch's parallelize_module (DTensor), in one run.
+"""Benchmark of our tensor parallelism against torch's parallelize_module (DTensor).
 
     python benchmarks/tensor_parallel.py            # tables; some four minutes on two cores
     python benchmarks/tensor_parallel.py --json     # {"rows": [{"case", "against", …}, …], …}
-    python benchmarks/tensor_parallel.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/tensor_parallel.py --quick    # toy sizes, seconds: only a smoke test
 
 Every rank trains its share of one model in turn, step by step: ours; torch's with ColwiseParallel,
 RowwiseParallel and loss_parallel, once told by PrepareModuleInput that queries, keys and values
@@ -12,8 +12,8 @@ computed beside. It sends the messages of a step without a model, too (wire alon
 a step together, so each contender meets the same load; the order is reversed from round to round. A
 step is forward, backward, AdamW and zero_grad, and lasts until the slowest rank is done.
 
-ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
 bytes held in a step, counted apart from the timing: exact, but for what gloo uses inside. (Its
 threads may hold a message a moment longer than it takes; so it is the least of three steps.)
 
@@ -89,7 +89,7 @@ PARTS = "kernels", "messages", "rest"
 
 
 def by_torch(model: GPT, group: dist.ProcessGroup | DeviceMesh, tutorial: bool = False) -> GPT:
-    """The model, cut by torch, in place; over a group, or one axis of a mesh."""
+    """Return the model, cut in place by torch, over a group or one axis of a mesh."""
     column, row = ColwiseParallel, RowwiseParallel
     plan: dict[str, Any] = {
         "embedding": row(input_layouts=Replicate()),
@@ -109,15 +109,15 @@ def by_torch(model: GPT, group: dist.ProcessGroup | DeviceMesh, tutorial: bool =
     mesh = group
     if not isinstance(mesh, DeviceMesh):
         mesh = DeviceMesh.from_group(group, ranks.device().type)
-    # Every rank has built the same model: nothing has to be sent (src_data_rank).
+    # Every rank has built the same model, so that no weights need to be sent (src_data_rank).
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if model.config.tied:
-        model.head.weight = model.embedding.weight  # it has cut them one by one
+        model.head.weight = model.embedding.weight  # they were cut one by one
     return model
 
 
 def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
-    """A contender with a model of its own: its training step."""
+    """Return a contender's training step, with a model of its own."""
     torch.manual_seed(0)
     model = GPT(config).to(ranks.device())
     if name == OURS:
@@ -141,7 +141,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
 
 
 def shard_of(config: Config, size: int) -> GPT:
-    """A model as large as one rank's share, which knows of no others: attention by fewer heads."""
+    """Return a model as large as one rank's share, with fewer heads and without communication."""
     model = GPT(config)
     for block in model.blocks:
         for part in (block.attention, block.ffn):
@@ -158,7 +158,7 @@ def shard_of(config: Config, size: int) -> GPT:
 
 
 def bare(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Step:
-    """Compute alone. chain: without the gradients of weights and the optimizer."""
+    """Return a step of compute alone. chain: no weight gradients and no optimizer."""
     model, tokens_BS = shard_of(config, size), tokens_BS % (config.vocab // size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     if chain:
@@ -175,14 +175,14 @@ def bare(config: Config, size: int, tokens_BS: torch.Tensor, chain: bool) -> Ste
 
 
 def messages(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
-    """The messages of a step, one after another, without a model. Returns forward's seconds."""
+    """Return a step that sends a step's messages without a model, and returns forward's seconds."""
     x_BSH = torch.zeros(*tokens_BS.shape, config.hidden, device=tokens_BS.device)
-    # The loss: of each token the maximum; the sum of exponentials, and the target's logit.
+    # For the loss: each token's maximum; then the sum of exponentials and the target's logit.
     rows = [torch.zeros(n, *tokens_BS.shape, device=tokens_BS.device) for n in (1, 2)]
 
     def step() -> float:
         begin = clock(tokens_BS.device)
-        for _ in range(1 + 2 * config.layers):  # behind the embedding; attention and ffn
+        for _ in range(1 + 2 * config.layers):  # after embedding, attention, ffn
             dist.all_reduce(x_BSH, group=group)
         for row in rows:
             dist.all_reduce(row, group=group)
@@ -200,7 +200,7 @@ def batch_of(config: Config, batch: int) -> torch.Tensor:
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
     steps = {name: build(name, config, group, tokens_BS) for name in names}
     steps["compute"] = bare(config, group.size(), tokens_BS, chain=False)
@@ -212,13 +212,13 @@ def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence
 
 
 def peak_of(config: Config, batch: int, name: str) -> int:
-    """On a rank: most bytes that one contender holds in a step."""
+    """Return the most bytes that one contender holds on this rank in a step."""
     tokens_BS = batch_of(config, batch)
     return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 
 
 def spent_by(config: Config, batch: int, name: str) -> dict[str, float]:
-    """On a rank: where the milliseconds of one step go, see above."""
+    """Return this rank's milliseconds of one step by kind; the module's docstring has them."""
     step = build(name, config, dist.group.WORLD, batch_of(config, batch))
     for _ in range(2):
         step()
@@ -235,7 +235,7 @@ def spent_by(config: Config, batch: int, name: str) -> dict[str, float]:
 
 
 def split(events: Any) -> dict[str, float]:
-    """The profile of a step, in its parts."""
+    """Return the parts of a step's profile."""
     (full,) = (e for e in events if e.name == "the step")
     plain, dispatched = operations(full)
     moved = [e for e in events if e.name.startswith(("gloo:", "c10d::", "_c10d_functional::"))]
@@ -250,7 +250,7 @@ def split(events: Any) -> dict[str, float]:
 
 
 def operations(event: Any) -> tuple[list[Any], int]:
-    """The outermost operations on plain tensors in `event`; how many DTensor dispatches there."""
+    """Return the outermost operations on plain tensors in `event`, and the number of dispatches."""
     found = [operations(child) for child in event.cpu_children]
     dispatched = sum(number for _, number in found) + (event.name == "PythonSubclass")
     if event.name.startswith("aten::") and not dispatched:
@@ -259,7 +259,7 @@ def operations(event: Any) -> tuple[list[Any], int]:
 
 
 def length(events: list[Any]) -> float:
-    """Milliseconds in which at least one of these goes on."""
+    """Return the milliseconds during which at least one of these events runs."""
     total = end = 0.0
     for span in sorted((e.time_range for e in events), key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, end))
@@ -268,7 +268,7 @@ def length(events: list[Any]) -> float:
 
 
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
-    """Name, shape, batch and rounds of what is measured on a link."""
+    """Return (name, shape, batch, rounds) of each case on a link."""
     if quick:
         return [("nano", PRESETS["nano"], 1, 1)]
     if kind == "gpu":
@@ -279,7 +279,7 @@ def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int
 
 
 def dividing(config: Config, size: int) -> Config:
-    """The shape, changed a little where `size` ranks cannot share it out."""
+    """Return the shape, with heads and vocabulary rounded up to multiples of `size`."""
     heads, vocab = (-(-n // size) * size for n in (config.heads, config.vocab))
     return replace(config, heads=heads, hidden=heads * config.head_size, vocab=vocab)
 

@@ -1,8 +1,8 @@
-"""Our checker beside spmd_types: seconds to check one forward and backward, in one run.
+"""Benchmark of our checker against spmd_types: seconds to check one forward and backward.
 
     python benchmarks/tensor_types.py            # a table; half a minute
     python benchmarks/tensor_types.py --json     # {"rows": [{"case", "against", …}, …]}
-    python benchmarks/tensor_types.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/tensor_types.py --quick    # toy sizes, seconds: only a smoke test
 
 A tensor-parallel GPT, layer by layer, in one process that takes itself for rank 0: nothing is sent.
 Three contenders take turns: the plain forward and backward; the same followed by our checker; the
@@ -41,7 +41,7 @@ WARM_UP = 2  # rounds
 
 
 def measure(layers: int, hidden: int, rounds: int) -> dict[str, list[float]]:
-    """In a pretended rank: seconds of each contender's rounds, which take turns."""
+    """Return the seconds of each contender's rounds, which take turns, in a fake process group."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     import spmd_types as spmd
     from spmd_types.checker import typecheck
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     shapes = [(1, 64)] if chosen.quick else [(2, 64), (12, 64), (12, 512)]
     rounds = (1 if chosen.quick else 4) * chosen.repeats
     rows = []
-    # A check computes nothing that a GPU would be faster at: with that link alone there is no row.
+    # A check computes nothing that a GPU would speed up: there is no row for the GPU link.
     for size in chosen.ranks if "loopback" in chosen.links else []:
         for layers, hidden in shapes:
             say(f"{layers} layers of {hidden}", f"{size} ranks")

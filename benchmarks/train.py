@@ -1,8 +1,8 @@
-"""A step of the script to take home beside one of Lightning's Trainer, in one run.
+"""Benchmark of a step of code/train.py against a step of Lightning's Trainer.
 
     python benchmarks/train.py            # a table; some eight minutes on two cores
     python benchmarks/train.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
-    python benchmarks/train.py --quick    # toy sizes, seconds: only shows that it runs
+    python benchmarks/train.py --quick    # toy sizes, seconds: only a smoke test
 
 Every rank trains three copies of one model in turn, step by step, with DDP and with FSDP2: by the
 loop of code/train.py, by the script's own methods; by Lightning's Trainer; and by a bare loop
@@ -19,8 +19,8 @@ validation and checkpoints are off. The losses of all three are equal, or the ru
 
 What a loop adds to a step hardly grows with the model: it shows in the second one, "nano".
 
-ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles.
+ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported.
 
 floor: the share of the physical floor that ours reaches, median step of the bare loop over median
 step of ours. The bare loop trains the same model, with batches that are there already: forward,
@@ -71,13 +71,13 @@ from shardlab.train.take_home import Options, Training
 
 STRATEGIES = ("ddp", "fsdp2")
 RATE, CLIP = 1e-3, 1.0
-APART = 1e-4  # float32: what differs is when the mean over ranks is divided
+APART = 1e-4  # float32: contenders divide the mean over ranks at different points
 Batches = Iterator[tuple[Tensor, Tensor]]
-Contender = tuple[Step, list[Tensor]]  # its step, and the losses of those that it made
+Contender = tuple[Step, list[Tensor]]  # its step, and the losses of its steps
 
 
 def batches_of(config: Config, batch: int) -> Batches:
-    """On a rank: its share of the text, loaded as the script does, again and again."""
+    """Return this rank's share of the text, loaded as the script loads it, in an endless loop."""
     windows = Windows(config.seq, parts()[0])
     order = DistributedSampler(windows, seed=0, drop_last=True)
     loader = DataLoader(windows, batch, sampler=order, generator=torch.Generator(), drop_last=True)
@@ -90,7 +90,7 @@ def spread_over(config: Config, strategy: str) -> nn.Module:
 
 
 def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Path) -> Contender:
-    """A step of code/train.py: what its loop does with a batch, when it reports every step."""
+    """Return a step of code/train.py: the body of its loop with a report in every step."""
     losses: list[Tensor] = []
     loader, world = batches_of(config, batch), dist.get_world_size()
     how = {"lr": RATE, "clip": CLIP, "batch": batch * world, "micro": batch, "steps": steps}
@@ -107,7 +107,7 @@ def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Pat
 
 
 def bare(config: Config, strategy: str, batch: int, steps: int) -> Contender:
-    """A step that does what the mathematics want, and nothing else."""
+    """Return a step with the mathematically required operations, and nothing else."""
     device, losses = ranks.device(), []
     model = spread_over(config, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -127,13 +127,13 @@ def bare(config: Config, strategy: str, batch: int, steps: int) -> Contender:
 
 
 class InTurn:
-    """A loader for Lightning: before each batch the others have their turns."""
+    """Loader for Lightning that runs the other contenders' turns before each batch."""
 
     def __init__(self, batches: Batches, taken: Iterator[None], steps: int):
         self.batches, self.taken, self.steps = batches, taken, steps
 
     def __len__(self) -> int:
-        """One more than there are: so the Trainer asks once more, and that ends its last step."""
+        """Return one more than the number of steps: another request ends the last step."""
         return self.steps + 1
 
     def __iter__(self) -> Batches:
@@ -142,11 +142,11 @@ class InTurn:
 
 
 def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) -> None:
-    """On a rank: train with Lightning on all that the loader has, and log to `folder`."""
+    """Train with Lightning on this rank, on all of the loader's batches, and log to `folder`."""
     lightning = prepare()
     device, size = ranks.device(), dist.get_world_size()
     plan = lightning.DDP() if strategy == "ddp" else lightning.ModelParallelStrategy(size, 1)
-    # Ranks may share a GPU, which devices=… would refuse.
+    # Ranks may share a GPU, which `devices=…` does not allow.
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     plan.parallel_devices = [
         torch.device("cuda", rank % gpus) if gpus else device for rank in range(size)
@@ -158,7 +158,7 @@ def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) ->
         gradient_clip_val=CLIP,
         logger=lightning.L.loggers.CSVLogger(folder, "", "", flush_logs_every_n_steps=1),
         log_every_n_steps=1,
-        use_distributed_sampler=False,  # the loader has the script's
+        use_distributed_sampler=False,  # the loader has the script's sampler
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -167,7 +167,7 @@ def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) ->
 
 
 def prepare() -> Any:
-    """The course's module for Lightning, imported quietly."""
+    """Import the course's module for Lightning without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from shardlab.trainers import beside
@@ -176,7 +176,7 @@ def prepare() -> Any:
 
 
 def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     steps = WARM_UP + rounds
     ours, our_losses = by_script(config, strategy, batch, steps, folder)
     floor, bare_losses = bare(config, strategy, batch, steps)
@@ -190,14 +190,14 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
         found = torch.tensor([[float(line["loss"]) for line in lines], our_losses, means])
         assert found.shape == (3, steps), found.shape
         if ranks.device().type == "cuda":
-            found = found[:, :3]  # its atomics add in any order, and each step magnifies that
+            found = found[:, :3]  # atomics add in any order, and the differences grow
         gap = (found - found[0]).abs().max().item()
         assert gap < APART, f"losses differ by {gap}"
     return times
 
 
 def cases(kind: str, size: int, quick: bool) -> list[tuple[str, int, int]]:
-    """Model, sequences of a rank, and rounds of what is measured on a link."""
+    """Return (model, sequences of a rank, rounds) of each case on a link."""
     if quick:
         return [("nano", 1, 1)]
     return [(gpu_model(size), 4, 4) if kind == "gpu" else ("mini", 2, 8), ("nano", 2, 20)]

@@ -1,8 +1,8 @@
-"""Our ZeRO beside torch's FSDP2 and DeepSpeed, stage by stage, in one run.
+"""Benchmark of our ZeRO against torch's FSDP2 and DeepSpeed, stage by stage.
 
     python benchmarks/zero.py            # a table; some ten minutes on two cores
     python benchmarks/zero.py --json     # {"rows": [{"case", "against", "ranks", …}, …]}
-    python benchmarks/zero.py --quick    # toy sizes, a minute: only shows that it runs
+    python benchmarks/zero.py --quick    # toy sizes, a minute: only a smoke test
 
 Every rank trains copies of one model in turn, step by step: ours in stages 1, 2 and 3, FSDP2 with
 reshard_after_forward both ways, DeepSpeed in stages 1, 2 and 3, and a bare one that sends nothing
@@ -13,8 +13,8 @@ and lasts until the slowest rank is done. Units are the blocks, for all who have
 as much as a block, for all who have buckets. DeepSpeed's other settings are its own, but for three:
 no clipping; small parameters (biases and norms) kept whole; two blocks whole at a time in stage 3.
 
-ratio: median step of ours over median step of theirs, in each repeat, which is a few rounds; of
-that the median over the repeats, and the quartiles. peak_ratio: the same of the largest number of
+ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
+and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
 bytes held in a step, counted apart from the timing: exact, but for what gloo uses inside.
 
 What the ratio says on a CPU: how the three do with gloo. FSDP2 gets its overlap from CUDA streams,
@@ -67,7 +67,7 @@ from shardlab import deepspeed_engine, ranks, zero
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 OURS = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "stage 3, kept": 3}
-ROWS = [  # ours, theirs
+ROWS = [  # (ours, theirs)
     ("stage 1", "DeepSpeed stage 1"),
     ("stage 2", "DeepSpeed stage 2"),
     ("stage 2", "FSDP2, reshard_after_forward=False"),
@@ -78,13 +78,13 @@ ROWS = [  # ours, theirs
 
 
 def block_bytes(config: Config) -> int:
-    """Bytes of a block's parameters."""
+    """Return the bytes of a block's parameters."""
     with torch.device("meta"):
         return sum(p.nbytes for p in GPT(config).blocks[0].parameters())
 
 
 def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
-    """A contender with a model of its own: its training step."""
+    """Return a contender's training step, with a model of its own."""
     torch.manual_seed(0)
     plain = GPT(config).to(ranks.device())
     if name.startswith("DeepSpeed"):
@@ -98,7 +98,7 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
         mesh = DeviceMesh.from_group(group, ranks.device().type)
         for block in plain.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=again)
-        fully_shard(plain, mesh=mesh, reshard_after_forward=False)  # the rest, as by default
+        fully_shard(plain, mesh=mesh, reshard_after_forward=False)  # the rest
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:
@@ -112,12 +112,12 @@ def build(name: str, config: Config, group: dist.ProcessGroup, tokens_BS: torch.
 def deepspeed_step(
     plain: nn.Module, stage: int, config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor
 ) -> Step:
-    """DeepSpeed's engine over `group`."""
+    """Return a training step of DeepSpeed's engine over `group`."""
     deepspeed = deepspeed_engine.prepare()
     from deepspeed.utils import groups
 
     deepspeed.init_distributed()
-    groups._WORLD_GROUP = group  # the group of stages 1 and 2, and of stage 3
+    groups._WORLD_GROUP = group  # the group of stages 1 and 2; stage 3 calls the function below
     deepspeed.comm.get_world_group = lambda: group
     block = block_bytes(config) // 4
     settings = {"stage": stage, "reduce_bucket_size": block, "allgather_bucket_size": block}
@@ -145,7 +145,7 @@ def deepspeed_step(
 
 
 def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> Step:
-    """Compute alone: no messages, and the optimizer has a shard to do. Returns its seconds."""
+    """Return a step of compute alone, with a shard for the optimizer; it returns its seconds."""
     plain = GPT(config).to(tokens_BS.device)
     like = zero.Zero3(GPT(config).to(tokens_BS.device), group)
     pieces = [nn.Parameter(torch.zeros_like(p)) for p in like.parameters()]
@@ -164,12 +164,12 @@ def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> S
 
 
 def messages(name: str, config: Config, group: dist.ProcessGroup) -> Step:
-    """The messages of a stage's step, one after another, without a model."""
+    """Return a step that sends a stage's messages one after another, without a model."""
     options = {"reshard": name == "stage 3"} if OURS[name] == 3 else {}
     with torch.device(ranks.device()):
         model = zero.shard(GPT(config), group, OURS[name], **options)
     gathers = 2 if name == "stage 3" else 1
-    # All are under way at once: each has memory of its own.
+    # All messages are in flight at once: each needs memory of its own.
     flats = [
         (flat, [torch.zeros(flat.size, device=flat.device) for _ in range(gathers + 1)])
         for flat in model.flats
@@ -191,7 +191,7 @@ def batch_of(config: Config, batch: int) -> torch.Tensor:
 
 
 def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence[str]) -> Times:
-    """On a rank: seconds of `rounds` steps of each contender."""
+    """Return this rank's seconds of `rounds` steps of each contender."""
     tokens_BS, group, device = batch_of(config, batch), the_group(slow), ranks.device()
     steps = {name: build(name, config, group, tokens_BS) for name in names}
     steps["compute"] = bare(config, dist.group.WORLD, tokens_BS)
@@ -204,7 +204,7 @@ def measure(config: Config, batch: int, slow: bool, rounds: int, names: Sequence
 
 
 def peak_of(config: Config, batch: int, name: str) -> int:
-    """On a rank: most bytes that one contender holds in a step."""
+    """Return the most bytes that one contender holds on this rank in a step."""
     tokens_BS = batch_of(config, batch)
     return peak(lambda: build(name, config, dist.group.WORLD, tokens_BS))
 

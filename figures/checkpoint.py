@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `checkpoint`: python figures/checkpoint.py"""
+"""Draw the pictures of the lesson `checkpoint` (python figures/checkpoint.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `cluster`: python figures/cluster.py"""
+"""Draw the pictures of the lesson `cluster` (python figures/cluster.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `collectives`: python figures/collectives.py"""
+"""Draw the pictures of the lesson `collectives` (python figures/collectives.py)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def groups() -> None:
                     x + 0.47, 0.76 + i * 0.31, text, ha="center", va="center", weight=weight,
                     color=on(color),
                 )  # fmt: skip
-    # The group's members, from below.
+    # Draw the group's members from below.
     for number, rank in enumerate((1, 3)):
         x = 0.1 + (rank // 2) * 2.4 + 0.12 + (rank % 2) * 1.02 + 0.47
         axes.plot([x, x], [2.12, 2.42], color=INK, lw=1.4)
@@ -63,7 +63,7 @@ def groups() -> None:
 
 
 def roots() -> None:
-    """Broadcast and reduce, before and after."""
+    """Draw broadcast and reduce, before and after."""
     figure, axes = canvas(4.8, 2.35)
     own: list[list[Cell]] = [[(r,)] for r in range(RANKS)]
     root_only: list[list[Cell]] = [[(0,)], [()], [()], [()]]
@@ -92,7 +92,7 @@ def roots() -> None:
 
 
 def halves() -> None:
-    """All-reduce as reduce-scatter, then all-gather."""
+    """Draw all-reduce as a reduce-scatter and an all-gather."""
     figure, axes = canvas(4.95, 2.95)
     size = 0.28
     all_ranks = tuple(range(RANKS))
@@ -167,7 +167,7 @@ def exchange_and_barrier() -> None:
 
 
 def tree() -> None:
-    """The binomial tree's rounds for eight ranks."""
+    """Draw the binomial tree's rounds for eight ranks."""
     figure, axes = canvas(4.8, 2.75)
     left, step, size = 0.98, 0.48, 0.34
     has = {0}
@@ -196,7 +196,7 @@ def tree() -> None:
 
 def mistakes() -> None:
     figure, axes = canvas(4.4, 3.55)
-    panels = {  # what each rank calls first, and second; "": it calls nothing
+    panels = {  # label -> each rank's first and second call; []: the rank calls nothing
         "another order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
         "one rank missing": [["all-reduce"], ["all-reduce"], [], ["all-reduce"]],
         "another shape": [["of 4"], ["of 4"], ["of 3"], ["of 4"]],

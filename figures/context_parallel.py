@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `context_parallel`: python figures/context_parallel.py
+"""Draw the pictures of the lesson `context_parallel` (python figures/context_parallel.py).
 
 What one rank has or computes has that rank's colour. In pictures of a tensor, tokens run downwards,
 heads and columns to the right. The docstring of a function that draws is the picture's alternative
@@ -24,13 +24,13 @@ from shardlab.layout import Layout
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-SMALL = 9  # points; the rest is 10 or 11
+SMALL = 9  # points; other text has 10 or 11
 N = 4
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
 def tile(axes: Axes, place: Corner, rank: int, text: str = "", **look: object) -> None:
-    """A box in a rank's colour."""
+    """Draw a box in a rank's colour."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, fc=COLORS[rank]))
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.8))
@@ -68,8 +68,8 @@ def ring() -> Figure:
 
 
 def work(layout: str, rank: int) -> list[float]:
-    """For each turn of the ring: what a rank computes, in squares of a rank's tokens."""
-    tokens = 2**14  # so many that half a square and half its diagonal are half a square
+    """Return a rank's compute in each turn of the ring, in squares of a rank's tokens."""
+    tokens = 2**14  # so many that half a square plus half its diagonal rounds to half a square
     return [pairs / tokens**2 for pairs in cp.score_turns(layout, tokens * N, N)[rank]]
 
 
@@ -162,7 +162,7 @@ def merge() -> Figure:
     and 1/4, which gives 6.75, as all four scores do at once.
     """
     figure, axes = canvas(6.5, 2.3)
-    blocks = (((2.0, 9.0), (1.0, 3.0)), ((0.5, 4.0), (0.5, 8.0)))  # exp(score), value
+    blocks = (((2.0, 9.0), (1.0, 3.0)), ((0.5, 4.0), (0.5, 8.0)))  # (exp(score), value) of each key
     unit, base, bottom, total, merged = 0.5, 1.4, 1.4, 4.0, []
     for y, name in ((base - 0.4, "exp(score)"), (base + 0.16, "value")):
         words(axes, 0.72, y, name, ha="right", fontsize=SMALL)

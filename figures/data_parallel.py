@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `data_parallel`: python figures/data_parallel.py
+"""Draw the pictures of the lesson `data_parallel` (python figures/data_parallel.py).
 
 `data_parallel_overlap.svg` shows a real run, whose times stand beside it in
 `data_parallel_overlap.json`: python figures/data_parallel.py --measure runs it again.
@@ -58,7 +58,7 @@ def draw_replicas() -> None:
 
 def draw_buckets() -> None:
     figure, axes = canvas(6.2, 3.1)
-    # Widths of parameters in the order of the module, first to last.
+    # Widths of parameters in the module's order, first to last.
     widths = [0.95, 0.5, 0.7, 0.7, 0.5, 0.7, 0.7, 0.55]
     names = ["embed", "1a", "1b", "1c", "2a", "2b", "2c", "head"]
     dealt = [[7], [6, 5, 4], [3, 2, 1], [0]]
@@ -142,7 +142,7 @@ def draw_sampler() -> None:
 def draw_overlap(measure: bool) -> None:
     path = HERE / "data_parallel_overlap.json"
     if measure:
-        # 50 microseconds, 1 Gbit/s; two ranks, a core each.
+        # 50 microseconds, 1 Gbit/s; two ranks on a core each.
         runs = ranks.run(overlap.trace, 2, 3, 15, 50e-6, 125e6, device="cpu", timeout=300)[0]
         kept = {name: overlap.middle(those) for name, those in runs.items()}
         rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 4))

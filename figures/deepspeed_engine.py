@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `deepspeed_engine`: python figures/deepspeed_engine.py"""
+"""Draw the pictures of the lesson `deepspeed_engine` (python figures/deepspeed_engine.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `elastic`: python figures/elastic.py"""
+"""Draw the pictures of the lesson `elastic` (python figures/elastic.py)."""
 
 from __future__ import annotations
 

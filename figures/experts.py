@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `experts`: python figures/experts.py
+"""Draw the pictures of the lesson `experts` (python figures/experts.py).
 
 A token has the colour of the rank that it belongs to, wherever it travels; its number is that of
 the expert that it goes to. The docstring of a function that draws is the picture's alternative
@@ -18,21 +18,21 @@ from shardlab.common.show.drawing import arrow, canvas, cell, names, title, word
 
 HERE = Path(__file__).parent
 INK = show.INK
-SMALL = 9  # points; the rest is 10 or 11
-SIZE = 0.23  # of a token
-Token = tuple[int, int]  # the rank that it belongs to, the expert that it goes to
+SMALL = 9  # points; other text has 10 or 11
+SIZE = 0.23  # width of a token
+Token = tuple[int, int]  # its rank, the expert that it goes to
 
-CHOSEN = [[2, 0, 2, 1], [2, 3, 0, 2]]  # by each rank's four tokens
+CHOSEN = [[2, 0, 2, 1], [2, 3, 0, 2]]  # expert of each rank's four tokens
 
 
 def column(axes: Axes, x: float, y: float, tokens: list[Token]) -> None:
-    """Tokens, one below the other."""
+    """Draw tokens one below the other."""
     for number, (rank, expert) in enumerate(tokens):
         cell(axes, x, y + number * SIZE, SIZE, (rank,), str(expert))
 
 
 def frame(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
-    """An expert's network, around its rows."""
+    """Draw an expert's network as a frame around its rows."""
     axes.add_patch(
         Rectangle((x - 0.05, y - 0.04), SIZE + 0.1, rows * SIZE + 0.08, fill=False, ec=INK, lw=1.2)
     )
@@ -40,7 +40,7 @@ def frame(axes: Axes, x: float, y: float, rows: int, text: str) -> None:
 
 
 def exchange(axes: Axes, x: float, top: float, bottom: float) -> None:
-    """An all-to-all: a box across the ranks."""
+    """Draw an all-to-all as a box across the ranks."""
     axes.add_patch(Rectangle((x, top), 0.24, bottom - top, fill=False, ec=INK, lw=1.4))
     words(axes, x + 0.12, (top + bottom) / 2, "all-to-all", rotation=90)
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `gemm`: python figures/gemm.py"""
+"""Draw the pictures of the lesson `gemm` (python figures/gemm.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sheet(
     holds: Holds,
     words: str = "",
 ) -> None:
-    """A matrix of cuts[0] by cuts[1] blocks; holds(row, column) are the ranks in a block."""
+    """Draw a matrix of cuts[0] by cuts[1] blocks; holds(row, column) are the ranks in a block."""
     tall, wide = height / cuts[0], width / cuts[1]
     full = True
     for row in range(cuts[0]):
@@ -196,7 +196,7 @@ def draw_summa() -> None:
         return (2 * r + c,)
 
     # Left: the grid. Right: two steps, in which the blocks of a column of A and of a row of B are
-    # handed along the rows and columns of the grid.
+    # the grid, and the blocks of a row of B along its columns.
     for y, step in ((0.62, 0), (2.75, 1)):
         title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
         for x, letter in ((0.35, "A"), (1.9, "B")):
@@ -243,7 +243,7 @@ def draw_summa() -> None:
 
 
 def draw_thin() -> None:
-    """What one rank reads and writes for its share, cut by columns, for more and more ranks."""
+    """Draw a rank's bytes for its share of C, cut by columns, for growing numbers of ranks."""
     figure, axes = canvas(6.75, 2.1)
     tall, y = 0.65, 0.66
     left = 0.12
@@ -259,7 +259,7 @@ def draw_thin() -> None:
             middle = (x + thin / 2, y - 0.11)
             axes.text(*middle, letter, ha="center", va="center", fontsize=9)
         words = f"work 1/{t}" if t > 1 else "work 1"
-        # Three equal squares for one rank: A, B and C; A stays, B and C shrink.
+        # One rank reads and writes three equal squares, A, B and C; with more ranks B and C shrink.
         moved = f"bytes {(1 + 2 / t) / 3:.2f}" if t > 1 else "bytes 1"
         axes.text(left, y + tall + 0.25, words, va="center", fontsize=10)
         axes.text(left, y + tall + 0.47, moved, va="center", fontsize=10)

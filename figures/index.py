@@ -1,9 +1,9 @@
-"""Draw the map of the course for its landing page: python figures/index.py
+"""Draw the map of the course for its landing page (python figures/index.py).
 
-A lesson stands below the last lesson that it needs, and further right: a line leads from one to
-the other, and no two lines cross. What else it needs is written below its title. The boxes are
-links, which matplotlib would draw as two each; so this picture is written as it is. It is as wide
-as a phone, where its text can be read.
+A lesson is below the last lesson that it needs, and further right: a line leads from one to the
+other, and no two lines cross. Its other prerequisites are written below its title. The boxes are
+links, which matplotlib would draw as two each; so this file writes the SVG itself. The picture is
+as wide as a phone, where its text can be read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from shardcourse.build.index import Index, Topic, listed, read
 
-WIDE, INDENT = 344, 20  # pixels: the picture, and from a lesson to one that needs it
-TITLE, NOTE, PAD, GAP = 18, 14, 5, 5  # a title's line, a note's; inside a box; between boxes
-LETTER = 5.9  # how wide a letter of a note is, at most in the mean
-# As a file of its own the picture has no page to take its ink and font from.
+WIDE, INDENT = 344, 20  # pixels: the picture, and the indent of a dependent lesson
+TITLE, NOTE, PAD, GAP = 18, 14, 5, 5  # heights of title and note, padding, gap of boxes
+LETTER = 5.9  # pixels: mean width of a letter in a note, at most
+# A standalone SVG file inherits no colour and font from a page.
 STYLE = (
     "svg:root{color:#1f2328;font-family:sans-serif}"
     "@media(prefers-color-scheme:dark){svg:root{color:#e6edf3}}"
@@ -28,10 +28,10 @@ STYLE = (
 
 @dataclass(frozen=True)
 class Box:
-    """A lesson on the map: where it stands, and what is written below its title."""
+    """Box of a lesson on the map: its position, and the notes below its title."""
 
     topic: Topic
-    below: str  # the lesson that a line comes from; "" for one that needs none
+    below: str  # the lesson above, where the line to this box starts; "" without prerequisites
     left: int
     top: int
     high: int
@@ -39,13 +39,13 @@ class Box:
 
     @property
     def middle(self) -> float:
-        """The height at which its line arrives."""
+        """Height at which the line to the box arrives."""
         return self.top + PAD + TITLE / 2
 
 
 def direct(index: Index) -> dict[str, list[str]]:
-    """What each lesson needs, without what follows from that."""
-    behind: dict[str, set[str]] = {}  # all that a topic needs, and what that needs
+    """Return each lesson's direct prerequisites, without those that follow from others."""
+    behind: dict[str, set[str]] = {}  # all direct and indirect prerequisites of a topic
     needs: dict[str, list[str]] = {}
     for topic in index.topics.values():
         here = [name for name in topic.needs if name in behind]
@@ -55,7 +55,7 @@ def direct(index: Index) -> dict[str, list[str]]:
 
 
 def alt(index: Index) -> str:
-    """What the picture says, in words."""
+    """Return the alternative text of the map."""
     title = {name: topic.title for name, topic in index.topics.items()}
     needs = direct(index)
     said = [f"{listed([title[name] for name, others in needs.items() if not others])} need none"]
@@ -69,7 +69,7 @@ def alt(index: Index) -> str:
 
 
 def layout(index: Index) -> list[Box]:
-    """The boxes from above to below."""
+    """Return the boxes from top to bottom."""
     place = list(index.topics)
     title = {name: topic.title for name, topic in index.topics.items()}
     needs = direct(index)
@@ -96,7 +96,7 @@ def layout(index: Index) -> list[Box]:
 
 
 def lines(boxes: list[Box]) -> Iterator[list[tuple[float, float]]]:
-    """The lines: from each lesson down, and to each that stands below it, right."""
+    """Yield the lines: from each lesson down, then right to each box below it."""
     for box in boxes:
         into = [other for other in boxes if other.below == box.topic.topic]
         x = box.left + INDENT / 2
@@ -106,13 +106,13 @@ def lines(boxes: list[Box]) -> Iterator[list[tuple[float, float]]]:
 
 
 def text(x: float, y: float, words: str, **look: object) -> str:
-    """A line of text with its baseline at y."""
+    """Return a line of SVG text with its baseline at y."""
     style = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in look.items())
     return f'<text x="{x:g}" y="{y:g}" fill="currentColor"{style}>{escape(words)}</text>'
 
 
 def drawn(box: Box) -> str:
-    """A lesson's box, which is a link."""
+    """Return a lesson's box as an SVG link."""
     parts = [
         f'<rect x="{box.left}" y="{box.top}" width="{WIDE - box.left - 1}" height="{box.high}" '
         f'rx="4" fill="currentColor" fill-opacity="0.08" stroke="currentColor"/>',
@@ -122,13 +122,13 @@ def drawn(box: Box) -> str:
         y = box.top + PAD + 13 + NOTE * row + 1
         parts.append(text(box.left + PAD + 3, y, note, font_size="11px"))
     name = escape(f"{box.topic.title}: {box.topic.able}", quote=True)
-    # The underline that pages draw has the fill of the link, not of its text.
+    # Pages underline links in the colour of the link's fill, not of its text's fill.
     link = f'href="../lessons/{box.topic.topic}.html" aria-label="{name}" fill="currentColor"'
     return f"<a {link}>{''.join(parts)}</a>"
 
 
 def svg(index: Index) -> str:
-    """The picture."""
+    """Return the map as an SVG document."""
     boxes = layout(index)
     high = boxes[-1].top + boxes[-1].high + 1
     head = (

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `memory`: python figures/memory.py
+"""Draw the pictures of the lesson `memory` (python figures/memory.py).
 
 Pictures of what the lesson measures itself are drawn by `shardlab.common.show.measured`.
 """
@@ -20,12 +20,12 @@ from shardlab.layout import Layout
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-# What the pictures tell apart is no rank; so these are not the first four colours. See zero, too.
+# These colours stand for kinds of memory, not for ranks, so they are not the first four.
 WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 
 
 def draw_life() -> None:
-    """A schematic: which bytes live when. Heights show how much is held, not to scale."""
+    """Draw a schematic of the bytes held over a step. Heights are not to scale."""
     figure, axes = canvas(4.4, 4.3)
     left, right = 0.98, 4.35
     phases = {"forward": (left, 2.0), "backward": (2.0, 3.4), "step": (3.4, 3.92)}
@@ -112,7 +112,7 @@ def draw_recipes() -> None:
 
 
 def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
-    """Sequences of `seq` tokens at which a model's activations are as large as its states."""
+    """Return the number of sequences at which activations are as large as model states."""
     config = PRESETS[name]
     states = memory.states(memory.parameter_count(config)).total
     two = [
@@ -125,7 +125,7 @@ def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
         ).total
         for b in (1, 2)
     ]
-    each = two[1] - two[0]  # they grow by the same with every sequence
+    each = two[1] - two[0]  # every further sequence adds the same number of bytes
     return 1 + (states - two[0]) / each
 
 
@@ -183,7 +183,7 @@ def draw_recompute() -> None:
             foot = y + 0.6 + 0.38 * layer
             runs = [i for i, name in enumerate(order) if name == f"F{layer}"]
             end = order.index(f"B{layer}") + 1
-            spans = [(runs[0], end, 0.07)]  # its input, and what it makes on the way
+            spans = [(runs[0], end, 0.07)]  # input, and inner activations
             spans += [(runs[-1], end, 0.28)] + [(i, i + 1, 0.28) for i in runs[:-1]]
             for begin, stop, high in spans:
                 place = (left + begin * unit, foot - high)

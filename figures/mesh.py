@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `mesh`: python figures/mesh.py
+"""Draw the pictures of the lesson `mesh` (python figures/mesh.py).
 
 The docstring of a function that draws is the picture's alternative text.
 """

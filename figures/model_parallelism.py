@@ -1,7 +1,7 @@
-"""Draw the pictures of lesson `model_parallelism`: python figures/model_parallelism.py
+"""Draw the pictures of the lesson `model_parallelism` (python figures/model_parallelism.py).
 
-What is the same on every rank is pale; what one rank alone holds has that rank's colour. All of
-them are narrow, so that a phone shows them whole. The docstring of a function that draws is the
+Tensors that are the same on every rank are pale; a tensor on one rank has that rank's colour. All
+pictures are narrow, so that a phone shows them whole. The docstring of a function that draws is the
 picture's alternative text.
 """
 
@@ -27,8 +27,8 @@ WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]  # as in the lesson Memor
 SMALL = 9.2  # points: 9 pixels on a phone, where these pictures are 328 pixels wide
 WIDE = 4.4  # inches
 N = 4
-SAME, NONE = -1, -2  # instead of a rank: the same on every rank; not here
-RUNGS = {  # what each rung of the strategy's chart does
+SAME, NONE = -1, -2  # in place of a rank: the same on every rank; not here
+RUNGS = {  # effect of each rung of the strategy's chart
     "data parallel": "every GPU has a copy of everything",
     "ZeRO-1": "each optimizer state once among the copies",
     "ZeRO-2": "each gradient once, too",
@@ -42,7 +42,7 @@ Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
 def piece(axes: Axes, place: Corner, rank: int) -> None:
-    """A piece of something, held by `rank`."""
+    """Draw a piece that `rank` holds."""
     left, top, wide, high = place
     look = {"fc": INK, "alpha": 0.16} if rank == SAME else {"fc": COLORS[rank]}
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, **look))
@@ -50,7 +50,7 @@ def piece(axes: Axes, place: Corner, rank: int) -> None:
 
 
 def bar(axes: Axes, place: Corner, holders: list[int]) -> None:
-    """A row of pieces, side by side, each with its holder; a broken outline where some lack."""
+    """Draw pieces side by side, each with its holder; a dashed outline if some have none."""
     left, top, wide, high = place
     each = wide / len(holders)
     if NONE in holders:
@@ -62,7 +62,7 @@ def bar(axes: Axes, place: Corner, holders: list[int]) -> None:
 
 
 def tile(axes: Axes, place: Corner, rank: int, text: str) -> None:
-    """A piece of `rank` with words in it."""
+    """Draw a piece of `rank` with a text in it."""
     left, top, wide, high = place
     piece(axes, place, rank)
     color = on(COLORS[rank])
@@ -115,7 +115,7 @@ def step() -> Figure:
     weights, means, gradients, activations = (size / 1e9 for size in parts)
     figure, axes = canvas(WIDE, 3.35)
     left, bottom, forward, backward, end = 0.55, 2.75, 1.75, 3.55, 3.9  # inches
-    tall = 2.35 / 240  # of a GB
+    tall = 2.35 / 240  # inches a GB
 
     def level(size: float) -> float:
         return bottom - size * tall
@@ -163,9 +163,9 @@ Work = tuple[int, float, float, str, int]  # stage, begin, end, "F" or "B", micr
 
 
 def timeline(order: list[list[tuple[str, int]]], micro: int) -> list[Work]:
-    """When each piece of work runs: a forward takes 1/micro, a backward twice as long.
+    """Compute when each pass runs: a forward takes 1/micro, a backward twice as long.
 
-    order: of each stage, its work as (kind, micro-batch), kinds "F" and "B".
+    order: each stage's passes as (kind, micro-batch), kinds "F" and "B".
     """
     stages, unit = len(order), 1 / micro
     free, done, works = [0.0] * stages, {}, []
@@ -240,9 +240,9 @@ def ffn() -> Figure:
     """
     figure, axes = canvas(WIDE, 4.1)
     ranks = list(range(N))
-    narrow, wide, tall = 0.62, 1.24, 0.5  # of X, of the inner matrix, of the tokens
+    narrow, wide, tall = 0.62, 1.24, 0.5  # inches: X, inner matrix, tokens
     one, two = 0.5, 1.62
-    # XW₁, from the left: X, the first matrix cut by columns, what a rank has of the product.
+    # XW₁, from the left: X, the first matrix cut by columns, each rank's share of the product.
     y = 0.5
     piece(axes, (one, y, narrow, tall), SAME)
     words(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
@@ -256,7 +256,7 @@ def ffn() -> Figure:
     x = two + 1.5 * wide + 0.28
     arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
     words(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
-    # GELU(XW₁)W₂: a summand for each rank.
+    # GELU(XW₁)W₂: each rank has one summand.
     y = 1.95
     bar(axes, (one - 0.42, y, wide, tall), ranks)
     words(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
@@ -295,7 +295,7 @@ def zero() -> Figure:
     quarter of the weights, 4 bytes.
     """
     figure, axes = canvas(WIDE, 3.55)
-    kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # 4, 4 and 8 bytes
+    kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # of 4, 4, 8 bytes
     names = ("0: copies", "1", "2", "3")
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
@@ -395,7 +395,7 @@ def gpt3() -> Figure:
 
 
 def gpu(axes: Axes, x: float, y: float, place: int, layers: range | None) -> None:
-    """One GPU: its share of the batch above what it holds of four layers; None: copies of all."""
+    """Draw one GPU: its share of the batch above its share of four layers; None: all layers."""
     size, tall = 0.44, 0.125
     piece(axes, (x + 0.13, y, 0.18, tall), SAME if layers else place)
     for layer in range(4):
@@ -440,7 +440,7 @@ def stacks() -> Figure:
 
 
 def slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
-    """A cuboid: its front at `place`, its back shifted by `depth` (right, up)."""
+    """Draw a cuboid: its front at `place`, its back shifted by `depth` (right, up)."""
     left, top, wide, high = place
     dx, dy = depth
     front = [(left, top), (left + wide, top), (left + wide, top + high), (left, top + high)]
@@ -451,7 +451,7 @@ def slab(axes: Axes, place: Corner, depth: Point, color: str) -> None:
 
 
 def block(axes: Axes, x: float, y: float, along: str) -> None:
-    """Activations of sequences (depth), tokens (across) and width (down), cut over four ranks."""
+    """Draw activations of sequences (depth), tokens (across), width (down), cut over four ranks."""
     wide, high, dx, dy = 1.0, 0.62, 0.42, 0.34
     for rank in range(N):
         if along == "sequences":  # from the back to the front

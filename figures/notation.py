@@ -1,4 +1,4 @@
-"""Draw the legend of the course's pictures for the page on notation: python figures/notation.py"""
+"""Draw the legend of the course's pictures for the notation page (python figures/notation.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 0.3
 
 
 def entry(axes: Axes, x: float, y: float, text: str) -> None:
-    """Words to the right of a cell at (x, y)."""
+    """Draw a text to the right of a cell at (x, y)."""
     words(axes, x + SIZE + 0.1, y + SIZE / 2, text, ha="left")
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `parity`: python figures/parity.py
+"""Draw the pictures of the lesson `parity` (python figures/parity.py).
 
 The docstring of a function that draws is the picture's alternative text.
 """
@@ -77,7 +77,7 @@ def step() -> Figure:
 
 
 def main() -> None:
-    """Draw both beside this file."""
+    """Draw both pictures into this file's folder."""
     for draw in (parts, step):
         alt = " ".join((draw.__doc__ or "").split())
         show.svg(draw(), HERE / f"parity_{draw.__name__}.svg", alt)

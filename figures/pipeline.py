@@ -1,6 +1,6 @@
-"""Draw the pictures of lesson `pipeline`: python figures/pipeline.py
+"""Draw the pictures of the lesson `pipeline` (python figures/pipeline.py).
 
-Timelines are simulated, and drawn as the lesson draws measured ones: see shardlab.pipeline.
+Timelines are simulated, and drawn like measured ones in the lesson: see shardlab.pipeline.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardlab.pipeline.picture import KIND_COLORS, draw
 
 HERE = Path(__file__).parent
 INK = show.INK
-COLORS = show.RANK_COLORS  # of the stages, as everywhere of ranks
-SMALL = 9  # points; the rest is 10 or 11
+COLORS = show.RANK_COLORS  # of the stages, which are ranks
+SMALL = 9  # points; other text has 10 or 11
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
 def tile(axes: Axes, place: Corner, color: str, words: str, **look: object) -> None:
-    """A filled box with words in it."""
+    """Draw a filled box with a text in it."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fc=color, ec=INK, lw=0.8))
     middle = left + wide / 2, top + high / 2
@@ -151,7 +151,7 @@ def draw_messages() -> None:
 
 
 def shade(fraction: float) -> str:
-    """Paper for 0, full colour for 1."""
+    """Return the colour between paper (0) and full colour (1)."""
     paper, full = (253, 243, 235), tuple(int(COLORS[5][i : i + 2], 16) for i in (1, 3, 5))
     mixed = (round(a + fraction * (b - a)) for a, b in zip(paper, full, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
@@ -209,7 +209,7 @@ def draw_choose() -> None:
 
 
 def simulated(name: str, microbatches: int, **times: float) -> pipeline.Timeline:
-    """On four stages; a forward takes 1, a whole backward 2, unless `times` say otherwise."""
+    """Simulate four stages; a forward takes 1, a whole backward 2, unless `times` override them."""
     return pipeline.simulate(pipeline.schedule(name, 4, microbatches), **times)
 
 

@@ -1,7 +1,7 @@
-"""Draw the pictures of lesson `sequence_parallel`: python figures/sequence_parallel.py
+"""Draw the pictures of the lesson `sequence_parallel` (python figures/sequence_parallel.py).
 
-What is the same on every rank is pale; what one rank has or computes has that rank's colour. The
-docstring of a function that draws is the picture's alternative text.
+Tensors that are the same on every rank are pale; a tensor or a step of one rank has that rank's
+colour. The docstring of a function that draws is the picture's alternative text.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardlab.memory import korthikanti_layer
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-SMALL = 9  # points; the rest is 10 or 11
+SMALL = 9  # points; other text has 10 or 11
 N = 4
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
 def tile(axes: Axes, place: Corner, rank: int | None, text: str = "", **look: object) -> None:
-    """A box in a rank's colour; None: the same on every rank."""
+    """Draw a box in a rank's colour; None: the same on every rank."""
     left, top, wide, high = place
     fill = {"fc": INK, "alpha": 0.13} if rank is None else {"fc": COLORS[rank]}
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, **fill))
@@ -91,7 +91,7 @@ def memory() -> Figure:
     show.style()
     figure, axes = plt.subplots(figsize=(6.4, 3.4))
     degrees, small = (1, 2, 4, 8), {"fontsize": 8, "label_type": "center", "color": "#000000"}
-    s, h, a = 2048, 4096, 32  # their values cancel
+    s, h, a = 2048, 4096, 32  # any values: they cancel
     outside = ["outside\n10", *["10"] * 3], ["outside\n10", "10/2", "", ""]
     for group, sequence in enumerate((False, True)):
         look = {"x": [group * 5 + i for i in range(4)], "width": 0.75, "edgecolor": INK, "lw": 0.8}

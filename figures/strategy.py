@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `strategy`: python figures/strategy.py
+"""Draw the pictures of the lesson `strategy` (python figures/strategy.py).
 
 Pictures of what the lesson computes itself are drawn by `shardlab.common.show.measured`.
 """
@@ -17,12 +17,12 @@ from shardtools.strategy.profile import ENGINES
 from shardtools.strategy.rates import PUBLISHED
 
 HERE = Path(__file__).parent
-COLORS = [show.RANK_COLORS[i] for i in (4, 5, 7)]  # places are no ranks: not the first four
+COLORS = [show.RANK_COLORS[i] for i in (4, 5, 7)]  # not ranks' colours
 CHIPS = "v100", "a100", "h100", "b200", "gb200", "rtx-4090"
 
 
 def draw_walls() -> None:
-    """Operations of a product that pay for one byte, from each place, on each chip."""
+    """Draw the operations of a product that pay for one byte, by the byte's place, on each chip."""
     show.style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
     places = {
@@ -53,7 +53,7 @@ def draw_walls() -> None:
 
 
 def draw_engines() -> None:
-    """Steps of today's engines: predicted by rates of the other half, over measured, by source."""
+    """Draw predicted over measured step times of engines, with rates from the other half."""
     show.style()
     ratios: dict[str, list[float]] = {}
     for row in files.read_rows("rows", PUBLISHED / "throughput.csv"):

@@ -1,8 +1,8 @@
-"""Draw the pictures of lesson `tensor_parallel`: python figures/tensor_parallel.py
+"""Draw the pictures of the lesson `tensor_parallel` (python figures/tensor_parallel.py).
 
-What is the same on every rank is pale; a slice, or a summand that one rank has computed, has that
-rank's colour; a sum has a stripe of each rank's colour. The docstring of a function that draws is
-the picture's alternative text.
+Tensors that are the same on every rank are pale; a rank's slice or summand has that rank's colour;
+a sum has a stripe of each rank's colour. The docstring of a function that draws is the picture's
+alternative text.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardlab.common.show.drawing import arrow, canvas, on, stripes, title, word
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-SMALL = 9  # points; the rest is 10 or 11
-SAME = None  # instead of ranks: the same on every rank
+SMALL = 9  # points; other text has 10 or 11
+SAME = None  # in place of ranks: the same on every rank
 Corner = tuple[float, float, float, float]  # left, top, width, height: inches
 
 
 def piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = "") -> None:
-    """A tensor with numbers of `ranks`, added up where they are several; (): it is elsewhere."""
+    """Draw a tensor computed by `ranks`, the sum if they are several; (): not on this rank."""
     left, top, wide, high = place
     if ranks is SAME:
         axes.add_patch(Rectangle((left, top), wide, high, fc=INK, alpha=0.13, lw=0))
@@ -38,7 +38,7 @@ def piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = 
 
 
 def matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)) -> None:
-    """A matrix cut into two halves, by "columns" or "rows"; those of `holders` are here."""
+    """Draw a matrix cut in halves, by "columns" or "rows"; only those of `holders` are filled."""
     left, top, wide, high = place
     for half in range(2):
         corner = (left + half * wide / 2, top, wide / 2, high)
@@ -48,7 +48,7 @@ def matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)
 
 
 def exchange(axes: Axes, place: Corner, text: str, **look: object) -> None:
-    """A collective, or an operator that may be one: a box across the ranks."""
+    """Draw a collective, or an operator that may be one, as a box across the ranks."""
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=1.4))
     look = {"rotation": 90 if high > wide else 0, **look}
@@ -111,9 +111,9 @@ def orders() -> Figure:
         y = 0.46 + number * step
         middle = y + wide / 2
         top = middle - h / 2
-        first, second = (name.startswith("rows"), after == "all-reduce")  # are they cut by rows?
+        first, second = (name.startswith("rows"), after == "all-reduce")  # is it cut by rows?
         for place, by_rows in (((0.1, top, h, h), first), ((2.42, top, wide, h), second)):
-            if by_rows:  # rows meet columns of what they are multiplied with
+            if by_rows:  # the left factor of a matrix cut by rows is cut by columns
                 matrix(axes, place, "columns")
             else:
                 piece(axes, place, SAME)

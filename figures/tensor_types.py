@@ -1,6 +1,6 @@
-"""Draw the pictures of lesson `tensor_types`: python figures/tensor_types.py
+"""Draw the pictures of the lesson `tensor_types` (python figures/tensor_types.py).
 
-What is the same on every rank is pale; what one rank alone holds has that rank's colour. The
+Tensors that are the same on every rank are pale; a tensor of one rank has that rank's colour. The
 docstring of a function that draws is the picture's alternative text.
 """
 
@@ -18,12 +18,12 @@ from shardlab.common.show.drawing import arrow, canvas, on, title, words
 HERE = Path(__file__).parent
 INK = show.INK
 COLORS = show.RANK_COLORS
-SMALL = 9  # points; the rest is 10 or 11
+SMALL = 9  # points; other text has 10 or 11
 CELL = 0.34
 
 
 def held(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -> None:
-    """What two ranks hold, side by side: pale where it is the same."""
+    """Draw the values of two ranks side by side: pale if both are the same."""
     for rank, number in enumerate(numbers):
         left = x + rank * (CELL + 0.12)
         fill = {"fc": INK, "alpha": 0.13} if same else {"fc": COLORS[rank]}
@@ -34,7 +34,7 @@ def held(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -
 
 
 def badge(axes: Axes, x: float, y: float, word: str, wrong: bool = False) -> None:
-    """A word, in a frame; where it is wrong, a thick one."""
+    """Draw a word in a frame, a thick one if the word is wrong."""
     look = {"boxstyle": "round,pad=0.02,rounding_size=0.07", "fill": False, "ec": INK}
     frame = FancyBboxPatch((x - 0.15, y - 0.13), 0.3, 0.26, lw=2.4 if wrong else 0.8, **look)
     axes.add_patch(frame)

@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `train`: python figures/train.py"""
+"""Draw the pictures of the lesson `train` (python figures/train.py)."""
 
 from __future__ import annotations
 

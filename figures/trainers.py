@@ -1,4 +1,4 @@
-"""Draw the pictures of lesson `trainers`: python figures/trainers.py"""
+"""Draw the pictures of the lesson `trainers` (python figures/trainers.py)."""
 
 from __future__ import annotations
 

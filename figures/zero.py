@@ -1,7 +1,7 @@
-"""Draw the pictures of lesson `zero`: python figures/zero.py
+"""Draw the pictures of the lesson `zero` (python figures/zero.py).
 
-`zero_wrapping.svg` shows a real run, whose bytes stand beside it in `zero_wrapping.json`:
-python figures/zero.py --measure runs it again.
+`zero_wrapping.svg` shows a real run, whose bytes are in `zero_wrapping.json`:
+python figures/zero.py --measure repeats the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INK = show.INK
 COLORS = show.RANK_COLORS
 N = 4
 ALL = tuple(range(N))
-# What the memory pictures tell apart is no rank; so these are not the first four colours.
+# The memory pictures distinguish kinds of memory, not ranks, so these are not the first four.
 KINDS = {
     "activations": COLORS[7],
     "parameters": COLORS[4],
@@ -87,7 +87,7 @@ def draw_step() -> None:
     labels = [[""] * N for _ in range(N)]
     board(axes, places[0], y, own)
     board(axes, places[1], y, summed, new=[(r, r) for r in ALL])
-    # New weights: piece j has the colour of rank j, which made it.
+    # New weights: piece j has the colour of rank j, which computed it.
     board(axes, places[2], y, [[(piece,) for piece in ALL] for _ in ALL], labels=labels)
     heads = ("gradients,\nof each rank's own batch", "averaged:\na shard each", "new weights")
     for place, words in zip(places, heads, strict=True):
@@ -111,8 +111,8 @@ def draw_life() -> None:
     figure, axes = canvas(6.6, 3.75)
     slot, left, tall = 0.5, 0.98, 0.32
     compute = ["", "F1", "F2", "F3", "F4", "loss", "B4", "B3", "B2", "B1", ""]
-    # (begin, end in slots, block, words): in the first half of a block's backward the wire carries
-    # the gradients of the block behind, in the second half the weights of the block ahead.
+    # (begin, end in slots, block, words): in the first half of a block's backward, communication is
+    # the gradients of the following block; in the second half, the weights of the preceding block.
     wire = [(i, i + 1, i + 1, "g") for i in range(4)] + [(5, 6, 4, "g"), (6.5, 7, 3, "g")]
     wire += [(7, 7.5, 4, "r"), (7.5, 8, 2, "g"), (8, 8.5, 3, "r"), (8.5, 9, 1, "g")]
     wire += [(9, 9.5, 2, "r"), (10, 10.5, 1, "r")]
@@ -194,9 +194,9 @@ def draw_memory() -> None:
 
 
 def held_over_a_step(units: str) -> tuple[Trace, int]:
-    """On a rank: bytes held over one training step, by seconds since it began; bytes of states.
+    """Return this rank's held bytes over one training step, by seconds, and the bytes of states.
 
-    units: "blocks" or "whole". A step before it is not traced: it creates the optimizer's states.
+    units: "blocks" or "whole". An untraced step comes first: it creates the optimizer's states.
     """
     torch.manual_seed(0)
     model = GPT(PRESETS["mini"])
@@ -220,7 +220,7 @@ def held_over_a_step(units: str) -> tuple[Trace, int]:
 
 
 def thin(trace: Trace, points: int = 300) -> list[list[float]]:
-    """The trace as [part of the step from 0 to 1, least MB, most MB] in `points` intervals."""
+    """Thin the trace to [fraction of the step, least MB, most MB] in `points` intervals."""
     end = trace[-1][0]
     found: list[list[float]] = []
     last = trace[0][1]
@@ -233,7 +233,7 @@ def thin(trace: Trace, points: int = 300) -> list[list[float]]:
 
 
 def wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
-    """Bytes held by one rank over a step, wrapped per block and as a whole; states in MB."""
+    """Plot a rank's held bytes over a step, wrapped per block and as a whole; states in MB."""
     show.style()
     figure, axes = plt.subplots(figsize=(6.4, 3.3))
     looks = {"whole": (COLORS[5], "one unit"), "blocks": (COLORS[0], "a unit per block")}

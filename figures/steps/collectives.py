@@ -1,4 +1,4 @@
-"""Draw the ring all-reduce in steps: python figures/steps/collectives.py"""
+"""Draw the ring all-reduce in steps (python figures/steps/collectives.py)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from sheet import INK, Place, cells, keep
 from shardlab.common.show.drawing import Cell, arrow, canvas, names, title, words
 
 RANKS = 4
-SIZE, GAP = 0.36, 0.3  # of a piece, and between ranks, where messages show
+SIZE, GAP = 0.36, 0.3  # of a piece, and between ranks, where messages are drawn
 LEFT, TOP = 0.72, 0.68
 
 
 class Moment:
-    """After a step: what each rank holds of each piece, and who sent which piece in it."""
+    """State after a step: each rank's share of each piece, and the step's messages."""
 
     def __init__(self, rows: list[list[Cell]], sent: dict[int, int], head: str):
         self.rows, self.sent, self.head = [list(row) for row in rows], sent, head
 
 
 def moments() -> list[Moment]:
-    """The start, N - 1 steps of reduce-scatter and N - 1 of all-gather; N = 4."""
+    """Return the states at the start, after N - 1 steps of reduce-scatter, N - 1 of all-gather."""
     rows: list[list[Cell]] = [[(rank,)] * RANKS for rank in range(RANKS)]
     found = [Moment(rows, {}, "start")]
     for step in range(2 * (RANKS - 1)):
         adds = step < RANKS - 1
-        # At first the piece that is at home one rank back sets out; then complete ones go on.
+        # Each rank first sends the piece of the rank before it; then it passes complete pieces on.
         sent = {rank: (rank - 1 - step) % RANKS for rank in range(RANKS)}
         before = [list(row) for row in rows]
         for rank, piece in sent.items():
@@ -41,7 +41,7 @@ def place(rank: int, piece: int) -> Place:
 
 
 def describe(number: int, moment: Moment) -> str:
-    """The alternative text: who sends what, and what has become of it."""
+    """Return the alternative text: messages and state of each piece."""
     if not number:
         return (
             "The start. A table: a row for each of four ranks, a column for each of four pieces. "
@@ -77,7 +77,7 @@ def draw(number: int, moment: Moment) -> None:
         if rank < RANKS - 1:
             arrow(axes, (middle, y + SIZE), (middle, y + SIZE + GAP), clip_on=False)
             continue
-        # From the last rank to the first: around, outside of the table.
+        # Draw the message from the last rank to the first around the table.
         right, low, high = LEFT + RANKS * SIZE + 0.28, y + SIZE + 0.16, TOP - 0.34
         landing = x + SIZE * 0.78  # beside the column's number
         way = [(middle, y + SIZE), (middle, low), (right, low), (right, high), (landing, high)]

@@ -1,4 +1,4 @@
-"""Draw a causal ring in a zig-zag in steps: python figures/steps/context_parallel.py"""
+"""Draw a causal ring in a zig-zag in steps (python figures/steps/context_parallel.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RANKS, PIECES = 4, 8
 MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
 OWNER = {piece: rank for rank, pieces in enumerate(MINE) for piece in pieces}
 SIZE, LEFT, TOP, KEYS, ROW = 0.23, 0.5, 0.66, 2.98, 0.48
-Square = tuple[int, int]  # a piece's queries, a piece's keys
+Square = tuple[int, int]  # index of the queries' piece, index of the keys' piece
 
 
 def squares(rank: int, turn: int) -> list[Square]:
-    """What a rank computes in a turn, with the keys that it then has."""
+    """Return the squares that a rank computes in a turn, with the keys that it holds then."""
     return [(q, k) for q in MINE[rank] for k in MINE[(rank - turn) % RANKS] if k <= q]
 
 
@@ -29,7 +29,7 @@ def place(square: Square) -> Place:
 
 
 def describe(turn: int) -> str:
-    """The alternative text: who has which keys, and computes what."""
+    """Return the alternative text: each rank's keys, and its squares in the turn."""
     if turn < 0:
         shares = "; ".join(f"rank {rank} has {a} and {b}" for rank, (a, b) in enumerate(MINE))
         return (
@@ -82,7 +82,7 @@ def draw(number: int) -> None:
 
 
 def draw_keys(axes: Axes, turn: int) -> None:
-    """Whose keys each rank has, and where they came from."""
+    """Draw the owner of the keys on each rank, and the messages that brought them."""
     words(axes, KEYS + 0.02, 0.4, "has keys", fontsize=9)
     for rank in range(RANKS):
         y = TOP + rank * ROW

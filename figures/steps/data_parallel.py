@@ -1,4 +1,4 @@
-"""Draw a step of data parallelism in steps: python figures/steps/data_parallel.py"""
+"""Draw a step of data parallelism in steps (python figures/steps/data_parallel.py)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BATCH, LEFT, TOP = 0.52, 0.9, 1.12  # left of the batches, left and top of the g
 
 @dataclass
 class Moment:
-    """What every rank holds when a moment of the step is over, and what happens in it."""
+    """State of every rank at the end of a phase of the step, and the events in the phase."""
 
     head: str
     alt: str
     own: tuple[int, ...] = ()  # buckets with the gradients of a rank's own batch
-    averaged: tuple[int, ...] = ()  # and with the average
-    computes: dict[int, str] = field(default_factory=dict)  # by bucket
-    sent: int | None = None  # the bucket that is on the wire
+    averaged: tuple[int, ...] = ()  # buckets with averaged gradients
+    computes: dict[int, str] = field(default_factory=dict)  # bucket -> text
+    sent: int | None = None  # the bucket that is being sent
     arrived: tuple[int, ...] = ()
     weights: str = "weights after 0 steps, alike on all ranks"
 
@@ -100,7 +100,7 @@ def place(bucket: int, rank: int) -> Place:
 
 
 def holds(moment: Moment, bucket: int, rank: int) -> Cell:
-    """The ranks whose batches are in a gradient."""
+    """Return the ranks whose batches are in a gradient."""
     if bucket in moment.own:
         return (rank,)
     return RANKS if bucket in moment.averaged else ()

@@ -1,6 +1,6 @@
-"""Draw the whole batch at once, and 1F1B, in steps: python figures/steps/pipeline.py
+"""Draw the whole batch at once, and 1F1B, in steps (python figures/steps/pipeline.py).
 
-A timeline is simulated, as everywhere in that lesson; a step shows it up to a moment.
+A timeline is simulated, as everywhere in that lesson; each step shows it up to a time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from shardlab.pipeline.picture import IDLE, KIND_COLORS, box
 from shardlab.pipeline.simulate import Span, Timeline
 
 STAGES, MICROBATCHES = 4, 6
-LEFT, TOP, HELD = 0.66, 0.48, 2.18  # of the rows: their left; tops of both tables
+LEFT, TOP, HELD = 0.66, 0.48, 2.18  # left of the rows, tops of both tables
 UNIT, TALL, GAP = 0.105, 0.26, 0.06
 TIMES = (1, 4, 6, 10, 13, 16, 19, 22, 27)  # the ends of the steps
-AT_ONCE = (1, 2, 3, 4, 6, 8, 10, 12)  # those of the whole batch, one stage after another
+AT_ONCE = (1, 2, 3, 4, 6, 8, 10, 12)  # the whole batch, stage after stage
 
 
 def held(spans: tuple[Span, ...], now: float) -> list[int]:
-    """The micro-batches whose activations a stage holds: forward begun, backward not over."""
+    """Return the micro-batches with activations on a stage: forward begun, backward not done."""
     begun = [span.microbatch for span in spans if span.kind == "F" and span.begin < now]
     over = {span.microbatch for span in spans if span.kind == "B" and span.end <= now}
     return [number for number in begun if number not in over]
 
 
 def describe(whole: Timeline, since: float, now: float) -> str:
-    """The alternative text: what each stage computes in the step, and what it then holds."""
+    """Return the alternative text: each stage's passes in the step, and its held micro-batches."""
     said = [f"Time {since:g} to {now:g}."]
     for stage, spans in enumerate(whole.spans):
         kinds = {"F": "forward", "B": "backward"}
@@ -44,7 +44,7 @@ def describe(whole: Timeline, since: float, now: float) -> str:
 def row(
     axes: Axes, spans: tuple[Span, ...], top: float, since: float, now: float, unit: float
 ) -> None:
-    """A stage's passes up to now; those of this step have a thick edge."""
+    """Draw a stage's passes up to now; the passes of this step have a thick edge."""
     shapes: dict[tuple[str, bool], list[Outline]] = {}
     free = 0.0
     idle = []
@@ -72,7 +72,7 @@ def row(
 
 
 def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> None:
-    unit = 27 * UNIT / whole.cost  # both pictures have one width
+    unit = 27 * UNIT / whole.cost  # gives both pictures the same width
     figure, axes = canvas(LEFT + 27 * UNIT + 0.08, 3.5)
     title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
     for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
@@ -103,7 +103,7 @@ def main() -> None:
         ("pipeline", "1f1b", MICROBATCHES, TIMES),
         ("pipeline_naive", "naive", 1, AT_ONCE),
     ):
-        whole = pipeline.simulate(pipeline.schedule(schedule, STAGES, m))  # backward takes 2
+        whole = pipeline.simulate(pipeline.schedule(schedule, STAGES, m))  # a backward takes 2
         for number, (since, now) in enumerate(zip((0, *times[:-1]), times, strict=True), 1):
             draw(name, number, whole, since, now)
 

@@ -1,8 +1,8 @@
-"""What the step-through pictures share: sheets of one size, small files, one place to lie.
+"""Parts shared by the step-through pictures: one size of sheet, small files, one folder.
 
-A picture in steps is a file for each step, `<topic>_<number>.svg`, which a lesson puts into the
-directive `step-through` (book/_ext/steps.py). All sheets of a topic have one size, so that nothing
-but what moves changes from step to step. Lengths are inches, y grows downwards.
+A picture in steps is a file for each step, `<topic>_<number>.svg`, which a lesson shows with the
+directive `step-through` (book/_ext/directives.py). All sheets of a topic have one size, so that
+only the changing parts differ from step to step. Lengths are inches, y grows downwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EMPTY = {"fc": "none", "ec": INK, "lw": 0.7, "ls": (0, (2, 2)), "alpha": 0.5}
 
 
 def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
-    """Boxes of one look, as one path: a path for each would make the file ten times as large."""
+    """Draw boxes of one style as one path: one path a box would make the file ten times larger."""
     corners = [
         [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high), (x, y)]
         for x, y, wide, high in places
@@ -37,7 +37,7 @@ def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
 
 
 def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
-    """Pieces as `show.drawing.cell` draws them: one stripe for each rank in a piece."""
+    """Draw pieces as `show.drawing.cell` does: one stripe for each rank in a piece."""
     listed = list(held)
     fills: dict[str, list[Place]] = {}
     for (x, y, wide, high), ranks in listed:
@@ -53,7 +53,7 @@ def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] =
 
 
 def keep(figure: Figure, topic: str, number: int, alt: str) -> None:
-    """Write the picture of a step, without what its size does not need."""
+    """Write the picture of a step as a small file."""
     path = HERE / f"{topic}_{number}.svg"
     show.svg(figure, path, alt)
     path.write_text(small(path.read_text("utf-8")), "utf-8")
@@ -68,7 +68,7 @@ _LONG = re.compile(r"(\d+\.\d\d)\d+")
 
 
 def small(text: str) -> str:
-    """The same picture in a third of matplotlib's letters."""
+    """Return an equivalent SVG with a third of matplotlib's characters."""
 
     def box(corners: re.Match[str]) -> str:
         x, y, right, foot = map(float, corners.groups())

@@ -1,4 +1,4 @@
-"""Draw a feed-forward network on two ranks in steps: python figures/steps/tensor_parallel.py"""
+"""Draw a feed-forward network on two ranks in steps (python figures/steps/tensor_parallel.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sheet import Place, cells, keep
 from shardlab.common.show.drawing import Cell, canvas, title, words
 
 RANKS = (0, 1)
-# Tensors from left to right: width, and along which way they are cut: columns, rows, not at all.
+# Tensors from left to right: width, and cut by columns ("|"), by rows ("-") or not at all ("").
 TENSORS = {"X": (0.42, ""), "W₁": (0.58, "|"), "A": (0.58, "|"), "W₂": (0.46, "-"), "Y": (0.42, "")}
 LEFT, HIGH, GAP, BETWEEN = 0.62, 0.42, 0.1, 0.08
 TOPS = (0.82, 2.3)  # of the values, and of their gradients
@@ -18,14 +18,14 @@ WEIGHTS = {"W₁", "W₂"}
 
 @dataclass
 class Moment:
-    """What both ranks hold when a moment is over, and what has happened in it."""
+    """State of both ranks at the end of a phase, and the events in the phase."""
 
     head: str
     alt: str
     values: str = ""  # of X, A and Y; the weights are always there
     gradients: str = ""
-    new: str = ""  # what this moment has made
-    summands: str = ""  # tensors of which each rank has a summand alone
+    new: str = ""  # tensors that this phase has computed
+    summands: str = ""  # tensors of which each rank has only a summand
 
 
 TABLES = "Two tables, values above and gradients below, with a row for each of two ranks"
@@ -94,7 +94,7 @@ MOMENTS = (
 
 
 def places(top: float, rank: int) -> dict[str, list[Place]]:
-    """The pieces of each tensor in a rank's row."""
+    """Return the pieces of each tensor in a rank's row."""
     x, y, found = LEFT, top + rank * (HIGH + GAP), {}
     for name, (wide, cut) in TENSORS.items():
         if cut == "|":
@@ -108,7 +108,7 @@ def places(top: float, rank: int) -> dict[str, list[Place]]:
 
 
 def holds(name: str, there: bool, summand: bool, rank: int, piece: int) -> Cell:
-    """Whose numbers are in a piece: of a whole tensor, both ranks' unless it is a summand."""
+    """Return the ranks in a piece: for a whole tensor, both ranks unless it is a summand."""
     if not there:
         return ()
     if TENSORS[name][1]:

@@ -1,4 +1,4 @@
-"""Draw ZeRO's stage 3 in steps: python figures/steps/zero.py"""
+"""Draw ZeRO's stage 3 in steps (python figures/steps/zero.py)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shardlab.common.show.drawing import Cell, canvas, names, title, words
 RANKS, BLOCKS = 4, (1, 2, 3)
 ALL = tuple(range(RANKS))
 WIDE, HIGH, GAP, BETWEEN = 0.19, 0.2, 0.07, 0.15
-LEFT, WEIGHTS, GRADIENTS = 0.68, 0.86, 2.6  # of the boards: their left, their tops
+LEFT, WEIGHTS, GRADIENTS = 0.68, 0.86, 2.6  # left of the boards, tops of both boards
 
 
 @dataclass
 class Moment:
-    """What every rank holds when a moment of the step is over, and what has happened in it."""
+    """State of every rank at the end of a phase of the step, and the events in the phase."""
 
     head: str
     alt: str
-    gathered: tuple[int, ...] = ()  # blocks whose weights every rank has whole
-    own: tuple[int, ...] = ()  # blocks of which a rank has the gradients of its own batch
-    averaged: tuple[int, ...] = ()  # blocks of which it has its shard of the average
-    does: dict[int, str] = field(default_factory=dict)  # by block: words over its weights
-    gradients: dict[int, str] = field(default_factory=dict)  # and over its gradients
+    gathered: tuple[int, ...] = ()  # blocks whose weights are gathered on every rank
+    own: tuple[int, ...] = ()  # blocks for which a rank has the gradients of its own batch
+    averaged: tuple[int, ...] = ()  # blocks for which a rank has its shard of the average
+    does: dict[int, str] = field(default_factory=dict)  # block -> text above its weights
+    gradients: dict[int, str] = field(default_factory=dict)  # block -> text above its gradients
     came: tuple[int, ...] = ()  # blocks whose weights arrived
 
 
@@ -124,12 +124,12 @@ def place(top: float, block: int, rank: int, piece: int) -> Place:
 
 
 def weights(moment: Moment, block: int, rank: int, piece: int) -> Cell:
-    """A piece of the weights has the colour of the rank that it belongs to."""
+    """Return the rank that a piece of the weights belongs to, () if the piece is absent."""
     return (piece,) if block in moment.gathered or piece == rank else ()
 
 
 def gradients(moment: Moment, block: int, rank: int, piece: int) -> Cell:
-    """A piece of a gradient has the colours of the ranks whose batches are in it."""
+    """Return the ranks whose batches are in a piece of a gradient."""
     if block in moment.own:
         return (rank,)
     return ALL if block in moment.averaged and piece == rank else ()
@@ -155,7 +155,7 @@ def draw(number: int, moment: Moment) -> None:
             if top == WEIGHTS:
                 words(axes, middle, top - 0.14, f"block {block}")
         held = [(place(top, *at), holds(moment, *at)) for at in pieces]
-        # What has arrived: pieces of others; or the one piece that is now an average.
+        # Newly arrived: other ranks' pieces, or the one piece that is now an average.
         new = [
             place(top, b, r, p)
             for b, r, p in pieces

@@ -2,9 +2,9 @@
 
     exercise: (answer, words of the verdict)
 
-`Swap("old", "new")` is the lesson's own solution with a piece of its
-text replaced: what is right stands in the lesson, and the mistake stands here. The solutions
-themselves, and the forms without an answer, are read from the lessons.
+`Swap("old", "new")` is the lesson's own solution with a part of its text replaced: the right code
+is in the lesson, and only the mistake is here. The solutions themselves, and the forms without an
+answer, are read from the lessons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def nothing(*_: Any) -> None:
 
 
 def all_send_first(tensor, group):
-    """With gloo it works."""
+    """Send before receiving on all ranks, which works with gloo alone."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
     sent = ranks.isend(tensor, (rank + 1) % size, group)
@@ -42,7 +42,7 @@ def all_send_first(tensor, group):
 
 
 def corners(saved, offset, size):
-    """The first number of every file, whether it is wanted or not."""
+    """Read the first number of every file, also of files that are not needed."""
     first = slice(0, 1), slice(0, 1)
     return [(file, first, first) for file, *_ in saved]
 

@@ -1,4 +1,4 @@
-"""Run the course's command line, its benchmarks, and its scripts without Jupyter, inside a test."""
+"""Helpers that run the course's command line, its benchmarks, and its scripts inside a test."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardtools.__main__ import main
 
 
 def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr of `python -m shardlab` with these arguments."""
+    """Run `python -m shardlab` with these arguments; return exit status, stdout, stderr."""
     try:
         status = main(list(arguments))
-    except SystemExit as end:  # argparse's own way out
+    except SystemExit as end:  # argparse exits like this
         status = end.code
     shown = capsys.readouterr()
     return status, shown.out, shown.err
@@ -25,9 +25,9 @@ def ran(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 @cache
 def benchmark(topic: str) -> dict[str, Any]:
-    """What a topic's benchmark defines."""
+    """Return the namespace of a topic's benchmark."""
     folder = show.ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))  # where it finds side_by_side
+    sys.path.insert(0, str(folder))  # for its import of side_by_side
     try:
         return runpy.run_path(str(folder / f"{topic}.py"))
     finally:
@@ -35,7 +35,7 @@ def benchmark(topic: str) -> dict[str, Any]:
 
 
 def without_jupyter(folder: Path) -> dict[str, str]:
-    """The environment of a Python that knows nothing of Jupyter; `folder` holds what it takes."""
+    """Return an environment without Jupyter for Python; `folder` holds the blocking modules."""
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "for name in ('IPython', 'ipykernel', 'jupyter_client', 'jupytext', 'nbformat'):\n"
@@ -45,7 +45,7 @@ def without_jupyter(folder: Path) -> dict[str, str]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
+    """Return True if a process has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

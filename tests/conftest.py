@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options, fixtures and hooks shared by all tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from timed import NotSeen
 from shardlab.common import show
 from shardlab.common.show.timed import BUSY
 
-TRIES = 3  # of a test that measures
+TRIES = 3  # for a test that measures times
 
-with contextlib.suppress(ImportError):  # the tests for a GPU do without it, on any machine
+with contextlib.suppress(ImportError):  # the GPU tests run on machines without hypothesis
     from hypothesis import HealthCheck, settings
 
-    # How long an example takes says something about the machine, and nothing about the code.
+    # The duration of an example depends on the machine, not on the code.
     settings.register_profile("course", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("course")
 
@@ -34,13 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The course's own folder."""
+    """Return the course's own folder."""
     return show.ROOT
 
 
 @pytest.fixture(scope="session")
 def site(root, request) -> Path:
-    """The folder of the built site: what --site names, or what the last `make book` made."""
+    """Return the folder of the built site: the one of --site, or of the last `make book`."""
     folder = request.config.getoption("--site") or root / "_build/html"
     whole = request.config.getoption("--site") or root / "_build/.built"
     assert whole.exists(), f"there is no site in {folder}, or no whole one: make book"
@@ -48,12 +48,12 @@ def site(root, request) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests that are asked for, and say which are tried again.
+    """Keep the selected tests, and set which tests are tried again.
 
-    A test has three tries for what it asserts of times, as a cell of a lesson has. Any other has a
-    second one where gloo did not connect: a port of its ranks may have been, a moment before, that
-    of another test's rank, whom somebody still calls. Where the plugin that tries again is not
-    installed, as on a machine lent for its GPU, each has one.
+    A test has three tries for assertions on times, like a cell of a lesson. Any other test has a
+    second try if gloo did not connect: a port of its ranks may have belonged, a moment before, to
+    another test's rank that a peer still calls. Without the plugin for reruns, as on a machine
+    lent for its GPU, each test has one try.
     """
     if phase := config.getoption("--phase"):
         others = [item for item in items if phases.is_alone(item) != (phase == "alone")]
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler by files that does not run the test again in which a worker was killed."""
+    """Return a scheduler by files that does not rerun a test whose worker was killed."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
@@ -90,7 +90,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Skip a test whose last try claimed of times what a busy machine does not show."""
+    """Skip a test whose last try made claims on times that a busy machine cannot show."""
     report = yield
     raised = call.excinfo.value if call.excinfo else None
     last = getattr(item, "execution_count", TRIES) >= TRIES
@@ -101,13 +101,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def children() -> set[int]:
-    """Process numbers of this process's children, the ended but unreaped ones included."""
+    """Return the process numbers of this process's children, including unreaped ones."""
     found = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has ended meanwhile
         if int(fields[1]) == os.getpid():
             found.add(int(status.parent.name))
     return found
@@ -115,7 +115,7 @@ def children() -> set[int]:
 
 @pytest.fixture
 def leaves_nothing():
-    """Fails a test after which a process that it started is still there."""
+    """Fail a test if a process that it started still exists afterwards."""
     before = children()
     yield
     assert children() - before == set(), "the test left processes behind"

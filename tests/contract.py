@@ -1,8 +1,8 @@
-"""One contract for every technique: what is parallel trains as one process does.
+"""One contract for every technique: parallel training equals training in one process.
 
-ROWS is the table: technique, model, plan, what else, and how near. `gaps` trains a row's two sides
-(`sides`), the plain model and the parallel one, some steps of AdamW, and says how far apart they
-are: losses, gradients, norms, the weights at the end and what these compute. The same rows run on
+ROWS is the table: technique, model, plan, options, and tolerances. `gaps` trains both sides of a
+row (`sides`), the plain model and the parallel one, for some steps of AdamW, and returns their
+differences: losses, gradients, norms, final weights and the outputs of these. The same rows run on
 CPU ranks (test_contract), on pretended GPUs (rehearsal.drives.contract) and on real ones
 (test_gpu).
 """
@@ -60,7 +60,7 @@ SIDES: dict[str, type[Side]] = {
 
 
 class Near(NamedTuple):
-    """Largest differences that are allowed, and why they are as they are."""
+    """Largest allowed differences, and their reason."""
 
     losses: float
     gradients: float
@@ -71,7 +71,7 @@ class Near(NamedTuple):
 
 
 def within(limit: float, why: str, **others: float) -> Near:
-    """The same limit for all, but for some."""
+    """Return one limit for all quantities, except for `others`."""
     return Near(limit, limit, limit, limit, limit, why)._replace(**others)
 
 
@@ -100,33 +100,33 @@ class Row:
 
     technique: str
     case: str
-    config: Config | None  # None: the Toy
+    config: Config | None  # None: the model is the Toy
     layout: Layout
     near: Near
-    sizes: tuple[int, ...]  # sequences of each copy
+    sizes: tuple[int, ...]  # number of sequences of each copy
     options: dict[str, Any] = field(default_factory=dict)  # of the technique's own function
     steps: int = 5
     lr: float = 1e-2
     dtype: torch.dtype = torch.float64
-    clip: tuple[float, ...] = ()  # limits, one a step, in turn
-    branches: Callable[[int, int], str] | None = None  # of the Toy, by copy and micro-batch
+    clip: tuple[float, ...] = ()  # clipping limits, cycled over the steps
+    branches: Callable[[int, int], str] | None = None  # branch of the Toy, by copy and micro-batch
     set_to_none: bool = True
     group: str = "world"  # "pairs": two groups of two ranks, in odd order; "slow": over a slow link
-    frozen: tuple[str, ...] = ()  # modules that nobody trains
+    frozen: tuple[str, ...] = ()  # modules that are not trained
     against: str = "one process"
-    balanced: bool = False  # a balancing loss, and biases of routers
-    ignored: bool = False  # targets of short texts, and all of the last text's
+    balanced: bool = False  # with a balancing loss, and router biases
+    ignored: bool = False  # some targets are ignored
     gpus: bool = False  # runs on GPUs too, pretended and real
-    weekly: str = ""  # "cpu", "gpus" (pretended) or both: there it waits for --whole
+    weekly: str = ""  # "cpu", "gpus" (pretended) or both: runs there only with --whole
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """Number of ranks of the row."""
         return self.layout.ranks * (2 if self.group == "pairs" else 1)
 
     @property
     def name(self) -> str:
-        """By which it is asked for."""
+        """Name of the row, for selecting it."""
         words = [f"{self.technique}: {self.case}", str(self.layout)]
         words += [f"{name}={value}" for name, value in self.options.items()]
         words += [str(self.dtype).removeprefix("torch.")]
@@ -142,11 +142,11 @@ class Row:
         return ", ".join(words + [word for word, true in said.items() if true])
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """What trains it."""
+        """Return the row's optimizer for `model`."""
         return optimizer(model, self.lr)
 
     def allowed(self, device: str) -> Near:
-        """How near on this device: what is the same on the CPU is near on a GPU."""
+        """Return the tolerances on a device: results that are equal on a CPU are close on a GPU."""
         if device == "cpu":
             return self.near
         there = CUT64 if self.dtype == torch.float64 else FLOAT32
@@ -154,11 +154,11 @@ class Row:
         return Near(*limits, why=ON_GPU)
 
     def made(self, config: Config | None) -> torch.nn.Module:
-        """The plain model, as its author makes it."""
+        """Return the plain model as its author builds it."""
         return Toy() if config is None else GPT(config)
 
     def model(self, config: Config | None) -> torch.nn.Module:
-        """A plain one in which every number says something: biases and norms too."""
+        """Return a plain model with random biases and norms, so that each parameter matters."""
         torch.manual_seed(0)
         model = self.made(config)
         with torch.no_grad():
@@ -170,7 +170,7 @@ class Row:
         return here(model).to(self.dtype)
 
     def batch(self, step: int) -> list[list[Part]]:
-        """A step's tokens and targets: of each copy, its micro-batches."""
+        """Return a step's tokens and targets: each copy's micro-batches."""
         generator = torch.Generator().manual_seed(step)
         vocab, total = (self.config.vocab if self.config else 17), sum(self.sizes)
         shape = (2, total, self.config.seq) if self.config else (2, total)
@@ -190,7 +190,7 @@ class Row:
 
 
 def groups(row: Row) -> dict[str, dist.ProcessGroup]:
-    """This rank's group along each axis of the plan."""
+    """Return this rank's group along each axis of the plan."""
     layout, world = row.layout, dist.group.WORLD
     wide = [axis for axis in AXES if getattr(layout, axis) > 1]
     found = {}
@@ -209,7 +209,7 @@ def groups(row: Row) -> dict[str, dist.ProcessGroup]:
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Largest difference of what both have, which has to be None in the same places."""
+    """Return the largest difference; both sides must be None in the same places."""
     worst = 0.0
     for name, tensor in one.items():
         wanted = other[name]
@@ -226,10 +226,10 @@ Watch = Callable[[], AbstractContextManager[list[str]]]
 
 
 def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
-    """On a rank: how far the two sides of a row are apart after its steps.
+    """Return how far the two sides of a row differ on this rank after its steps.
 
-    waits: collects the places at which the host waits for a GPU; there are none in a step after the
-    first, which makes connections.
+    waits: collects the places where the host waits for a GPU; only the first step, which creates
+    connections, may have such places.
     """
     config = row.config
     plain, own = row.model(config), groups(row)
@@ -245,7 +245,7 @@ def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
             with waits() as waited:
                 found.append(side.step(batch))
             if side is mine and step and config and row.group != "slow":
-                # The Toy's ranks have to say which parameters they used, a slow link its bytes.
+                # The Toy's ranks exchange which parameters they used, a slow link waits for bytes.
                 assert not waited, f"the host waits at {waited}"
             states.append(random_state())
         assert torch.equal(*states), "as much is drawn as by one process"
@@ -258,7 +258,7 @@ def gaps(row: Row, waits: Watch = lambda: nullcontext([])) -> dict[str, float]:
 
 
 def compared(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: int) -> Any:
-    """Losses, gradients and norms of one step, which is clipped where the row says so."""
+    """Compare losses, gradients and norms of one step, with clipping if the row has it."""
     if None in found:
         found[None] = mine.joined(found[None])
     both = found.keys() & wanted.keys()
@@ -279,7 +279,7 @@ def compared(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: in
 
 
 def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
-    """The weights, which go out and come in again, and what these compute of a batch."""
+    """Compare the weights after a round trip through a state dict, and their outputs."""
     found, wanted, differences = mine.weights(), theirs.weights(), {}
     if found is not None:
         assert sorted(found) == sorted(theirs.plain.state_dict())
@@ -298,16 +298,16 @@ def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
 
 
 def judged(row: Row, found: dict[str, dict[str, float]], device: str) -> None:
-    """Raise AssertionError where a row is not as near as it says."""
+    """Raise AssertionError for a row whose differences exceed its tolerances."""
     near = row.allowed(device)
     far = {name: gap for name, gap in found[row.name].items() if not gap <= getattr(near, name)}
     assert not far, f"{row.name}: {far} where {near._asdict()} is allowed"
 
 
 def all_of(rows: list[Row], device: str, waits: Watch = lambda: nullcontext([])) -> dict[str, Any]:
-    """By name of rows that take as many ranks, in one run: the gaps of the worst rank.
+    """Run rows with equal numbers of ranks in one run; return the worst rank's gaps by row name.
 
-    The first row that fails ends the run, and is named.
+    The first row that fails ends the run and is named.
     """
 
     def work() -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Where tests compute: on the device that a rank has, a GPU where there is one."""
+"""Device of a test: the rank's own device, a GPU if there is one."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from shardlab.common import gpu
 
 
 def here(thing: Any) -> Any:
-    """A module, a tensor, or a list or tuple of them, on this rank's device.
+    """Move a module, a tensor, or a list or tuple of them to this rank's device.
 
-    Outside of a run it is left where it is: pytest's own process keeps away from CUDA, so that
-    ranks can be forked.
+    Outside of a rank nothing moves: pytest's own process must not use CUDA, so that ranks can be
+    forked.
     """
     if not dist.is_initialized():
         return thing
@@ -23,6 +23,6 @@ def here(thing: Any) -> Any:
 
 
 def random_state() -> torch.Tensor:
-    """Where the random numbers of this rank's device stand."""
+    """Return the state of the random number generator of this rank's device."""
     cpu = ranks.device().type == "cpu"
     return torch.get_rng_state() if cpu else gpu.module().get_rng_state(ranks.device())

@@ -1,4 +1,4 @@
-"""A call in a fork of this process: as fresh as an interpreter, without its seconds of imports."""
+"""Call in a fork of this process: as isolated as a new interpreter, without seconds of imports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def forked(
 ) -> tuple[int, str]:
     """Return exit status and output of `call()`, which runs in `folder`; 1 if it raises.
 
-    From the main thread alone: a lock that another thread holds stays held in the fork, which then
-    waits for ever.
+    Call it from the main thread only: a lock that another thread holds stays locked in the fork,
+    which would then wait for ever.
     """
     assert threading.current_thread() is threading.main_thread()
     with tempfile.TemporaryFile() as log:
@@ -59,7 +59,7 @@ def _run(
 
 
 def draw(script: Path) -> None:
-    """Run a script of figures/, which draws into its own folder."""
+    """Run a script of figures/, which writes into its own folder."""
     import matplotlib.pyplot  # noqa: F401  once, for all of them
 
     def run() -> None:

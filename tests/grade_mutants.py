@@ -1,4 +1,4 @@
-"""Wrong engines: the plain one of grade_right with one piece of its text replaced, by part."""
+"""Wrong engines: the plain engine of grade_right with one part of its text replaced."""
 
 from __future__ import annotations
 

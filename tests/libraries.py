@@ -1,6 +1,6 @@
-"""Production libraries as sides of the contract, beside which ours are held to their bits.
+"""Production libraries as sides of the contract; ours are compared with them bit by bit.
 
-See `sides`: a library's side has the same face.
+See `sides`: a library's side has the same interface.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardlab.gpt.model import loss
 
 
 class Ddp(Data):
-    """torch's own."""
+    """Side of torch's DistributedDataParallel."""
 
     def made(self, model: Any, **_: Any) -> Any:
         self.way = "hooks"
@@ -31,7 +31,7 @@ class Ddp(Data):
 
 
 class Fsdp(Data):
-    """torch's fully_shard: stage 2, or with the weights away after forward, 3."""
+    """Side of torch's fully_shard: stage 2, or stage 3 if weights are resharded after forward."""
 
     def made(self, model: Any, compute_dtype: torch.dtype | None = None, **_: Any) -> Any:
         self.way = "library"
@@ -51,7 +51,7 @@ class Fsdp(Data):
 
 
 class DeepSpeed(Data):
-    """DeepSpeed's stages; it says nothing of gradients."""
+    """Side of DeepSpeed's ZeRO stages; it exposes no gradients."""
 
     answers = False
 
@@ -63,7 +63,7 @@ class DeepSpeed(Data):
         self.way = "library"
         os.environ["DS_ACCELERATOR"] = (
             ranks.device().type
-        )  # otherwise it looks for one, and says so
+        )  # otherwise DeepSpeed searches for one, with a message
         warnings.filterwarnings("ignore")
         import deepspeed
 
@@ -89,8 +89,8 @@ class DeepSpeed(Data):
         total, parts = 0.0, batch[self.copy]
         for tokens, targets, _ in parts:
             value = loss(self.engine(tokens), targets)
-            self.engine.backward(value)  # which divides by their number
-            self.engine.step()  # the last one alone does
+            self.engine.backward(value)  # divides by the number of micro-batches
+            self.engine.step()  # only the last call makes a step
             total = total + value.detach() / len(parts)
         return {self.copy: total}
 

@@ -1,6 +1,6 @@
-"""What finds each mistake: the loss, types, parity with one step, or a longer run alone.
+"""Measurement of which check finds each mistake: loss, types, parity with one step, a longer run.
 
-    .venv/bin/python tests/parity_measured.py      # three minutes: writes the table again
+    .venv/bin/python tests/parity_measured.py      # three minutes: rewrites the table
 
 The table is `code/shardtools/parity/mistakes.csv`; `parity.mistakes()` reads it, for the lesson.
 """
@@ -28,14 +28,14 @@ from shardlab import tensor_types as tt
 from shardtools import parity
 
 STEPS = 20
-SHOWS = 0.01  # by so much a loss is off that one would look at
-DIGITS = 1e-5  # and by so much that the printed digits of two programs are not the same
+SHOWS = 0.01  # relative error of a loss that a reader would notice
+DIGITS = 1e-5  # relative error at which two programs' printed digits differ
 
-# By the loss that a run prints
+# Found by the loss that a run prints
 
 
 def losses(each: dict[str, tuple[Row, Callable[[Row], Any]]]) -> dict[str, list[float]]:
-    """Of programs by name: of each step, the mean of what ranks print."""
+    """Return the ranks' mean printed loss at each step, by program."""
     found = {}
     for size in sorted({row.ranks for row, _ in each.values()}):
         mine = {name: one for name, one in each.items() if one[0].ranks == size}
@@ -55,14 +55,14 @@ def losses(each: dict[str, tuple[Row, Callable[[Row], Any]]]) -> dict[str, list[
 
 
 def run_of(one: Wrong) -> Callable[[Row], Any]:
-    """The wrong program, in so many steps as a row says."""
+    """Return the wrong program with as many steps as the row has."""
     return lambda row: replace(
         one, row=row, other=one.other and replace(one.other, steps=row.steps)
     ).program()
 
 
 def off(names: list[str]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By program: how far its losses, and its control's, are from the plain program's."""
+    """Return the loss errors of each program, and of its control, relative to the plain program."""
     ones = {name: PROGRAMS[name] for name in names}
     rows = {reference(one.row): one.row for one in ones.values()}
     (alone,) = ranks.run(
@@ -85,12 +85,12 @@ def off(names: list[str]) -> tuple[dict[str, list[float]], dict[str, list[float]
     return found[0], found[1]
 
 
-# By types
+# Found by types
 
 
 def stepped(row: Row, mistake: Callable[[Any], None], group: Any) -> None:
-    """A step of the row's technique, with the words of what it is given."""
-    alone = row.technique in ("data", "context")  # each rank's tokens and loss are its own
+    """Run a step of the row's technique with types declared for its inputs."""
+    alone = row.technique in ("data", "context")  # tokens and loss differ between ranks
     side = (SIDES | MORE)[row.technique](row, row.model(row.config), dict.fromkeys(AXES, group))
     mistake(side)
     words: Any = tp.words(side.model) if hasattr(side.model, "tensor_group") else "R"
@@ -118,14 +118,14 @@ def stepped(row: Row, mistake: Callable[[Any], None], group: Any) -> None:
 
 
 def followed(row: Row) -> bool:
-    """Whether types follow such a program: no hooks, no messages of two, no subgroups, no masks."""
+    """Return True if types cover a program: no hooks, point-to-point, subgroups or masks."""
     by_hand = row.technique != "data" or row.options.get("way") == "parameters"
     known = row.technique in ("data", "tensor", "context")
     return known and by_hand and not row.config.dropout and row.steps == 1
 
 
 def verdict(one: Wrong) -> str:
-    """What types say; "" of what they do not follow."""
+    """Return the type checker's verdict; "" for a program that it does not cover."""
     if not followed(one.row):
         return ""
 
@@ -141,19 +141,19 @@ def verdict(one: Wrong) -> str:
     right = checked(lambda side: None, one.row)
     assert right, right
     wrong = checked(one.mistake, one.other or one.row, one.instead)
-    lacks = "has no type" in wrong.message  # of what the mistake makes: nothing is said of it
+    lacks = "has no type" in wrong.message  # the mistake's result has no declared type: no verdict
     return "" if lacks else "pass" if wrong else "refuse"
 
 
-# All of it
+# The whole table
 
 
 def measured(reports: dict[str, parity.Report], names: list[str]) -> dict[str, dict[str, Any]]:
-    """By program: how far its loss is off, and who finds it from which step on."""
+    """Return by program the error of its loss, and which checks find it from which step on."""
     wrong, right = off(names)
     far = {name: max(map(abs, each)) for name, each in right.items()}
     print(f"right programs: off by {max(far.values()):.1e} at most")
-    assert max(far.values()) < DIGITS, far  # so that a loss which is off is a mistake's
+    assert max(far.values()) < DIGITS, far  # any larger error is due to the mistake
     found = {}
     for name in names:
         first = reports[name].first
@@ -173,7 +173,7 @@ def measured(reports: dict[str, parity.Report], names: list[str]) -> dict[str, d
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each mistake of the lessons, then for programs that no lesson shows."""
+    """Return a row for each mistake of the lessons, then for programs that no lesson shows."""
     shown = {one.program for one in MISTAKES}
     rest = [Mistake("", name, name) for name in PROGRAMS if name not in shown]
     rows = [one._asdict() | found.get(one.program, {}) for one in (*MISTAKES, *rest)]

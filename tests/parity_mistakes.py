@@ -1,10 +1,10 @@
-"""Every mistake that lessons show under "What goes wrong": the program that makes it, or why none.
+"""Mistakes that lessons show under "What goes wrong", each with a program or a reason for none.
 
-SHOWN has a row for each of them: where it stands in its lesson, and which program of `PROGRAMS`
-makes it, or why a comparison of one run with another cannot show it. COURSE are the programs that
-these lessons need beside those of `parity_programs`.
+SHOWN has a row for each mistake: its place in its lesson, and the program of `PROGRAMS` that makes
+it, or the reason why a comparison of two runs cannot show it. COURSE holds the programs that these
+lessons need in addition to those of `parity_programs`.
 
-What finds each of them is measured by `python tests/parity_measured.py`.
+`python tests/parity_measured.py` measures which checks find each mistake.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shardlab.layout import Layout
 
 
 def swapped_sums(module: nn.Module, group: Any) -> None:
-    """Rank 1 sums one matrix where rank 0 sums another one, of the same size."""
+    """On rank 1, sum one matrix where rank 0 sums another matrix of the same size."""
     attention = module.blocks[0].attention
     first, second = attention.query.weight, attention.key.weight
     for p in (first, second) if dist.get_rank() == 0 else (second, first):
@@ -80,12 +80,12 @@ def first_batch_again(side: Side) -> None:
 
 
 def optimizer_first(side: Any) -> None:
-    """It holds the plain parameters."""
+    """Create the optimizer first, so that it holds the unsharded parameters."""
     side.optimizer = side.row.optimizer(side.row.model(side.row.config))
 
 
 def state_forgotten(side: Any) -> None:
-    """In its second step the optimizer is a new one."""
+    """Use a new optimizer in the second step."""
     turn = iter(range(10**6))
     side.begin = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
 
@@ -95,7 +95,7 @@ def asked_for_its_state(side: Side) -> None:
 
 
 def half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
-    """The second half of each matrix is of another step."""
+    """Take the second half of each matrix from another step."""
     model = right(self, config)
     with torch.no_grad():
         for p in model.parameters():
@@ -105,14 +105,14 @@ def half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
 
 
 def swapped_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
-    """Stage 1 posts its first two receives in the wrong order."""
+    """Post the first two receives of stage 1 in the wrong order."""
     found = pipeline.gpipe(stages, microbatches)
     one, two, *others = found.actions[1]
     return replace(found, given=(found.actions[0], (two, one, *others)))
 
 
 def first_shards(side: Any) -> None:
-    """All ranks have what rank 0 should have."""
+    """Give all ranks the shard of rank 0."""
     with torch.no_grad():
         for name, p in side.model.named_parameters():
             if side.cuts[name] is not None:
@@ -120,7 +120,7 @@ def first_shards(side: Any) -> None:
 
 
 def shards(side: Any, own_seed: bool) -> None:
-    """Each rank draws in its small shapes, with one seed for all, or with its own."""
+    """Initialize each shard with its own small shape, from one seed for all or one a rank."""
     torch.manual_seed(dist.get_rank() if own_seed else 0)
     with torch.no_grad():
         for name, p in side.model.named_parameters():
@@ -129,8 +129,8 @@ def shards(side: Any, own_seed: bool) -> None:
 
 
 def a_batch_each(side: Any) -> None:
-    """Ranks of a tensor group are given other sequences."""
-    right, rank, side.tokens = side.loss, dist.get_rank(), "V"  # as types say it
+    """Give the ranks of a tensor group different sequences."""
+    right, rank, side.tokens = side.loss, dist.get_rank(), "V"  # the tokens' type
     side.loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
 
 
@@ -143,7 +143,7 @@ def in_bfloat16(x: Tensor, group: Any) -> Tensor:
 
 
 def all_squares(side: Any) -> None:
-    """What lies on two ranks counts twice."""
+    """Count replicated gradients once a rank in the norm, that is, twice."""
 
     def clip(limit: float) -> None:
         gradients = [p.grad for p in side.model.parameters()]
@@ -155,7 +155,7 @@ def all_squares(side: Any) -> None:
 
 
 def wrong_average(way: str) -> Any:
-    """Experts averaged over other ranks than the right ones; what all have is averaged as it is."""
+    """Average experts over the wrong ranks; average shared parameters as usual."""
 
     def averaged(module: Any, world: Any, copies: Any, right: Any = experts.average_gradients):
         own = experts.own_parameters(module)
@@ -170,7 +170,7 @@ def wrong_average(way: str) -> Any:
 
 
 def clips_unasked(side: Any) -> None:
-    """DeepSpeed's default, where a name is misspelt."""
+    """Clip by DeepSpeed's default, because the option's name is misspelt."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = 1.0
 
 
@@ -275,12 +275,12 @@ PROGRAMS = WRONG | COURSE
 
 
 class Mistake(NamedTuple):
-    """One that a lesson shows."""
+    """Mistake that a lesson shows."""
 
     lesson: str
-    where: str  # text of the section: a heading, the symptom in a table, the name in a cell
-    program: str = ""  # of PROGRAMS
-    why: str = ""  # no program makes it
+    where: str  # text in the section: a heading, the symptom in a table, the name in a cell
+    program: str = ""  # key of PROGRAMS
+    why: str = ""  # reason why no program makes it
 
 
 HANGS, RAISES = "it hangs: there is no run to compare", "it is refused, or raises, at once"
@@ -446,14 +446,14 @@ MISTAKES = [
 
 
 def section(lesson: str) -> str:
-    """What a lesson has under "What goes wrong"; "" where it has no such section."""
+    """Return the section "What goes wrong" of a lesson, "" if it has none."""
     text = (show.ROOT / f"lessons/{lesson}.md").read_text("utf-8")
     found = re.search(r"^## What goes wrong.*?(?=^## )", text, re.M | re.S)
     return found[0] if found else ""
 
 
 def items(section: str) -> list[str]:
-    """Its headings, the first words of its rows and of its labs."""
+    """Return the section's headings, and the first words of its table rows and labs."""
     prose = re.sub(r"^```.*?^```", "", section, flags=re.M | re.S)
     found = re.findall(
         r"^### (.+)|^\*\*(.+?)\.\*\*|^\| (?!what |symptom |---)(.+?) \|", prose, re.M

@@ -1,11 +1,11 @@
-"""Mutants of the course's cores: one small change of one place in the code, drawn from a seed.
+"""Mutants of the course's cores: one small change at one place in the code, drawn from a seed.
 
-The change is made in the syntax tree of a file of CORES, and put into the functions that are there,
-so that whoever has imported them runs it. Only places that a row of ROWS executes are changed.
+The change is made in the syntax tree of a file of CORES, and put into the existing functions, so
+that modules that imported them run it. Only places that a row of ROWS executes are changed.
 
-Whether a mutant matters is judged without parity: what the optimizer of each rank sees as
-gradients, and the weights that it leaves, beside those of the same row without the change, in
-float64. More than CHANGED of a tensor's size is a change.
+Whether a mutant matters is judged without parity: the gradients and weights of each rank's
+optimizer are compared in float64 with the same row without the change. A difference of more than
+CHANGED, relative to a tensor's size, is a change.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardtools.parity.core import Matcher
 from shardtools.parity.programs import judged, matched, recorded
 from shardtools.parity.record import Record
 
-CHANGED = 1e-9  # of a tensor's size; float64 rounds at 1e-16, and no row's noise comes near
-SECONDS = 20  # that a mutant may take: then it hangs
-CORES = {  # by topic: the files that a step goes through
+CHANGED = 1e-9  # relative; float64 rounds at 1e-16, and every row's noise is far smaller
+SECONDS = 20  # time limit of a mutant: a longer one hangs
+CORES = {  # topic -> the files that a step executes
     "data_parallel": ("data_parallel.core", "data_parallel.buckets"),
     "zero": ("zero.core", "zero.flat", "zero.units", "zero.wrapper"),
     "tensor_parallel": ("tensor_parallel.core", "tensor_parallel.cross_entropy",
@@ -83,31 +83,31 @@ ROWS = {
 }  # fmt: skip
 
 
-# The changes: each says what it makes of a node, or None where it does not fit.
+# The changes: each returns a changed node, or None if it does not apply.
 
 Change = Callable[[ast.AST], "ast.AST | None"]
 
 
 def parsed(text: str) -> ast.AST:
-    """An expression."""
+    """Parse an expression."""
     return ast.parse(text, mode="eval").body
 
 
 def _call(node: ast.AST) -> str:
-    """The name of what is called."""
+    """Return the name of the called function."""
     function = node.func if isinstance(node, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
 def left_out(node: ast.AST) -> ast.AST | None:
-    """A call whose result nobody takes."""
+    """Remove a call whose result is not used."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return ast.Pass()
     return None
 
 
 def passed_on(node: ast.AST) -> ast.AST | None:
-    """An operator's argument in place of its result."""
+    """Replace an operator's result by its argument."""
     simple = isinstance(node, ast.Call) and node.args and len(node.args) + len(node.keywords) > 1
     if simple and isinstance(node.args[0], ast.Name) and _call(node)[:1].islower():
         return node.args[0]
@@ -115,7 +115,7 @@ def passed_on(node: ast.AST) -> ast.AST | None:
 
 
 def factor(node: ast.AST) -> ast.AST | None:
-    """The left one alone of a product or a quotient, or twice as much of what is returned."""
+    """Keep only the left factor of a product or quotient, or double a returned value."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
         return node.left
     if isinstance(node, ast.Return) and isinstance(node.value, ast.BinOp):
@@ -124,12 +124,12 @@ def factor(node: ast.AST) -> ast.AST | None:
 
 
 def not_scaled(node: ast.AST) -> ast.AST | None:
-    """x *= y, left out."""
+    """Remove x *= y."""
     return ast.Pass() if isinstance(node, ast.AugAssign) else None
 
 
 def sign(node: ast.AST) -> ast.AST | None:
-    """A difference for a sum, and the other way round."""
+    """Swap addition and subtraction."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
         return ast.BinOp(node.left, other, node.right)
@@ -137,7 +137,7 @@ def sign(node: ast.AST) -> ast.AST | None:
 
 
 def mean_for_sum(node: ast.AST) -> ast.AST | None:
-    """And the other way round."""
+    """Swap mean and sum."""
     other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_call(node))
     if other and isinstance(node.func, ast.Attribute):
         return ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
@@ -145,21 +145,21 @@ def mean_for_sum(node: ast.AST) -> ast.AST | None:
 
 
 def offset(node: ast.AST) -> ast.AST | None:
-    """One more of a whole number."""
+    """Add one to a whole number."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return ast.Constant(node.value + 1)
     return None
 
 
 def branch(node: ast.AST) -> ast.AST | None:
-    """The other branch."""
+    """Swap the branches."""
     if isinstance(node, ast.If | ast.IfExp):
         return type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
     return None
 
 
 def comparison(node: ast.AST) -> ast.AST | None:
-    """Less, or equal, for less, and so on."""
+    """Swap strict and non-strict comparisons."""
     pairs = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
     if isinstance(node, ast.Compare) and (other := pairs.get(type(node.ops[0]))):
         return ast.Compare(node.left, [other(), *node.ops[1:]], node.comparators)
@@ -167,13 +167,13 @@ def comparison(node: ast.AST) -> ast.AST | None:
 
 
 def rank_0(node: ast.AST) -> ast.AST | None:
-    """Every rank takes itself for the first one."""
+    """Replace a rank by 0."""
     who = isinstance(node, ast.Name) and node.id in ("rank", "stage")
     return ast.Constant(0) if who and isinstance(node.ctx, ast.Load) else None
 
 
 def alone(node: ast.AST) -> ast.AST | None:
-    """A group of this rank alone, for the right one."""
+    """Replace a group by a group of this rank alone."""
     given = isinstance(node, ast.keyword) and node.arg == "group"
     if given and ast.unparse(node.value).endswith("group"):
         return ast.keyword("group", parsed("__import__('parity_mutants').ALONE[0]"))
@@ -181,7 +181,7 @@ def alone(node: ast.AST) -> ast.AST | None:
 
 
 def dropped(node: ast.AST) -> ast.AST | None:
-    """The last one of a loop."""
+    """Drop the last iteration of a loop."""
     if isinstance(node, ast.For):
         every = parsed(f"[*({ast.unparse(node.iter)})][:-1]")
         return ast.For(node.target, every, node.body, node.orelse)
@@ -189,7 +189,7 @@ def dropped(node: ast.AST) -> ast.AST | None:
 
 
 def flag(node: ast.AST) -> ast.AST | None:
-    """The other one of two flags."""
+    """Flip a boolean."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return ast.Constant(not node.value)
     return None
@@ -199,18 +199,18 @@ CHANGES: tuple[Change, ...] = (
     left_out, passed_on, factor, not_scaled, sign, mean_for_sum, offset, branch, comparison, rank_0,
     alone, dropped, flag,
 )  # fmt: skip
-ALONE: list[dist.ProcessGroup] = []  # this rank's own
+ALONE: list[dist.ProcessGroup] = []  # this rank's own group
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one place."""
+    """One change at one place."""
 
     module: str
-    function: str  # its qualified name
-    number: int  # of the node, as ast.walk finds it in the function
-    change: int  # of CHANGES
-    row: tuple[str, int]  # of ROWS
+    function: str  # qualified name
+    number: int  # index of the node in ast.walk of the function
+    change: int  # index in CHANGES
+    row: tuple[str, int]  # key of ROWS
 
     def __str__(self) -> str:
         function = functions(self.module)[self.function]
@@ -224,12 +224,12 @@ class Mutant:
 
 
 def functions(name: str) -> dict[str, FunctionType]:
-    """Those of a module of the package, by qualified name, without what is wrapped around them."""
+    """Return the functions of a module of the package by qualified name, unwrapped."""
     module, found = importlib.import_module(f"shardlab.{name}"), {}
 
     def look(owner: ModuleType | type) -> None:
         for value in vars(owner).values():
-            for inner in ("__func__", "fget", "func"):  # of methods of classes, and of properties
+            for inner in ("__func__", "fget", "func"):  # methods of classes, and properties
                 value = getattr(value, inner, value)
             if isinstance(value, type):
                 if value.__module__ == module.__name__ and value is not owner:
@@ -244,7 +244,7 @@ def functions(name: str) -> dict[str, FunctionType]:
 
 
 def tree(function: FunctionType) -> ast.FunctionDef:
-    """The syntax tree of a function."""
+    """Return the syntax tree of a function."""
     lines = Path(function.__code__.co_filename).read_text("utf-8")
     first = function.__code__.co_firstlineno
     for node in ast.walk(ast.parse(lines)):
@@ -256,7 +256,7 @@ def tree(function: FunctionType) -> ast.FunctionDef:
 
 
 def sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
-    """Function, node and change of each mutant of a module's that is in a line that ran."""
+    """Yield function, node and change of each mutant of a module in the executed lines."""
     for qualified, function in functions(name).items():
         node, left = tree(function), set()
         nodes = [*ast.walk(node)]
@@ -279,7 +279,7 @@ def sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]
 
 
 class Put(ast.NodeTransformer):
-    """One node in place of another."""
+    """Replacement of one node by another."""
 
     def __init__(self, old: ast.AST, new: ast.AST):
         self.old, self.new = old, new
@@ -289,7 +289,7 @@ class Put(ast.NodeTransformer):
 
 
 def changed(mutant: Mutant) -> CodeType:
-    """The code of the mutant's function."""
+    """Return the code object of the mutant's function."""
     function = functions(mutant.module)[mutant.function]
     file = function.__code__.co_filename
     whole = ast.parse(Path(file).read_text("utf-8"))
@@ -313,7 +313,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 class Ends:
-    """What a rank's optimizer sees and leaves, in each step."""
+    """Recorder of the gradients and weights of a rank's optimizer in each step."""
 
     def __init__(self, watch: Any):
         self.watch, self.kept = watch, []
@@ -333,7 +333,7 @@ class Ends:
 
 
 def away(one: list, other: list) -> float:
-    """The largest difference of a rank's ends, relative to a tensor's size; inf for other forms."""
+    """Return the largest relative difference of two recordings; inf if their forms differ."""
     if [n for n, *_ in one] != [n for n, *_ in other]:
         return float("inf")
     worst = 0.0
@@ -348,7 +348,7 @@ def away(one: list, other: list) -> float:
 
 
 def rows_of(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
-    """By topic and number."""
+    """Return the rows by (topic, number)."""
     return {(topic, n): one for topic in topics for n, one in enumerate(ROWS[topic])}
 
 
@@ -356,7 +356,7 @@ Result = tuple[Matcher, list]
 
 
 def on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
-    """A row's program on this rank, beside the plain one, and its ends."""
+    """Run a row's program on this rank; return its comparison and its recording."""
     one, ends = rows_of()[key], []
 
     def program(watch: Any) -> None:
@@ -368,7 +368,7 @@ def on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
 
 
 def controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
-    """Records of plain programs; by row the ranks' results, and the lines that any of them ran."""
+    """Return the plain programs' records, each row's results by rank, and its executed lines."""
     rows = rows_of(topics)
     plains = {reference(one): one for one in rows.values()}
     (records,) = ranks.run(
@@ -391,7 +391,7 @@ def controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
 
 
 def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
-    """The lines of `files` that a row's program executes on this rank."""
+    """Return the lines of `files` that a row's program executes on this rank."""
     ran: set[tuple[str, int]] = set()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -410,12 +410,12 @@ def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
 
 
 def topic_of(seed: int) -> str:
-    """Whose mutant it is."""
+    """Return the topic of a seed's mutant."""
     return [*CORES][seed % len(CORES)]
 
 
 def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutant]:
-    """A mutant for each seed, none twice: of each core as many, wherever its own rows go."""
+    """Draw a different mutant for each seed, in executed lines, equally many for each core."""
     possible: dict[str, list[Mutant]] = defaultdict(list)
     for (topic, number), ran in sorted(lines.items()):
         for module in CORES[topic]:
@@ -423,7 +423,7 @@ def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutan
     found: list[Mutant] = []
     for seed in seeds:
         r, topic = Random(seed), topic_of(seed)
-        # A change first, then its place: there are more whole numbers than all else.
+        # Draw a change first, then its place: whole numbers are more frequent than all else.
         of_change = defaultdict(list)
         for mutant in possible[topic]:
             of_change[mutant.change].append(mutant)
@@ -436,7 +436,7 @@ def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutan
 
 
 def run(mutant: Mutant, records: dict) -> list[Result] | str:
-    """The ranks' results with the mutant in place of its function, or in words how it ended."""
+    """Run with the mutant in place; return the ranks' results, or a description of the failure."""
 
     def work() -> Result:
         ALONE[:] = [dist.new_subgroups(1)[0]]
@@ -452,23 +452,23 @@ def run(mutant: Mutant, records: dict) -> list[Result] | str:
 
 @dataclass
 class Verdict:
-    """What became of a mutant."""
+    """Outcome of a mutant."""
 
     mutant: Mutant
     kind: str  # "ended", "changes nothing", "told all the same", "found" or "missed"
-    words: str  # of the report
+    words: str  # text of the report
     change: float  # see `away`
 
 
 def verdicts(seeds: Iterable[int]) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
-    """Of each seed's mutant, and the controls' reports."""
+    """Return the verdict on each seed's mutant, and the controls' reports."""
     records, right, lines = controls({topic_of(seed): None for seed in seeds})
     rows = rows_of()
 
     def report(key: tuple[str, int], results: list[Result]) -> Any:
         try:
             return judged(records[reference(rows[key])], [matcher for matcher, _ in results])
-        except ValueError as error:  # other names, other steps: it is told
+        except ValueError as error:  # other names or steps: the mutant is found
             return error
 
     found = []

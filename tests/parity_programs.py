@@ -1,8 +1,8 @@
-"""Programs that are compared with a plain one: right ones, and wrong ones beside their controls.
+"""Programs that are compared with a plain one: right ones, and wrong ones with their controls.
 
 A program is a row of the contract (`contract.Row`), trained by its technique's side (`sides`). A
-wrong one is such a row with one mistake: something of a side that is another, or a function that
-does less. Its control is the same row without it, so that an alarm means the mistake.
+wrong one is such a row with one mistake: a changed part of a side, or a replaced function. Its
+control is the same row without the mistake, so that an alarm is due to the mistake.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ SPARSE = replace(
     LLAMA, experts=4, expert_ffn=24, hidden=32, heads=4, kv_heads=4, experts_per_token=2
 )
 DROPS = replace(GPT2, dropout=0.2)
-CLIP = {"clip": (0.3,)}  # of norms of 1 and more
-BATCHES = 4  # after which a longer run begins again, so that it learns something
+CLIP = {"clip": (0.3,)}  # norms are 1 and more
+BATCHES = 4  # a longer run repeats these, so that it learns something
 Program = Callable[[Any], Any]
 
 
 def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
-    """Eight sequences in all, one step of float32."""
+    """Return a row with eight sequences in all and one step of float32."""
     more = {"dtype": torch.float32, "steps": 1, "options": {}} | more
     sizes = more.pop("sizes", (8 // layout.dp,) * layout.dp)
     case = more.pop("case", "parity")
@@ -64,13 +64,13 @@ def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
 
 
 def batch(row: Row, step: int) -> tuple[Tensor, ...]:
-    """A step's whole batch."""
+    """Return a step's whole batch."""
     parts = [part for copy in row.batch(step) for part in copy]
     return tuple(torch.cat([part[n] for part in parts]) for n in (0, 1))
 
 
 def plain(row: Row) -> Program:
-    """The row's model on one process, which knows nothing of ranks: its losses."""
+    """Return the row's program for one process; the program returns its losses."""
 
     def program(watch: Any) -> list[float]:
         model, losses = row.model(row.config), []
@@ -94,7 +94,7 @@ def plain(row: Row) -> Program:
 
 
 def watched(side: Side) -> Any:
-    """What of a side is watched: the model, or this rank's parts of it."""
+    """Return the watched part of a side: the model, or this rank's parts of it."""
     if hasattr(side, "engine"):
         return side.engine
     model = side.model
@@ -105,7 +105,7 @@ def watched(side: Side) -> Any:
 
 
 class Joined(nn.Module):
-    """A product cut by columns, of which all ranks have all afterwards."""
+    """Linear layer cut by columns, whose output is gathered on all ranks."""
 
     def __init__(self, whole: nn.Linear, group: Any, as_rows: bool):
         super().__init__()
@@ -122,7 +122,7 @@ class Joined(nn.Module):
 
 
 class Columns(Side):
-    """One product cut by columns, in a model that is else whole."""
+    """Side with one linear layer cut by columns, in an otherwise replicated model."""
 
     def made(self, model: Any, as_rows: bool = False) -> Any:
         ffn = model.blocks[0].ffn
@@ -137,7 +137,7 @@ class Columns(Side):
 
 
 class DTensors(Side):
-    """torch's parallelize_module; with copies, FSDP2 over it."""
+    """Side of torch's parallelize_module; with copies, FSDP2 over it."""
 
     def made(self, model: Any, **_: Any) -> Any:
         layout = self.row.layout
@@ -154,13 +154,13 @@ class DTensors(Side):
             self.loss(part).backward()
 
 
-SCHEDULES = {  # ours and torch's
+SCHEDULES = {  # ours -> torch's
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble",
 }  # fmt: skip
 
 
 class Staged(Side):
-    """torch's own pipeline."""
+    """Side of torch's own pipeline."""
 
     def made(self, model: Any, **_: Any) -> Any:
         layout, group = self.row.layout, self.groups["pp"]
@@ -181,7 +181,7 @@ class Staged(Side):
 
 
 def clipped_inside(side: Any) -> None:
-    """DeepSpeed clips when it steps."""
+    """Clip within DeepSpeed's step."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = side.row.clip[0]
 
 
@@ -193,7 +193,7 @@ MORE = {
 
 
 def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
-    """The row's technique, with a mistake in its side: the losses that a rank prints."""
+    """Return the row's parallel program, with a mistake in its side; it returns a rank's losses."""
 
     def program(watch: Any) -> list[float | None]:
         losses = []
@@ -216,15 +216,15 @@ def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> P
 
 
 def printed(side: Side, found: Any) -> float | None:
-    """The loss that this rank knows after a step, if it knows one."""
+    """Return the loss that this rank knows after a step, or None."""
     value = (found or {}).get(None, (found or {}).get(side.copy))
     return None if value is None else float(side.joined(value))
 
 
 def compared(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
-    """By case, of a plain and a parallel program and ranks: its report, or the line that refuses.
+    """Compare (plain program, parallel program, ranks) for each case; return report or error line.
 
-    One start records all plain programs, and one runs all parallel programs of as many ranks.
+    One run records all plain programs, and one run per number of ranks runs the parallel programs.
     """
     number = {name: id(case[0]) for name, case in cases.items()}
     plains = {number[name]: case[0] for name, case in cases.items()}
@@ -253,12 +253,12 @@ PLAINS: dict[str, Program] = {}  # by `reference`, so that rows share a plain pr
 
 
 def beside(row: Row, program: Program) -> tuple[Program, Program, int]:
-    """A case of `compared`: the row's plain program, a parallel one, and ranks."""
+    """Return a case of `compared`: the row's plain program, a parallel one, and ranks."""
     return PLAINS.setdefault(reference(row), plain(row)), program, row.ranks
 
 
 def reference(row: Row) -> str:
-    """A name of the row's plain program: rows that share it have the same."""
+    """Return a name of the row's plain program, equal for rows that can share it."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
     same += getattr(row, "rule", ""), getattr(row, "family", "")
@@ -271,7 +271,7 @@ ONE = Layout(dp=2)
 G = row("data", GPT2, ONE, options={"way": "parameters"})
 
 
-RIGHT = {  # a row of every technique of the course, and of those of libraries
+RIGHT = {  # a row of every technique of the course and of libraries
     "data": row("data", GPT2, ONE, options={"bucket_bytes": 20_000, "first_bytes": 4_000}),
     "data clipped": row("data", LLAMA, ONE, **CLIP),
     "DDP accumulated": row("DDP", GPT2, replace(ONE, microbatches=2)),
@@ -310,18 +310,18 @@ RIGHT = {  # a row of every technique of the course, and of those of libraries
 
 @dataclass(frozen=True)
 class Wrong:
-    """A mistake: in a side, in functions (owner, name, what is there in its place), or a row."""
+    """Mistake in a side, in functions (owner, name, replacement), or in the row."""
 
     row: Row
-    place: str  # of the first wrong tensor, and of the words that name it: regular expressions
+    place: str  # regular expressions for the first wrong tensor, and the words of the report
     words: str
     mistake: Callable[[Side], None] = lambda side: None
     instead: tuple[tuple[Any, str, Any], ...] = ()
-    other: Row | None = None  # the wrong program's, where it is another
-    control: Callable[[Side], None] = lambda side: None  # what the right one has of its own
+    other: Row | None = None  # the wrong program's row, if different
+    control: Callable[[Side], None] = lambda side: None  # changes that the right program needs
 
     def program(self) -> Program:
-        """The wrong program."""
+        """Return the wrong program."""
 
         def program(watch: Any) -> Any:
             with ExitStack() as stack:
@@ -333,11 +333,11 @@ class Wrong:
 
 
 def nothing(*_: Any) -> None:
-    """What was forgotten."""
+    """Do nothing, in place of a forgotten call."""
 
 
 def same(x: Tensor, *_: Any) -> Tensor:
-    """No communication."""
+    """Return the tensor without communication."""
     return x
 
 
@@ -355,7 +355,7 @@ def unmasked(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
 
 
 def average(module: nn.Module, group: Any, scale: float | None = None, skip: int = 0) -> None:
-    """Gradients over a group; scale: 1 for a sum."""
+    """Average gradients over a group; scale: 1 for a sum."""
     parameters = list(module.parameters())
     for p in parameters[: len(parameters) - skip]:
         dist.all_reduce(p.grad, group=group)
@@ -391,7 +391,7 @@ def whole_blocks(layout: Any, ranks: int, rank: int, source: int, causal: bool, 
 
 
 def second_share(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
-    """cp.shard, but for the targets, which come second."""
+    """Return a cp.shard that changes only its second call, for the targets."""
     turn = iter(range(10**6))
 
     def share(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
@@ -406,7 +406,7 @@ def shifted(x: Tensor, group: Any, layout: str) -> Tensor:
 
 
 class Ignoring(Row):
-    """Of the last sequences, the second half has no targets."""
+    """Row whose last sequences have no targets in their second half."""
 
     def batch(self, step: int) -> list[list[Any]]:
         found = super().batch(step)
@@ -416,7 +416,7 @@ class Ignoring(Row):
 
 
 def options_of(**given: float) -> Callable[[Side], None]:
-    """The optimizer's options, times these."""
+    """Return a mistake that multiplies the optimizer's options by these factors."""
 
     def mistake(side: Side) -> None:
         for group in side.optimizer.param_groups:
@@ -430,7 +430,7 @@ def share_of_rank_0(side: Side) -> None:
 
 
 def weighed(loss: Tensor, factor: float) -> Tensor:
-    """Backward goes through a multiple of the loss, and what is printed is the loss."""
+    """Return a loss whose gradient is scaled, and whose printed value is not."""
     return factor * loss - (factor - 1) * loss.detach()
 
 
@@ -443,7 +443,7 @@ def half_the_loss(side: Any) -> None:
 
 
 def joined(side: Any) -> None:
-    """The loss of all tokens that have a target, whoever has them."""
+    """Return the loss over all tokens with a target, on any rank."""
 
     def mean(part: Any, parts: int) -> Tensor:
         count = int((part[1] != -100).sum())
@@ -471,7 +471,7 @@ def overflow_on_rank_1(side: Side) -> None:
 
 
 def stale(side: Side) -> None:
-    """Each rank trains its half of the parameters, and is sent what the others had before."""
+    """Train half of the parameters on each rank, and receive outdated values for the others."""
     step, rank, n = side.optimizer.step, dist.get_rank(), dist.get_world_size()
 
     def stepped() -> None:
@@ -490,7 +490,7 @@ def one_end(side: Any) -> None:
 
 
 def counted(side: Any, factor: float = 4) -> None:
-    """Each micro-batch's mean so many times: as if it were the step's, or divided once more."""
+    """Scale each micro-batch's mean: as if it were the step's, or divided once more."""
     right = side.model.passes.loss
     side.model.passes.loss = lambda logits, targets: weighed(right(logits, targets), factor)
 

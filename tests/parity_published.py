@@ -1,10 +1,10 @@
-"""Published silent bugs of parallel training, each once: as a program here, or as one elsewhere.
+"""Published silent bugs of parallel training, each as a program here or elsewhere.
 
-THREADS has a program for each bug that no other program of the tests shows: a plain one, and a
-parallel one with the bug and without it. Models are small. ELSEWHERE has the other threads, and
-what shows their mistake: a program of `parity_mistakes`, another thread, or the lesson, which runs
-its ten at every build. The last twenty were written when all rules were fixed, and run once: all
-were found, 18 in their place.
+THREADS has programs for each bug that no other test program shows: a plain one, and a parallel one
+with and without the bug. Models are small. ELSEWHERE has the other threads, and names the program
+that shows their mistake: one of `parity_mistakes`, another thread, or the lesson, which runs ten of
+them at every build. The last twenty were written after all rules were fixed, and run once: all were
+found, 18 at the right place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH, INNER, WORDS, EXPERTS, BATCH, LENGTH = 8, 16, 12, 4, 8, 8
 Program = Callable[[Any], None]
 THREADS: dict[str, Thread] = {}
 LESSON = "lessons/parity.md"
-ELSEWHERE = {  # by thread: what shows its mistake
+ELSEWHERE = {  # thread -> the program that shows its mistake
     "AReaL 312": "zero: clipped by the norm of a piece",
     "Automodel 1412": "Megatron-LM 3672",
     "Automodel 3816": LESSON,
@@ -80,20 +80,20 @@ ELSEWHERE = {  # by thread: what shows its mistake
 
 @dataclass(frozen=True)
 class Thread:
-    """A published bug."""
+    """Published bug."""
 
     ranks: int
     plain: Program
-    program: Callable[[Any, bool], None]  # watch, whether it is the wrong one
-    place: str  # where it shows, and in which words: regular expressions
+    program: Callable[[Any, bool], None]  # called with watch, and whether to make the mistake
+    place: str  # regular expressions for the place and the words of the report
     words: str
-    said: str  # in the thread
+    said: str  # quoted from the thread
 
 
 def thread(
     name: str, ranks: int, plain: Program, place: str, words: str, said: str
 ) -> Callable[[Callable], Callable]:
-    """Put the program that follows into the table."""
+    """Add the decorated program to the table."""
 
     def kept(program: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
         THREADS[name] = Thread(ranks, plain, program, place, words, said)
@@ -103,7 +103,7 @@ def thread(
 
 
 class Net(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, words]: one block without attention."""
+    """Model from tokens [batch, length] to logits [batch, length, words], without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Net(nn.Module):
         self.drop: nn.Module = nn.Identity()
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         with torch.no_grad():
-            for p in self.norm.parameters():  # so that every number says something
+            for p in self.norm.parameters():  # random values, so that each parameter matters
                 p.add_(0.1 * torch.randn_like(p))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Net(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Two of four experts for each token; `mine` are those that this process has."""
+    """Layer with two of four experts for each token; `mine` are this process's experts."""
 
     def __init__(self, mine: range = range(EXPERTS)) -> None:
         super().__init__()
@@ -146,25 +146,25 @@ class Sparse(nn.Module):
         return self.head(x + self.mixed(x, score))
 
     def mixed(self, x: Tensor, score: Tensor) -> Tensor:
-        """The experts' outputs, of which each token has two, by its scores."""
+        """Mix the outputs of a token's two experts by its scores."""
         return sum(
             (score * (self.index == int(e))).sum(-1, keepdim=True) * expert(x).tanh()
             for e, expert in self.experts.items()
         )
 
     def counts(self) -> Tensor:
-        """How many choices fell on each expert."""
+        """Return the number of choices of each expert."""
         return torch.bincount(self.index.flatten(), minlength=EXPERTS).float()
 
 
 def tokens(step: int = 0, length: int = LENGTH) -> Tensor:
-    """A step's batch."""
+    """Return a step's batch."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(WORDS, (BATCH, length), generator=generator)
 
 
 def targets(x: Tensor) -> Tensor:
-    """Of each token the next one, of the last the first."""
+    """Return the next token of each token; the last token's is the first."""
     return x.roll(-1, 1)
 
 
@@ -173,13 +173,13 @@ def cross_entropy(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
 
 
 def one_loss(model: nn.Module, step: int) -> None:
-    """Forward and backward of a whole batch."""
+    """Run forward and backward of a whole batch."""
     x = tokens(step)
     cross_entropy(model(x), targets(x)).backward()
 
 
 def nothing(*_: Any) -> None:
-    """What is not done."""
+    """Do nothing, in place of a forgotten call."""
 
 
 def train(
@@ -190,7 +190,7 @@ def train(
     optimizer: Any = None,
     steps: int = 1,
 ) -> None:
-    """Some steps; after: what is done with gradients before the optimizer's."""
+    """Run some steps; after: called with the gradients before the optimizer's step."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     watch(model, optimizer)
     for step in range(steps):
@@ -208,16 +208,16 @@ def plain_sparse(watch: Any) -> None:
     train(watch, Sparse())
 
 
-# What ranks do
+# Helpers that run on ranks
 
 
 def mine(x: Tensor, dimension: int = 0) -> Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     return x.chunk(dist.get_world_size(), dimension)[dist.get_rank()]
 
 
 def summed(x: Tensor, group: Any = None) -> Tensor:
-    """Over ranks; no gradient goes through it."""
+    """Sum over ranks, without autograd."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x
@@ -228,11 +228,11 @@ def average_gradients(model: nn.Module) -> None:
         p.grad = summed(p.grad) / dist.get_world_size()
 
 
-# Matrices and sequences
+# Tensor and sequence parallelism
 
 
 def cut(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
-    """The block's two matrices over all ranks."""
+    """Cut the block's two matrices over all ranks."""
     enter, leave = (edges.enter, edges.leave) if edges else (tp.copy_to, tp.reduce_from)
     net.up = tp.ColumnLinear(net.up, dist.group.WORLD, enter)
     net.down = row(net.down, dist.group.WORLD, leave)
@@ -249,7 +249,7 @@ def twice_summed(watch: Any, wrong: bool) -> None:
 
 
 class SharedBias(tp.RowLinear):
-    """Adds a part of its bias before the sum."""
+    """Layer that adds a part of its bias on each rank before the sum."""
 
     straight = True
 
@@ -268,7 +268,7 @@ def divided_bias(watch: Any, wrong: bool) -> None:
 
 
 def permuted(rows: Tensor, head: int) -> Tensor:
-    """Rows of each head: the two halves in turn, as rotary embeddings want them."""
+    """Permute each head's rows: the two halves alternate, as rotary embeddings need them."""
     return rows.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -290,7 +290,7 @@ def permuted_part(watch: Any, wrong: bool) -> None:
 
 
 class First(nn.Module):
-    """All but the head."""
+    """Model without its head."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -311,19 +311,19 @@ class Last(nn.Module):
 
 
 def part(net: Net) -> nn.Module:
-    """This rank's of two stages."""
+    """Return this rank's part of a model of two stages."""
     return (First, Last)[dist.get_rank()](net)
 
 
 def schedule(stage: nn.Module, parts: int, over: float = 1.0, scale: bool = False) -> Any:
-    """torch's own; over: what divides each micro-batch's loss."""
+    """Build torch's own schedule; over: divisor of each micro-batch's loss."""
     staged = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
     loss = lambda logits, y: cross_entropy(logits, y) / over  # noqa: E731
     return ScheduleGPipe(staged, parts, loss, scale_grads=scale)
 
 
 def run(pipe: Any, x: Tensor) -> None:
-    """Forward and backward of a batch."""
+    """Run forward and backward of a batch."""
     pipe.step(x) if dist.get_rank() == 0 else pipe.step(target=targets(x))
 
 
@@ -407,11 +407,11 @@ def other_rule(watch: Any, wrong: bool) -> None:
     train(watch, stage, lambda stage, step: run(pipe, tokens(step)), after, optimizer)
 
 
-# Experts
+# Expert parallelism
 
 
 class Parted(Sparse):
-    """Of four experts each rank has its own; tokens are on all."""
+    """Layer with four experts over ranks; all ranks have all tokens."""
 
     def __init__(self, sums: bool = True) -> None:
         rank = dist.get_rank()
@@ -432,7 +432,7 @@ def unsummed_scores(watch: Any, wrong: bool) -> None:
 
 
 class Mispaired(Parted):
-    """Scores by expert, choices by rank of choice: flattened, they pair wrongly."""
+    """Scores ordered by expert, choices by rank of choice: flattened, they pair wrongly."""
 
     def mixed(self, x: Tensor, score: Tensor) -> Tensor:
         by_expert = torch.zeros(*score.shape[:-1], EXPERTS).scatter(-1, self.index, score)
@@ -446,7 +446,7 @@ def mispaired(watch: Any, wrong: bool) -> None:
 
 
 def balance(model: Sparse, counts: Tensor, number: int) -> Tensor:
-    """The auxiliary loss of `number` tokens: each expert's probability times its choices."""
+    """Return the auxiliary loss of `number` tokens: each expert's probability times its choices."""
     return EXPERTS * (model.probabilities.sum((0, 1)) * counts).sum() / number**2
 
 
@@ -471,14 +471,14 @@ def balance_of_own(watch: Any, wrong: bool) -> None:
     train(watch, Sparse(), backward, average_gradients)
 
 
-# Copies
+# Data parallelism
 
 
 MICRO = 4
 
 
 def micro_loss(net: nn.Module, number: int, of: Any = lambda x: x) -> Tensor:
-    """A micro-batch's, or of this rank's part of it."""
+    """Return the loss of a micro-batch, or of this rank's part of it."""
     x = tokens(number)
     return cross_entropy(net(of(x)), of(targets(x))) / MICRO
 
@@ -521,11 +521,11 @@ def added_in_bf16(watch: Any, wrong: bool) -> None:
     train(watch, Net(), backward, average_gradients)
 
 
-ROWS, SHARE = 32, 4  # of the data; of a rank's batch
+ROWS, SHARE = 32, 4  # rows of the data, rows of a rank's batch
 
 
 def rows(epoch: int, batch: int, rank: int) -> Tensor:
-    """Of the data, what a rank of two has in a batch of an epoch: [share, length]."""
+    """Return a rank's share of a batch in an epoch, of two ranks: [share, length]."""
     sampler = DistributedSampler(range(ROWS), 2, rank, seed=7)
     sampler.set_epoch(epoch)
     everything = torch.cat([tokens(n) for n in range(ROWS // BATCH)])
@@ -533,7 +533,7 @@ def rows(epoch: int, batch: int, rank: int) -> Tensor:
 
 
 def plain_second_epoch(watch: Any) -> None:
-    """The second epoch's third batch."""
+    """Train on the third batch of the second epoch."""
 
     def backward(net: Net, step: int) -> None:
         x = torch.cat([rows(1, 2 + step, rank) for rank in (0, 1)])
@@ -552,11 +552,11 @@ def shuffled_anew(watch: Any, wrong: bool) -> None:
     train(watch, Net(), backward, average_gradients)
 
 
-# What the installed library does: torch 2.13 still. Where it is gone, build it anew in the program.
+# Bugs that torch 2.13 still has. When one is fixed, the program has to rebuild it.
 
 
 class Gain(nn.Module):
-    """Each number times a weight, like a norm's."""
+    """Layer that multiplies each number by a weight, like a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,9 +576,9 @@ class Gained(nn.Module):
 
 
 def exact() -> Tensor:
-    """Numbers of which bfloat16 holds all, their products, and each half's sums; not the whole's.
+    """Return numbers whose products and half sums are exact in bfloat16, but not the whole sum.
 
-    Then the sum of the halves is the only place at which it can round.
+    So the sum of the two halves is the only operation that can round.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(8, (BATCH, LENGTH, WIDTH), generator=generator).float()
@@ -593,7 +593,7 @@ def plain_gained(watch: Any) -> None:
 @thread("pytorch 190626", 2, plain_gained, r"gradient gain\.weight", "the digits of bfloat16",
         "reduce_dtype=float32 is not that of the sum over tensor-parallel ranks")  # fmt: skip
 def narrow_sum(watch: Any, wrong: bool) -> None:
-    """With accumulation FSDP2 keeps gradients in reduce_dtype, and the sum over ranks, too."""
+    """With accumulation, FSDP2 keeps gradients and the sum over ranks in reduce_dtype."""
     model, mesh = Gained(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"gain": SequenceParallel()})
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Random right programs: from a seed a technique, a plan, a model, a batch and an optimizer.
+"""Random right programs: technique, plan, model, batch and optimizer drawn from a seed.
 
-A program is a row of the contract, as those of `parity_programs` are, and trained as they are. What
-a technique needs of its plan and of its model's shape is its row in KINDS; all else is drawn.
+A program is a row of the contract, like those of `parity_programs`. A technique's requirements for
+its plan and its model's shape are its row in KINDS; all else is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardlab.gpt.model import Config
 from shardlab.layout import Layout
 
-Plan = Callable[[Random, int], dict[str, Any]]  # of so many ranks: what else is drawn
+Plan = Callable[[Random, int], dict[str, Any]]  # ranks -> further drawn options
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW, no decay": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95)}),
@@ -33,23 +33,23 @@ DTYPES = (torch.float32,) * 6 + (torch.float64,) * 3 + (torch.bfloat16,)
 
 @dataclass(frozen=True)
 class Drawn(Row):
-    """A row with an optimizer of its own, and maybe a model of transformers."""
+    """Row with an optimizer of its own, and maybe a model of transformers."""
 
     rule: str = "AdamW"
     family: str = "GPT"
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """What trains it, one tensor after the other."""
+        """Return an optimizer that steps one tensor after the other."""
         kind, options = RULES[self.rule]
         return kind(model.parameters(), foreach=False, **options)
 
     def made(self, config: Config | None) -> nn.Module:
-        """The course's model, or one of transformers'."""
+        """Return the course's model, or one of transformers."""
         return super().made(config) if self.family == "GPT" else Logits(config, self.family)
 
 
 class Logits(nn.Module):
-    """A model of transformers that is called as the course's is."""
+    """Model of transformers with the interface of the course's model."""
 
     def __init__(self, config: Config, family: str):
         super().__init__()
@@ -71,7 +71,7 @@ class Logits(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What FSDP2 shards one by one."""
+        """Modules that FSDP2 shards one by one."""
         return self.inner.model.layers
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -80,33 +80,33 @@ class Logits(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a technique needs: `plan` draws fields of the layout, and under other names more."""
+    """Requirements of a technique: `plan` draws fields of the layout, and further options."""
 
     technique: str
     plan: Plan
-    often: int = 1  # how much more often than others it is drawn
+    often: int = 1  # weight in the draw
     ranks: tuple[int, ...] = (2,) * 20 + (3,) * 6 + (4,) * 6 + (8,)
-    accumulates: bool = False  # in micro-batches of every copy
+    accumulates: bool = False  # every copy has micro-batches
     clips: bool = True
-    uneven: bool = False  # copies may have other numbers of sequences
+    uneven: bool = False  # copies may have different numbers of sequences
     tied: tuple[bool, ...] = (True, False)
-    model: dict[str, Any] | None = None  # what its models have, whatever is drawn
+    model: dict[str, Any] | None = None  # fixed fields of the model's shape
     family: tuple[str, ...] = ("GPT",)
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
 
 def copies(**more: tuple[Any, ...]) -> Plan:
-    """So many copies, and what is chosen of each of `more`."""
+    """Return a plan with copies and a draw from each of `more`."""
     return lambda r, n: {"dp": n} | {name: r.choice(values) for name, values in more.items()}
 
 
 def one(axis: str, **more: tuple[Any, ...]) -> Plan:
-    """A cut along one axis."""
+    """Return a plan with one cut along `axis`."""
     return lambda r, n: {axis: n} | {name: r.choice(values) for name, values in more.items()}
 
 
 def staged(*names: str, filled: bool = False) -> Plan:
-    """A pipeline, with micro-batches that its schedule takes; filled: no fewer than stages."""
+    """Return a plan for a pipeline and its micro-batches; filled: at least as many as stages."""
 
     def plan(r: Random, n: int) -> dict[str, Any]:
         name = r.choice(names)
@@ -119,7 +119,7 @@ def staged(*names: str, filled: bool = False) -> Plan:
 
 
 def mesh(r: Random, n: int) -> dict[str, Any]:
-    """Several cuts at once."""
+    """Draw several cuts at once."""
     pairs = [
         (a, b, n // a // b) for a in range(1, n + 1) for b in range(1, n + 1) if n % (a * b) == 0
     ]
@@ -134,7 +134,7 @@ def mesh(r: Random, n: int) -> dict[str, Any]:
 
 
 def over_copies(zero: tuple[int, ...]) -> Plan:
-    """Tensor groups within copies."""
+    """Return a plan with tensor groups within copies."""
     return lambda r, n: {"dp": n // 2, "tp": 2, "zero": r.choice(zero)}
 
 
@@ -167,7 +167,7 @@ FIELDS = Layout.__dataclass_fields__
 
 
 def drawn(seed: int) -> Drawn:
-    """The right program of a seed."""
+    """Draw the right program of a seed."""
     r = Random(seed)
     kind = r.choice(DRAWN_FROM)
     plan = {"microbatches": r.choice((1, 2, 3))} if kind.accumulates else {}
@@ -191,7 +191,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def shape(r: Random, kind: Kind, layout: Layout, options: dict[str, Any]) -> Config:
-    """A model that this plan can cut: as odd as it may be."""
+    """Draw a model that this plan can cut, with shapes as odd as possible."""
     t, c, parts = layout.tp, layout.cp, layout.pp * layout.chunks
     many = lcm(t, c if options.get("way") == "ulysses" else 1)
     kv = many * (r.choice((1, 1, 2)) if many < 4 else 1)

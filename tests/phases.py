@@ -1,14 +1,13 @@
-"""`make test`: run pytest twice, first what can run side by side, then what measures time.
+"""Run pytest twice for `make test`: first parallel tests, then tests that measure time.
 
     python tests/phases.py [arguments of pytest]    # tests/test_zero.py, -k ring, -x
 
 The first run uses pytest-xdist with one process more than there are cores, because tests wait a
-lot. A file's tests stay in one process and share what the file makes once. The second run takes the
-tests with the mark `alone`, one at a time. If a test looks at the built site, `make book` comes
-first.
+lot. A file's tests stay in one process and share their fixtures. The second run takes the tests
+with the mark `alone`, one at a time. If a test looks at the built site, `make book` comes first.
 
-A test that hangs for longer than its limit ends its process; it fails by name, and the others go
-on. Each test's time is in _build/tests/seconds.txt, the slowest first. The last line sums up both
+A test that exceeds its time limit ends its process; it fails by name, and the others go on. The
+times of all tests are in _build/tests/seconds.txt, the slowest first. The last line sums up both
 runs.
 """
 
@@ -38,7 +37,7 @@ class Collection:
     """Pytest plugin that keeps the collected tests."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Keep them."""
+        """Store the collected tests."""
         self.items = session.items
 
 
@@ -62,7 +61,7 @@ def run(phase: str, arguments: list[str], processes: int) -> tuple[int, list[Ele
     environment = dict(os.environ)
     if processes > 1:
         command += [f"-n{processes}", "--dist=loadfile", "--timeout-method=thread"]
-        # Beside other tests a second OpenMP thread spins for its core, ten times as long.
+        # Beside other tests a second OpenMP thread spins for its core, and takes ten times as long.
         environment["OMP_NUM_THREADS"] = "1"
     status = call([*command, *arguments], environment)
     return status, list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
@@ -101,4 +100,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print("\nInterrupted. What it had started is ended.", flush=True)
-        sys.exit(130)  # what a shell says of an interrupt
+        sys.exit(130)  # the exit status of a shell after an interrupt

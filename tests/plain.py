@@ -1,4 +1,4 @@
-"""A plain GPT to compare with, and what tests of techniques do alike."""
+"""Plain GPT to compare with, and helpers shared by the tests of techniques."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardlab.gpt.model import GPT, Config
 
 
 def run(fn: Any, size: int, *args: Any, device: str = "auto", timeout: float = 100) -> list[Any]:
-    """Results of `fn` on so many ranks."""
+    """Return the results of `fn` on `size` ranks."""
     return ranks.run(fn, size, *args, device=device, timeout=timeout, show=False)
 
 
 def plain_model(config: Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT:
-    """A GPT in which every number says something: biases and norms are not their defaults."""
+    """Return a GPT with random biases and norms, so that each parameter matters."""
     torch.manual_seed(seed)
     model = GPT(config)
     with torch.no_grad():
@@ -28,10 +28,10 @@ def plain_model(config: Config, dtype: torch.dtype = torch.float64, seed: int = 
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """One tensor after the other."""
+    """Return an AdamW that steps one tensor after the other."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Their largest difference."""
+    """Return the largest difference."""
     return (one - other).abs().max().item()

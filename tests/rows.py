@@ -1,4 +1,4 @@
-"""The table of the contract: what has to train as one process does, how near. See `contract`."""
+"""Table of the contract: cases that must train as one process does. See `contract`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ ROUTED_LATENT = replace(
     yarn=Yarn(4.0, 4, 2.0, 0.5, sharper=0.7),
 )  # fmt: skip
 UNTIED = replace(GPT2, tied=False, layers=1)
-# On a GPU in 32 bits: two steps, of which the second is what all later ones are. On the CPU the
-# same plan in 64 bits says more.
+# Rows in float32 for GPUs have two steps, since the second step is like all later ones. On the CPU
+# the same plan in float64 is stricter.
 F32 = {"dtype": torch.float32, "steps": 2, "near": FLOAT32, "clip": (1e9, 0.1), "gpus": True}
 F32["weekly"] = "cpu"
-AGAIN = F32 | {"weekly": "cpu, gpus"}  # what another of these shows, in other numbers
-SIZES = 1, 2, 4  # ranks
+AGAIN = F32 | {"weekly": "cpu, gpus"}  # shows the same as another row, with other numbers
+SIZES = 1, 2, 4  # numbers of ranks
 
 
 def row(technique: str, case: str, config: Config | None, layout: Layout, **more: Any) -> Row:
-    """A row of which `more` says what is not as usual."""
+    """Return a row; `more` holds the fields that differ from the usual ones."""
     sizes = more.pop("sizes", (6 if config is None else 2,) * layout.dp)
     return Row(technique, case, config, layout, more.pop("near", FLOAT64), sizes, **more)
 
 
-# What the ranks do in a step: the branches that copy c uses, its samples, its micro-batches.
+# A step's branches of copy c, its samples, its micro-batches.
 TOYS: dict[str, dict[str, Any]] = {
     "plain": {"branches": lambda c, m: "lr"},
     "unused on some": {"branches": lambda c, m: "lr" if c == 0 else "l"},
@@ -57,7 +57,7 @@ TOYS: dict[str, dict[str, Any]] = {
 
 
 def toy(technique: str, case: str, n: int, zero: int = 0, **more: Any) -> Row:
-    """The Toy on n copies."""
+    """Return a row with the Toy on n copies."""
     how = dict(TOYS[case])
     m, uneven = how.pop("m", 1), how.pop("uneven", False)
     sizes = tuple(6 - 2 * r if r < 3 else 0 for r in range(n)) if uneven else (6 * m,) * n
@@ -72,24 +72,24 @@ SUMS_OF_SUMS = within(1e-5, IN_ORDER.why + "; sums of sums, which AdamW makes so
 
 
 def data() -> Iterator[Row]:
-    """Data parallelism."""
+    """Yield the rows of data parallelism."""
     for n in SIZES:
         for case in TOYS:
-            # Which bucket goes when is said of two GPUs as of four.
+            # The order of buckets is the same on two GPUs and on four.
             yield toy("data", case, n, gpus=n > 1, weekly="gpus" if n == 4 else "")
-            # torch's DDP looks at the last micro-batch alone for what is unused.
+            # torch's DDP determines unused parameters from the last micro-batch alone.
             if n < 4 and case != "accumulated, first part alone":
-                # a + b is b + a, also rounded
+                # a + b equals b + a, also when rounded
                 more = {"dtype": torch.float32, "near": SAME, "against": "DDP"}
                 yield toy("data", case, n, **more)
         more = {"near": within(1e-10, FLOAT64.why), "sizes": (4,) * n, "lr": 1e-3}
         more["options"] = {"bucket_bytes": 2**16, "first_bytes": 2**14}
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), **more)
-        more["weekly"] = "" if n == 2 else "cpu"  # beside DDP the Toy goes every way
+        more["weekly"] = "" if n == 2 else "cpu"  # beside DDP the Toy uses every branch
         yield row("data", "text", PRESETS["nano"], Layout(dp=n), against="DDP", gpus=n == 2, **more)
     for case, kept in (("plain", True), ("unused on some", True), ("unused on some", False)):
         more = {"dtype": torch.float32, "set_to_none": kept}
-        yield toy("data", case, 2, near=SAME, **more)  # one process goes share by share
+        yield toy("data", case, 2, near=SAME, **more)  # one process computes share by share
         yield toy("data", case, 4, near=IN_ORDER, **more)
     for way in ("buckets", "parameters"):
         more = {"near": SAME, "dtype": torch.float32, "options": {"way": way}, "gpus": True}
@@ -103,18 +103,18 @@ def data() -> Iterator[Row]:
 
 
 def zero() -> Iterator[Row]:
-    """ZeRO's stages."""
+    """Yield the rows of ZeRO's stages."""
     kept = [case for case in TOYS if case not in ("uneven", "accumulated, first part alone")]
     for stage in (1, 2, 3):
         for case in kept:
-            # On three ranks no parameter's size, and no flat tensor, falls into equal shards.
+            # On three ranks no parameter's size, and no flat tensor, divides into equal shards.
             yield toy("zero", case, 1, stage)
             yield toy("zero", case, 3, stage)
             for n in (2, 4):
                 # Halves and quarters are exact, and sums are made in the order of the ranks.
                 near = SUMS_OF_SUMS if case.startswith("accumulated") else SAME
                 yield toy("zero", case, n, stage, near=near, dtype=torch.float32)
-        # Zeros are gradients to AdamW, which then decays weights.
+        # AdamW takes zeros for gradients, and decays the weights.
         more = {"dtype": torch.float32, "set_to_none": False, "near": SAME}
         yield toy("zero", "unused on some", 2, stage, **more)
         clip = {"clip": (0.05, 1e9, 0.2), "steps": 3}
@@ -130,12 +130,12 @@ def zero() -> Iterator[Row]:
             layout = Layout(dp=2, zero=stage)
             yield row("zero", "bf16", PRESETS["nano"], layout, against=beside, **nano)
         for n in (2, 4):
-            # On two, sums are the library's to the bit; on four they are near it.
+            # On two ranks, sums equal the library's bitwise; on four they are close.
             beside = {"sizes": (4,) * n, "dtype": torch.float32, "weekly": "cpu" if n == 4 else ""}
             why = "four terms in another order: AdamW takes another part of a step of 1e-2"
             near = within(5e-3, why, losses=1e-4)
             layout = Layout(dp=n, zero=stage)
-            exact = SAME if n == 2 else near  # a + b is b + a, also rounded
+            exact = SAME if n == 2 else near  # a + b equals b + a, also when rounded
             nano = PRESETS["nano"]
             yield row("zero", "text", nano, layout, against="FSDP2", near=exact, **beside)
             yield row("zero", "text", nano, layout, against="DeepSpeed", near=near, **beside)
@@ -153,7 +153,7 @@ TINY = Config(vocab=32, seq=4, layers=6, heads=2, hidden=16, tied=False)
 TINY_LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", bias=False)
 # By stages: micro-batches (fewer than stages, as many, more) and sequences (some do not divide).
 BATCHES = {1: ((1, 2), (5, 7)), 2: ((1, 2), (2, 3), (5, 7)), 4: ((2, 3), (4, 4), (5, 7))}
-# Each schedule goes through all three every day; all that it is as data, test_pipeline_schedules.
+# Each schedule runs all three every day; test_pipeline_schedules checks all schedules as data.
 DAILY = {1: ((5, 7),), 2: ((1, 2), (2, 3)), 4: ((5, 7),)}
 SHAPES: dict[str, tuple[Config, dict[int, list[int]]]] = {
     "tied": (replace(TINY, tied=True), {}),
@@ -170,13 +170,13 @@ TWINS = within(
 
 
 def staged(name: str, p: int, m: int, **more: Any) -> Layout:
-    """A plan of p stages."""
+    """Return a plan of p stages."""
     chunks = 2 if p > 1 and name in ("interleaved", "zb-v") else 1
     return Layout(pp=p, schedule=name, microbatches=m, chunks=chunks, **more)
 
 
 def pipelines() -> Iterator[Row]:
-    """Every schedule of the pipeline."""
+    """Yield the rows of every pipeline schedule."""
     narrow = {"dtype": torch.float32}
     tied = replace(TINY, tied=True)
     for p in (2, 4):
@@ -203,7 +203,7 @@ def pipelines() -> Iterator[Row]:
                 options = {"layers": layers[2 * layout.chunks]} if layers else {}
                 more = {"steps": 2, "sizes": (4,), "options": options, **narrow}
                 more["gpus"] = name == "1f1b"
-                # Every pair of schedule, shape and recomputation, each day; all three once a week.
+                # Each day, every pair of schedule, shape and recomputation; each week, every triple.
                 other = (OTHERS.index(name) + number + (again == "full")) % 2
                 more["weekly"] = "cpu, gpus" if other else "gpus" * (case == "uneven")
                 near = TWINS if config.tied else SAME
@@ -240,13 +240,13 @@ NEW = [CUT[case] for case in ("qwen", "latent", "latent keys", "deepseek", "copi
 
 
 def tensors() -> Iterator[Row]:
-    """Tensor parallelism, and sequence parallelism along it."""
+    """Yield the rows of tensor parallelism, with and without sequence parallelism."""
     near = {"near": CUT64, "clip": (1e9, 0.3, 0.1), "sizes": (3,)}
     for t in SIZES:
-        # What a model is made of is cut on two ranks as on four.
+        # The parts of a model are cut on two ranks as on four.
         rest = {"weekly": "cpu" if t == 4 else "", **near}
         for case, config in CUT.items():
-            daily = case in ("gpt2", "llama", "qwen")  # four ranks copy its heads
+            daily = case in ("gpt2", "llama", "qwen")  # four ranks copy its key/value heads
             more = near if daily else rest
             if t == 1 and config in NEW:
                 more = near | {"weekly": "cpu"}
@@ -287,7 +287,7 @@ def tensors() -> Iterator[Row]:
 
 
 def contexts() -> Iterator[Row]:
-    """Contexts that are cut."""
+    """Yield the rows of context parallelism."""
     dense = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
     llama = replace(dense, kv_heads=2, mlp="swiglu", norm="rms", bias=False, tied=False)
     for c in SIZES:
@@ -337,7 +337,7 @@ BY_TOKENS = within(
 
 
 def routed() -> Iterator[Row]:
-    """Experts over ranks."""
+    """Yield the rows of expert parallelism."""
     near = {"near": BY_TOKENS, "balanced": True}
     one = within(2e-6, "float32; products of other shapes add up in another order", weights=1e-2)
     for n in SIZES:
@@ -358,7 +358,7 @@ def routed() -> Iterator[Row]:
 
 
 def meshes() -> Iterator[Row]:
-    """Several cuts at once."""
+    """Yield the rows with several cuts at once."""
     gpt = Config(vocab=32, seq=8, layers=2, heads=2, hidden=16)
     llama = replace(gpt, mlp="swiglu", norm="rms", bias=False, tied=False)
     deep = replace(gpt, layers=4)
@@ -395,7 +395,7 @@ def meshes() -> Iterator[Row]:
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
         if layout.ranks in (2, 4):
-            # One cut alone is in the rows of its technique, and beside others on four.
+            # One cut alone is in its technique's rows; several cuts need four ranks.
             narrow = (AGAIN if layout.ranks == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
             yield row("mesh", f"{number}", config, layout, **narrow)
     short = {"sizes": (2, 3), "ignored": True}
@@ -413,7 +413,7 @@ def meshes() -> Iterator[Row]:
 
 
 def today() -> Iterator[Row]:
-    """Today's attention, which most techniques do not see."""
+    """Yield the rows with recent attention variants, which most techniques do not depend on."""
     deep = {"layers": 6, "seq": 4, "vocab": 32}
     for name, config in (("zb-h2", ROUTED_LATENT), ("zb-v", QWEN)):
         layout = staged(name, 2, 3, recompute="full")
@@ -435,7 +435,7 @@ ROWS = [*data(), *zero(), *pipelines(), *tensors(), *contexts(), *routed(), *mes
 
 
 def on_gpus(technique: str, size: int, whole: bool = True) -> list[Row]:
-    """The rows of so many ranks that run on GPUs: the second step is what all later ones are."""
+    """Return the rows of `size` ranks for GPUs, with two steps: later ones are like the second."""
     found = [r for r in ROWS if r.gpus and (r.technique, r.ranks) == (technique, size)]
     found = [r for r in found if whole or "gpus" not in r.weekly]
     return [replace(r, steps=min(2, r.steps)) for r in found]

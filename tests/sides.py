@@ -1,9 +1,9 @@
-"""How each technique attaches to a plain model, and trains it: the sides that `contract` compares.
+"""Sides that `contract` compares: how each technique wraps a plain model and trains it.
 
-A side is made from a row of the table, a plain model and this rank's groups, by axis. `step` goes
-through forward and backward of a step's batch and says losses by copy, or under None that of the
-whole batch; `gradients` and `weights` go by the plain model's names; `part` is what of a whole
-tensor this rank has. What a side does not say of itself is that of one process.
+A side is made from a row of the table, a plain model and this rank's groups, by axis. `step` runs
+forward and backward of a step's batch and returns losses by copy, or the whole batch's loss under
+None; `gradients` and `weights` have the plain model's names; `part` returns this rank's part of an
+unsharded tensor. Methods that a side does not define are inherited from the one-process side.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardlab.gpt.model import GPT, IGNORED, loss
 from shardlab.layout import ledger
 
 SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
-Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, what else the model is given
+Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, further inputs of the model
 
 
 class Toy(nn.Module):
-    """All that is special at once: tied, frozen, buffer, branches that a rank may not use."""
+    """Model with all special cases: tied, frozen, buffer, branches that a rank may not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Toy(nn.Module):
 
 
 def plain_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy over all tokens."""
+    """Return the cross-entropy over all tokens."""
     if logits.dim() == 2:
         return F.cross_entropy(logits, targets, reduction=reduction)
     return loss(logits, targets, reduction)
@@ -67,19 +67,19 @@ def counted(part: Part) -> int:
 
 
 def optimizer(model: Any, lr: float = 1e-2) -> torch.optim.AdamW:
-    """With a decay that shows, one tensor after the other: sums then have one order."""
+    """Return AdamW with a visible decay; it steps tensors one by one, for one order of sums."""
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, foreach=False)
 
 
 def recomputed(model: GPT) -> GPT:
-    """Each block computes again in backward."""
+    """Recompute each block in backward."""
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
 def cut(side: Any, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor of a tensor-parallel model; a tied head goes by `embedding`."""
+    """Return this rank's part of a tensor-parallel model's tensor; a tied head is `embedding`."""
     dimension, group = side.cuts.get(name, 0 if side.cuts else None), side.groups["tp"]
     if dimension is None:
         return whole
@@ -89,13 +89,13 @@ def cut(side: Any, name: str, whole: Tensor) -> Tensor:
 
 
 class Side:
-    """One process, which goes through the micro-batches of all copies, copy by copy."""
+    """One process that runs the micro-batches of all copies, copy by copy."""
 
     answers = True  # the trained model can be called
 
     @staticmethod
     def imported() -> None:
-        """Import what takes seconds, before ranks are forked."""
+        """Import slow modules before ranks are forked."""
 
     def __init__(self, row: Any, model: nn.Module, groups: dict[str, dist.ProcessGroup]):
         self.row, self.groups, self.options = row, groups, dict(row.options)
@@ -113,7 +113,7 @@ class Side:
         return plain_loss(self.model(tokens, *more), targets, reduction)
 
     def watched(self) -> AbstractContextManager[list[Any]]:
-        """Whatever is routed to experts inside, where a step balances them."""
+        """Record the routing to experts inside, where a step balances them."""
         return experts.watch(self.model) if self.row.balanced else nullcontext([])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
@@ -154,16 +154,16 @@ class Side:
         self.plain.load_state_dict(weights)
 
     def joined(self, value: Tensor) -> Tensor:
-        """The whole batch's loss, of what a step says under None."""
+        """Return the whole batch's loss from a step's loss under None."""
         return value
 
     def output(self, part: Part) -> Tensor:
-        """Of the trained model, whole, for a micro-batch."""
+        """Return the trained model's complete output for a micro-batch."""
         return self.model(part[0], *part[2])
 
 
 class Data(Side):
-    """Data parallelism: by hooks, or by the two plain ways; torch's DDP has the same face."""
+    """Data parallelism: by hooks, or by the two plain ways; torch's DDP has the same interface."""
 
     def made(self, model: Any, way: str = "hooks", **options: Any) -> Any:
         self.way = way
@@ -196,7 +196,7 @@ class Data(Side):
 
     def gradients(self) -> dict[str, Tensor | None]:
         found = super().gradients()
-        if self.way == "parameters":  # zeros for what no rank used
+        if self.way == "parameters":  # zeros for parameters that no rank used
             found = {name: g if g is not None and g.any() else None for name, g in found.items()}
         return found
 
@@ -206,7 +206,7 @@ class Data(Side):
 
 
 def whole_gradients(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Of a ZeRO model, put together from the pieces of all ranks; zeros where there are none."""
+    """Gather a ZeRO model's gradients from the pieces of all ranks; zeros where there are none."""
     found = {}
     for flat in model.flats:
         shard = torch.zeros_like(flat.shard)
@@ -227,7 +227,7 @@ class Zero(Data):
         if self.stage < 3:
             options = SMALL | options
         elif isinstance(model, Toy):
-            # What a rank may leave out can be no unit of its own: `left` and `right` are the rest.
+            # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
             options = {"units": [model.frozen]} | options
         return zero.shard(model, self.groups["dp"], self.stage, **options)
 
@@ -260,7 +260,7 @@ class Zero(Data):
 
 
 class Masters(Side):
-    """One process that computes in few bits and keeps weights in 32."""
+    """One process that computes in 16 bits and keeps float32 master weights."""
 
     def made(self, model: Any, compute_dtype: torch.dtype, **_: Any) -> Any:
         self.narrow = GPT(model.config).to(ranks.device(), compute_dtype)
@@ -291,7 +291,7 @@ class Masters(Side):
 
 
 class Pipeline(Side):
-    """A model cut by layers; with more than one copy, replicas of the pipeline."""
+    """Model cut by layers; with more than one copy, replicas of the pipeline."""
 
     answers = False
 
@@ -300,7 +300,7 @@ class Pipeline(Side):
         schedule = pipeline.schedule(layout.schedule, layout.pp, layout.microbatches)
         if layout.dp > 1:
             options["replicas"] = self.groups["dp"]
-            if dist.get_rank(self.groups["dp"]):  # the first replica's weights are what counts
+            if dist.get_rank(self.groups["dp"]):  # only the first replica's weights count
                 for parameter in model.parameters():
                     nn.init.zeros_(parameter)
         self.cuts, self.group = {}, self.groups["tp"]
@@ -329,7 +329,7 @@ class Pipeline(Side):
 
 
 class Tensors(Side):
-    """Tensor parallelism, and sequence parallelism along it; alone, in copies, on cut contexts."""
+    """Tensor and sequence parallelism; alone, in copies, or on cut contexts."""
 
     def made(self, model: Any, **options: Any) -> Any:
         layout, self.group = self.row.layout, self.groups["tp"]
@@ -389,7 +389,7 @@ class TensorsInCopies(Tensors):
 
 
 class Context(Side):
-    """A sequence cut over ranks; with tensor parallelism, of a model whose heads are cut too."""
+    """Sequence cut over ranks; with tensor parallelism, the model's heads are cut too."""
 
     def made(self, model: Any, way: str, layout: str) -> Any:
         self.layout, self.group, self.cuts = layout, self.groups["cp"], {}
@@ -431,7 +431,7 @@ class Context(Side):
 
 
 class Experts(Data):
-    """Experts dealt out to the copies, or to each pair; with tensor parallelism too."""
+    """Experts distributed over the copies, or over each pair; with tensor parallelism, too."""
 
     def made(self, model: Any) -> Any:
         layout, world = self.row.layout, self.groups["dp"]
@@ -502,4 +502,4 @@ class Meshed(Side):
         return self.model.full_state_dict()
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """A mesh loads checkpoints alone."""
+        """Load weights through a checkpoint, which is the only way for a mesh."""

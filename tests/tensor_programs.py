@@ -1,4 +1,4 @@
-"""The course's operators by the names that random programs have for them."""
+"""The course's operators, by the names that random programs use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardlab import tensor_parallel as tp
 
 
 def _along(edge):
-    """An operator along the sequence, for four numbers: a sequence of one feature."""
+    """Return an operator along the sequence, for four numbers: a sequence with one feature."""
     return lambda y, group: edge(y.view(1, -1, 1), group).view(-1)
 
 

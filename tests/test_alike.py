@@ -1,4 +1,4 @@
-"""What all techniques do alike: gradients clipped, arguments agreed on."""
+"""Behaviour shared by all techniques: gradient clipping, agreement on arguments."""
 
 import math
 from dataclasses import replace
@@ -32,11 +32,11 @@ def batch():
 
 
 def own(x):
-    """This rank's sequences."""
+    """Return this rank's sequences."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-# Gradients of the whole batch by each technique, and its way to clip them.
+# Gradients of the whole batch by each technique, and its function to clip them.
 
 
 def sharded(stage):
@@ -94,7 +94,7 @@ def all_clips():
 
 
 def clips(way, dtype):
-    """Of limits, those for which this clips as torch does, and those that it refuses."""
+    """Return the limits for which this technique clips as torch does, and those that it refuses."""
     serial = gpt(SPARSE if way == "experts" else DENSE, dtype)
     loss(serial(batch()[0]), batch()[1]).backward()
     model, clip = CLIPPED[way](dist.group.WORLD, dtype)
@@ -104,7 +104,7 @@ def clips(way, dtype):
     like_torch, refused = [], []
     for limit in (0.1, 0, math.inf, -0.1, math.nan):
         torch._foreach_copy_(mine, before)
-        # What torch makes of gradients that have the norm of one process's.
+        # torch's results for gradients with the norm of one process.
         norm = nn.utils.get_total_norm([p.grad for p in serial.parameters()]).to(torch.float64)
         theirs = nn.Parameter(norm.detach().clone())
         theirs.grad = norm.clone()
@@ -128,7 +128,7 @@ def test_limits_are_what_they_are_to_torch_and_without_a_meaning_are_refused():
     for found in ranks.run(all_clips, 2, timeout=90):
         for case, (like_torch, refused) in found.items():
             assert like_torch == ["0.1", "0", "inf"], case
-            # torch turns gradients round with the first, and makes nan of them with the second.
+            # torch inverts gradients with the first limit, and makes nan of them with the second.
             assert refused == ["-0.1", "nan"], case
 
 
@@ -156,10 +156,10 @@ def wrapped(function, *given, model=DENSE, **options):
     return lambda group: function(gpt(model), group, *given, **options)
 
 
-THREE = replace(DENSE, heads=3, hidden=48, vocab=66, layers=3)  # what three ranks divide
+THREE = replace(DENSE, heads=3, hidden=48, vocab=66, layers=3)  # divisible by three ranks
 THREES = replace(SPARSE, experts=3)
 
-# technique: how two ranks make it, and, by the name of the argument, how the third one does.
+# technique -> its call on two ranks, and the third rank's call by the name of the argument
 DIFFER = {
     "data parallel": (
         wrapped(data_parallel.DataParallel),
@@ -217,10 +217,10 @@ DIFFER = {
 
 
 def disagree():
-    """For each argument, what is raised where rank 2 of three gives another one than the rest."""
+    """Return, for each argument, the error when rank 2 of three gives another value."""
     told = {}
     for way, (make, others) in DIFFER.items():
-        make(dist.group.WORLD)  # where all agree, nothing is raised
+        make(dist.group.WORLD)  # no error where all ranks agree
         for name, other in others.items():
             told[way, name] = "nothing"
             try:
@@ -235,7 +235,7 @@ def test_ranks_that_were_given_other_arguments_are_named_on_all_ranks():
 
 
 def named(found):
-    """found: by rank, what was raised by technique and argument."""
+    """Check the errors; found: by rank, the error by technique and argument."""
     one, *rest = found
     assert all(each == one for each in rest)
     for (way, name), said in one.items():
@@ -245,7 +245,7 @@ def named(found):
 
 
 def norm_of_ones(way):
-    """Its square and its dtype for gradients in bf16, each of them 1; how many those are."""
+    """Return squared norm, dtype and number of bf16 gradients of 1."""
     model, clip = CLIPPED[way](dist.group.WORLD, torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -260,15 +260,15 @@ def norms_of_ones():
 
 
 def test_a_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
-    """bf16 knows no number between 256 and 258."""
+    """A norm needs float32: bf16 has no number between 256 and 258."""
     for found in ranks.run(norms_of_ones, 2, timeout=90):
         for way, (square, dtype, numbers) in found.items():
             assert dtype == torch.float32, way
-            # Float32: a root, then its square.
+            # float32: a root, then its square.
             assert square == pytest.approx(numbers, rel=1e-6), way
 
 
-# What is given at every call is asked for at the first.
+# Arguments that are given at every call are compared at the first call.
 
 
 def attend(function, layout="zigzag", causal=True):
@@ -286,7 +286,7 @@ def summed(reduction):
 
 
 def calls():
-    """By technique and argument: the call of the first two ranks, and that of the third."""
+    """Yield technique and argument, the call of the first two ranks, and the call of the third."""
     return {
         ("ring", "layout"): (attend(cp.ring_attention), attend(cp.ring_attention, "contiguous")),
         ("loss", "reduction"): (summed("mean"), summed("sum")),
@@ -297,7 +297,7 @@ def calls():
 def disagree_at_a_call():
     told = {}
     for (way, name), pair in calls().items():
-        group = dist.new_group([0, 1, 2])  # which has not been asked yet
+        group = dist.new_group([0, 1, 2])  # a group that has not compared arguments before
         with pytest.raises(ValueError) as error:
             pair[dist.get_rank() // 2](group)
         told[way, name] = str(error.value)

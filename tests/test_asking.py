@@ -1,4 +1,4 @@
-"""Questions to the reader: where a prediction's number stands, and what a quiz is made of."""
+"""Questions to the reader: the place of a prediction's answer, and the parts of a quiz."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES += sorted(ROOT.glob("book/*.md"))
 
 
 def slugs(page):
-    """The addresses of a page's headings, as MyST makes them."""
+    """Return the anchors of a page's headings, as MyST makes them."""
     text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text("utf-8"))
     return {pace.anchor(heading) for heading in re.findall(r"(?m)^##+ (.+)$", text)}
 

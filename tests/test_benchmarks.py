@@ -1,4 +1,4 @@
-"""Benchmarks, at toy sizes: the rows that they print, and what they refuse."""
+"""Benchmarks, at toy sizes: the rows that they print, and the arguments that they refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = ["case", "against", "ranks", "link", "ratio", "quartiles", "floor"]
 
 
 def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
-    """What the benchmark prints on two ranks: its rows, each with more keys, and all of it."""
+    """Run the benchmark on two ranks; return its rows, with more keys, and its whole output."""
     command = [sys.executable, str(show.ROOT / f"benchmarks/{topic}.py"), "--json", "--quick"]
     options = ["--ranks", "2", "--links", *links, "--repeats", "1"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=show.ROOT)
@@ -33,7 +33,7 @@ def rows(topic: str, links: list[str], *more: str) -> tuple[list[dict], dict]:
         assert row["ranks"] == 2
         assert row["ratio"] > 0 and row["floor"] > 0
         assert row["quartiles"] == sorted(row["quartiles"])
-    # A link after the other, each with as many rows.
+    # One link after the other, with as many rows each.
     each = len(printed["rows"]) // len(links)
     assert [row["link"] for row in printed["rows"]] == [link for link in links for _ in range(each)]
     return printed["rows"], printed
@@ -60,7 +60,7 @@ def test_data_parallel():
 def test_experts():
     found, _ = rows("experts", ["loopback"], "sent_ratio")
     assert [row["case"].split(":")[0] for row in found] == ["even", "uneven"]
-    # Counted: padding sends more, the more uneven the choices are.
+    # Counted: padding sends more if choices are more uneven.
     even, uneven = (row["sent_ratio"] for row in found)
     assert 1 > even > 2 * uneven
 
@@ -102,7 +102,7 @@ def test_tensor_parallel():
     for row in found:
         assert row["against"].startswith("parallelize_module")
         # Counted, not timed: no more than torch holds, but for a message of 16 of 1200 kB that a
-        # thread of gloo has not let go of.
+        # thread of gloo has not yet released.
         assert row["peak_ratio"] <= 1.02
     ours, *theirs = printed["where"]
     assert [one["case"] for one in (ours, *theirs)] == [
@@ -110,7 +110,7 @@ def test_tensor_parallel():
     ]
     for one in (ours, *theirs):
         assert min(one[part] for part in ("kernels", "messages", "rest")) > 0
-        # Counted: every operation on a DTensor, some hundred in two layers, takes many more calls.
+        # Counted: each operation on a DTensor, some hundred in two layers, takes many calls.
         assert (one["dispatched"] > 100) == (one is not ours)
         assert one is ours or one["calls"] > 4 * ours["calls"]
 
@@ -129,14 +129,14 @@ def test_tensor_types():
     importlib.util.find_spec("pytorch_lightning") is None, reason="needs pytorch-lightning"
 )
 def test_train():
-    found, _ = rows("train", ["loopback"])  # it holds the losses of both against each other
+    found, _ = rows("train", ["loopback"])  # the benchmark compares the losses of both
     assert [row["case"].split(":")[0] for row in found] == ["ddp", "fsdp2"]
     assert {row["against"] for row in found} == {"Lightning's Trainer"}
 
 
 def test_bad_arguments_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as left:
-        benchmark("zero")["main"](["--ranks", "0"])  # side_by_side reads them, for all alike
+        benchmark("zero")["main"](["--ranks", "0"])  # side_by_side parses them, for all benchmarks
     assert left.value.code == 2
     assert "--ranks" in capsys.readouterr().err.splitlines()[-1]
 

@@ -1,6 +1,6 @@
-"""The site: nothing from another host, no dead link, and on every lesson what readers need.
+"""The site: nothing from another host, no dead link, and every lesson has its additions.
 
-What a page is in a browser, tests/site/test_site_pages.py says.
+tests/site/test_site_pages.py tests the pages in a browser.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from throwaway import Book
 from shardcourse import build
 from shardcourse.build import index
 
-LOADED = {  # what a browser fetches by itself
+LOADED = {  # loaded by a browser without a click
     "script": ("src",),
     "img": ("src", "srcset"),
     "image": ("href", "xlink:href"),
@@ -51,7 +51,7 @@ class Page(HTMLParser):
         self.feed(SOURCE.sub("", text))
 
     def handle_starttag(self, tag, attrs):
-        """Collect ids, links and what is loaded."""
+        """Collect ids, links and loaded files."""
         values = {name: value or "" for name, value in attrs}
         self._inside = tag
         if "id" in values:
@@ -65,7 +65,7 @@ class Page(HTMLParser):
         self.foreign += CSS_LOADS.findall(values.get("style", ""))
 
     def handle_data(self, data):
-        """Look for addresses in scripts and styles that stand in the page."""
+        """Look for addresses in scripts and styles within the page."""
         if self._inside == "style":
             self.foreign += CSS_LOADS.findall(data)
         elif self._inside == "script":
@@ -82,12 +82,12 @@ def _parsed(path: Path, _changed: int) -> Page:
 
 
 def parsed(path: Path) -> Page:
-    """A file, parsed once as long as it does not change."""
+    """Return a parsed file, cached while it does not change."""
     return _parsed(path, path.stat().st_mtime_ns)
 
 
 def foreign(site: Path) -> list[str]:
-    """Every load from another host in the pages and style sheets of `site`."""
+    """Return every load from another host in the pages and style sheets of `site`."""
     found = []
     for path in [*site.rglob("*.html"), *site.rglob("*.svg")]:
         found += [f"{path.relative_to(site)}: {x}" for x in parsed(path).foreign]
@@ -98,7 +98,7 @@ def foreign(site: Path) -> list[str]:
 
 
 def dead_links(site: Path) -> list[str]:
-    """Every link within `site` to a file or an anchor that is not there."""
+    """Return every link within `site` to a missing file or anchor."""
     pages = {str(path): parsed(path) for path in site.rglob("*.html")}
     files = {str(path) for path in site.rglob("*") if path.is_file()}
     dead = []
@@ -158,7 +158,7 @@ def test_what_can_wait_is_named_at_the_head_and_at_each_section(site, root):
 
 
 def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
-    """A rank's warnings come back with its prints, so the build itself lets them pass."""
+    """A rank's warnings come with its prints, so the build itself lets them pass."""
     # Python says "UserWarning: ", torch in C++ "] Warning: "; a command of ours says "Warning: ".
     unwanted = re.compile(rf"(?:\w|\] )Warning: |site-packages|{re.escape(str(root))}")
     for topic in build.lessons(root):
@@ -171,14 +171,14 @@ def test_outputs_hold_no_warning_and_no_path_of_this_machine(site, root):
 
 def test_site_holds_no_example_address_and_no_dead_weight(site):
     pages = [*site.glob("*.html"), *site.glob("book/*.html"), *site.glob("lessons/*.html")]
-    for path in pages:  # not those of source files: this test's own is among them
+    for path in pages:  # without pages of source files: this test's own is among them
         text = path.read_text("utf-8")
         assert "executablebooks/jupyter-book" not in text
         assert "fontawesome.js" not in text
         assert "sphinx-thebe" not in text
         assert "THEBE" not in text
     assert not (site / "_static/scripts/fontawesome.js").exists()
-    # MathJax as it comes takes 24 MB.
+    # MathJax as it is distributed takes 24 MB.
     mathjax = sum(p.stat().st_size for p in (site / "_static/mathjax").rglob("*") if p.is_file())
     assert 1e6 < mathjax < 2.5e6
 
@@ -188,7 +188,7 @@ def test_site_holds_no_example_address_and_no_dead_weight(site):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """The small book, built without and then with a repository's address."""
+    """Return the small book, built without and then with a repository's address."""
     book = Book(tmp_path_factory.mktemp("book"))
     source = (
         "from IPython.display import HTML\nHTML('<a href=\"../code/shardlab/first.py#L4\">x</a>')"

@@ -1,4 +1,4 @@
-"""Calculators: what the directive writes, what it carries, and what their Python answers."""
+"""Calculators: the HTML of the directive, the bundled modules, and the answers of their Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PYTHON = "_build/html/_static/python/python.js"
 
 
 def loaded(path):
-    """A module from a file, under another name."""
+    """Import a module from a file, under another name."""
     spec = importlib.util.spec_from_file_location(f"tried_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,11 +32,11 @@ def answer(kind: str, **given: str | bool) -> dict:
     return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
 
 
-# --- What their Python answers ----------------------------------------------------------------
+# --- Answers of their Python ------------------------------------------------------------------
 
 
 def printed(capsys: pytest.CaptureFixture[str], line: str) -> dict:
-    """What the command itself prints."""
+    """Return the output of the command itself."""
     assert main([*line.removeprefix("python -m shardlab ").split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -105,7 +105,7 @@ def test_a_strategy_is_what_the_command_says(capsys) -> None:
     assert all(len(row) == len(found["head"]) for row in found["rows"])
 
 
-# --- The directive, and what it carries -------------------------------------------------------
+# --- The directive, and its bundle --------------------------------------------------------------
 
 GOOD = """
 :::{calculator} memory
@@ -142,7 +142,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
-    """The small book: calculators on its first page, wrong ones on its last, none on its lesson."""
+    """Return the small book: calculators on its first page, wrong ones on its last, none else."""
     book = Book(tmp_path_factory.mktemp("calculators"))
     book.write("book/index.md", "# A book\n" + GOOD)
     text = (book.root / "book/execution.md").read_text("utf-8")

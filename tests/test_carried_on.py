@@ -1,4 +1,4 @@
-"""What carries the course on: versions, a form for a wrong number."""
+"""Maintenance of the site: versions, and the form for a wrong number."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_sites_of_releases_stand_beside_the_newest(tmp_path):
             with zipfile.ZipFile(tmp_path / "kept" / tag / "course.zip", "w") as archive:
                 archive.writestr("course/index.html", tag)
     main = runpy.run_path(str(ROOT / ".github/versions.py"))["main"]
-    for _ in range(2):  # and once more over its own result
+    for _ in range(2):  # once more over its own result
         listed = main(tmp_path / "site", tmp_path / "kept")
     assert [one["name"] for one in listed] == ["0.3.0", "v0.10", "v0.9", "v0.2"]
     for one in listed[1:]:

@@ -1,7 +1,7 @@
 """Exercises that check themselves: the engine, and every exercise of every lesson.
 
-The answers are read from the lessons, so that what is tested is what the page shows: the unanswered
-form stands between `exercise-start` and `exercise-end`, the solution after `solution-start`.
+The answers are read from the lessons, so that the page's own text is tested: the unanswered form is
+between `exercise-start` and `exercise-end`, the solution after `solution-start`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GATED = re.compile(
 
 
 def cells(text: str) -> list[str]:
-    """The sources of the code cells in a piece of a lesson."""
+    """Return the sources of the code cells in a part of a lesson."""
     return [
         re.sub(r"\A(:.*\n)+|\A---\n.*?---\n", "", cell, flags=re.DOTALL)
         if cell.startswith("---")
@@ -35,7 +35,7 @@ def cells(text: str) -> list[str]:
 
 
 def exercises(lesson: Path) -> list[tuple[str, str, str]]:
-    """(label, unanswered form, solution) of every exercise of a lesson."""
+    """Return (label, unanswered form, solution) of every exercise of a lesson."""
     text = lesson.read_text("utf-8")
     asked, solved = {}, {}
     for kind, body in GATED.findall(text):
@@ -53,7 +53,7 @@ ALL = [(lesson.stem, *row) for lesson in LESSONS for row in exercises(lesson)]
 
 @cache
 def imported(topic: str) -> dict[str, object]:
-    """What a lesson's first cell leaves."""
+    """Return the namespace after a lesson's first cell."""
     space: dict[str, object] = {"__name__": "__main__"}
     first = cells((ROOT / "lessons" / f"{topic}.md").read_text("utf-8"))[0]
     exec(compile(first, f"{topic}.md", "exec"), space)
@@ -86,7 +86,7 @@ SOLVED = {re.search(r'(\w+)"?\)\s*$', solved)[1]: (topic, solved) for topic, _, 
 
 
 def judged(name: str, given: object) -> Verdict:
-    """The verdict on an answer, or on the lesson's solution with pieces of it replaced."""
+    """Judge the answer, or the lesson's solution with parts replaced; return the verdict."""
     if not isinstance(given, Swap):
         return check(given, name)
     topic, code = SOLVED[name]

@@ -195,7 +195,8 @@ def draw_summa() -> None:
     def block(r: int, c: int) -> Cell:
         return (2 * r + c,)
 
-
+    # Left: the grid. Right: two steps. Each broadcasts a column of A's blocks along the rows of
+    # the grid, and a row of B's blocks along its columns.
     for y, step in ((0.62, 0), (2.75, 1)):
         title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
         for x, letter in ((0.35, "A"), (1.9, "B")):

@@ -203,7 +203,7 @@ def pipelines() -> Iterator[Row]:
                 options = {"layers": layers[2 * layout.chunks]} if layers else {}
                 more = {"steps": 2, "sizes": (4,), "options": options, **narrow}
                 more["gpus"] = name == "1f1b"
-                # Each day, every pair of schedule, shape and recomputation; each week, every triple.
+                # Daily, every pair of schedule, shape and recomputation; weekly, every triple.
                 other = (OTHERS.index(name) + number + (again == "full")) % 2
                 more["weekly"] = "cpu, gpus" if other else "gpus" * (case == "uneven")
                 near = TWINS if config.tied else SAME

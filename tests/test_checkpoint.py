@@ -59,7 +59,7 @@ def shard_over_all(model):
 
 
 def build(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
-    """A small GPT with AdamW and a schedule; `kind` says how it is spread over the ranks."""
+    """Build a small GPT with AdamW and a schedule; `kind`: how ranks share the model."""
     torch.manual_seed(0)
     model = here(GPT(replace(PRESETS["nano"], dropout=dropout))).to(dtype)
     model.embedding.weight.requires_grad_(not frozen)
@@ -80,7 +80,7 @@ def build(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
 
 
 def train(training, steps):
-    """Some steps on this rank's share of each batch; the losses over all ranks."""
+    """Train some steps on this rank's share of each batch; return the losses over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     share, losses = BATCH // size, []
     for _ in range(steps):
@@ -99,7 +99,7 @@ def train(training, steps):
 
 
 def everything(training):
-    """Whole copies of all tensors of a training run, by name, and its plain values."""
+    """Return unsharded copies of all tensors of a training run by name, and its plain values."""
     with named_tensors(training) as state:
         pairs = {
             **{f"model.{k}": v for k, v in state["model"].items()},
@@ -120,11 +120,11 @@ def same(a, b):
     )
 
 
-# Resumed equals unstopped.
+# Resumed training equals unstopped training.
 
 
 def unstopped(root, kinds, how):
-    """Per kind of model: losses behind a save, what was saved, and what stood there at the end."""
+    """Return per kind of model: losses after a save, the saved state, the state at the end."""
     found = []
     for number, kind in enumerate(kinds):
         training = build(kind, frozen=number == 1, **how)
@@ -140,7 +140,7 @@ def unstopped(root, kinds, how):
 def resumed(root, kinds, how):
     found = []
     for number, kind in enumerate(kinds):
-        torch.manual_seed(99)  # whatever stood there before, the checkpoint decides
+        torch.manual_seed(99)  # any state before the load, which the checkpoint replaces
         training = build(kind, frozen=number == 1, **how)
         torch.manual_seed(98)
         with Checkpoints(root / f"{number}", dist.group.WORLD) as store:
@@ -158,7 +158,7 @@ def test_as_many_ranks_go_on_bit_for_bit_dropout_and_schedule_included(tmp_path)
             assert same(at_save, loaded)
             if ranks.place(2)[1] == "cpu":
                 assert losses == more and same(end, new_end)
-            # A GPU's attention adds up in no fixed order. Other masks make 1e-2 of difference.
+            # A GPU's attention adds in no fixed order. Wrong masks make a difference of 1e-2.
             assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-4
 
 
@@ -174,7 +174,7 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
         for kind, one, other in zip(saved, before, after, strict=True):
             (losses, at_save, end), (more, loaded, new_end) = one, other
             assert sum("exp_avg" in name for name in at_save[0]) > 50
-            assert same(at_save, loaded), kind  # what is read is what was written, bit for bit
+            assert same(at_save, loaded), kind  # loaded state equals saved state bitwise
             # After that, fewer ranks add gradients up in another order: float64 rounds at 1e-16,
             # and AdamW divides by gradients of 1e-6 and more. A wrong state would show at 1e-4.
             assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-10, kind
@@ -182,7 +182,7 @@ def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
 
 
 def in_groups(turned=False):
-    """Decay for matrices, none for the rest, at another rate."""
+    """Return parameter groups: decay for matrices, none for the rest, at another learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -219,7 +219,7 @@ def test_groups_keep_their_rates_and_in_another_order_they_are_refused(tmp_path)
 
 
 class Spare(nn.Module):
-    """With a layer that no input reaches, as an expert may be that gets no token."""
+    """Model with a layer that no input reaches, like an expert without tokens."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ def test_what_had_no_gradient_has_no_state_and_goes_on_without(tmp_path):
         training, again = with_spare(), with_spare()
         some_steps(training, steps)
         if not steps:
-            some_steps(again, 1)  # what has stepped forgets it
+            some_steps(again, 1)  # its optimizer states are lost, too
         with Checkpoints(tmp_path / f"{steps}") as store:
             store.save(training, wait=steps > 0)
             store.wait()
@@ -268,8 +268,8 @@ def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
     with Checkpoints(tmp_path, writer=Held) as store:
         assert store.save(training, wait=False) is None
         assert begun.wait(20)
-        some_steps(training)  # all that can change, before anything of it is written
-        assert complete(tmp_path) == []  # and until then, it does not count
+        some_steps(training)  # changes every tensor, before anything is written
+        assert complete(tmp_path) == []  # until then, the checkpoint does not count
         go_on.set()
         assert store.wait() == complete(tmp_path)[-1]
         store.load(training)
@@ -277,7 +277,7 @@ def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
 
 
 def draws(root):
-    """Random numbers after a load, twice."""
+    """Draw random numbers twice after a load."""
     found = []
     with Checkpoints(root, dist.group.WORLD) as store:
         for _ in range(2):
@@ -310,7 +310,7 @@ def exported(path):
         found[kind] = {n: state[f"model.{n}"] for n in GPT(PRESETS["nano"]).state_dict()}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    if dist.get_rank() == 0:  # no file may grow beyond this: a disk that is full
+    if dist.get_rank() == 0:  # limits the size of files, like a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit))
     with pytest.raises(CheckpointError, match="sharded: not written: "):
         export(nn.Linear(500, 500), path / "sharded", dist.group.WORLD)
@@ -327,11 +327,11 @@ def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(
     assert sorted(os.listdir(tmp_path)) == sorted(found)
 
 
-# Killed.
+# Kills.
 
 
 def small(value=0.0, sharded=False):
-    """A training run whose every tensor is filled with `value`."""
+    """Return a training run with every tensor filled with `value`."""
     model = here(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
     if sharded:
         shard_over_all(model)
@@ -353,7 +353,7 @@ def fill(training, value):
 
 
 def read(root):
-    """The step of the current checkpoint, all of which is checked to be of that step."""
+    """Return the step of the current checkpoint, after checking that all of it is of that step."""
     training = small(-1)
     Checkpoints(root).load(training)
     tensors = everything(training)[0].values()
@@ -362,7 +362,7 @@ def read(root):
 
 
 def life(root, log, victims, delay):
-    """Go on from the current checkpoint and save one step after another, until a kill."""
+    """Continue from the current checkpoint and save one step after another, until a kill."""
     training = small(-1, sharded=True)
     store = Checkpoints(root, dist.group.WORLD, keep=1)
     store.load(training)
@@ -371,7 +371,7 @@ def life(root, log, victims, delay):
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(training.step + 1, training.step + 1000):
         fill(training, step)
-        store.save(training, wait=step % 3 > 0)  # every third one in the background
+        store.save(training, wait=step % 3 > 0)  # every third save is synchronous
         if step % 3 and dist.get_rank() == 0:
             with open(log, "a") as file:
                 file.write(f"{step}\n")
@@ -386,7 +386,7 @@ def test_ten_kills_at_random_moments_lose_nothing(tmp_path):
     for number in range(10):
         victims = [(0,), (1,), (0, 1)][number % 3]
         # The loop does nothing but save, some 50 ms each on two cores: most kills meet a save. On a
-        # CPU: GPUs would take longer to start than to save.
+        # CPU only: GPUs would take longer to start than to save.
         with pytest.raises(ranks.RankError, match="SIGKILL"):
             run(life, 2, root, log, victims, dice.uniform(0, 0.4), device="cpu")
         promised = max(before, int(log.read_text().split()[-1]))
@@ -395,14 +395,14 @@ def test_ten_kills_at_random_moments_lose_nothing(tmp_path):
         # so may 4 when its rank died before it could note it.
         assert promised <= before <= promised + 2
         left_over += any(path.name.startswith(".saving") for path in root.iterdir())
-    assert left_over >= 1  # of 10: they did meet saves
+    assert left_over >= 1  # of 10 kills: some hit a save
     with Checkpoints(root, keep=1) as store:
         store.save(small(read(root)))
     assert sorted(path.name[0] for path in root.iterdir()) == [".", "0"]  # .lock, one checkpoint
 
 
 def test_a_kill_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
-    """A save in one process is killed at its first operation on a file, its second, …, its last."""
+    """Kill a save in one process at its first operation on a file, its second, …, its last."""
     Checkpoints(tmp_path / "first", keep=1).save(small(1))
     survived, number = False, 0
     steps, training = [], small(2)
@@ -418,12 +418,12 @@ def test_a_kill_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
         survived = status == 0
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
         steps.append(read(root))
-        if number % 8 == 0:  # the next save clears up, and works
+        if number % 8 == 0:  # the next save removes the leftovers, and works
             Checkpoints(root, keep=1).save(small(3))
             assert read(root) == 3 and len(list(root.iterdir())) == 2
         shutil.rmtree(root)
         number += 1
-    # The old one up to some operation, the new one from there on; and there are many of either.
+    # The old checkpoint up to some operation, then the new one; both occur often.
     assert steps == sorted(steps) and steps.count(1) > 10 and steps.count(2) > 3
 
 
@@ -441,7 +441,7 @@ def _kill_at(root, number):
 
 
 class Full(dcp.FileSystemWriter):
-    """A writer whose disk is full at step 2, on rank 1."""
+    """Writer whose disk is full at step 2, on rank 1."""
 
     def write_data(self, plan, planner):
         if dist.get_rank() == 1 and "step-2" in str(self.path):
@@ -450,7 +450,7 @@ class Full(dcp.FileSystemWriter):
 
 
 def fails_on_rank_1(root):
-    """Per way to wait: what every rank hears of a disk that is full on rank 1, and what is left."""
+    """Return per way to wait every rank's error for a full disk on rank 1, and the files left."""
     folders.shutil.disk_usage = lambda _: SimpleNamespace(free=20_000)
     found = []
     for wait, writer in ((True, dcp.FileSystemWriter), (False, Full)):
@@ -460,7 +460,7 @@ def fails_on_rank_1(root):
             fill(training, 2)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            if dist.get_rank() == 1 and wait:  # no file may grow beyond this
+            if dist.get_rank() == 1 and wait:  # limits the size of files
                 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
             with pytest.raises(CheckpointError) as caught:
                 store.save(training, wait)
@@ -486,7 +486,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last_one(t
 
 
 def not_shared(root):
-    if dist.get_rank() == 1:  # its files are on a disk of its own: rank 0 does not see them
+    if dist.get_rank() == 1:  # its files are on another disk, invisible to rank 0
         describe = folders.describe
 
         def alone(path):
@@ -505,7 +505,7 @@ def test_a_folder_that_the_ranks_do_not_share(tmp_path):
     assert run(not_shared, 2, tmp_path) == [[".lock"]] * 2
 
 
-# Which one is current, and which ones go.
+# The current checkpoint, and the ones that are deleted.
 
 
 def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
@@ -515,7 +515,7 @@ def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
         fill(training, step)
         store.save(training)
     assert store.steps() == [200, 300]
-    store.load(training, step=200)  # somebody goes back, because the loss had exploded
+    store.load(training, step=200)  # a user goes back, because the loss had exploded
     assert training.step == 200
     fill(training, 300.0)
     store.save(training)
@@ -527,7 +527,7 @@ def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
 
 
 def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tmp_path):
-    """Also between its saves; who only reads is let in, and a job that dies lets go."""
+    """A job locks the folder also between its saves; readers are allowed, a dead job unlocks."""
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
     first.save(small(1))
     for wait in (True, False):
@@ -538,14 +538,14 @@ def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tm
     first.close()
     second.save(small(4))
     assert second.steps() == [3, 4]
-    del second  # without a close, as an error may leave it
+    del second  # without a close, as after an error
     with Checkpoints(tmp_path) as third:
         third.save(small(7))
     assert read(tmp_path) == 7
 
 
 def disagree(root):
-    """What a rank hears that has another folder, step, position or optimizer than the others."""
+    """Return the error of a rank whose folder, step, position or optimizer differs."""
     mine, group, found = dist.get_rank() == 1, dist.group.WORLD, {}
     for what in ("folder", "keep", "step", "samples", "groups", "optimizer", "load"):
         try:
@@ -575,7 +575,7 @@ def test_ranks_that_disagree_are_all_told_before_anything_is_written(tmp_path):
         assert "rank 0 has" in message and "rank 1 has" in message
 
 
-# Damaged, foreign, or of another model.
+# Checkpoints that are damaged, foreign, or of another model.
 
 
 def truncate(path):
@@ -589,7 +589,7 @@ def flip(path):
 
 
 def forge(path, **changes):
-    """A manifest that says something else, and whose checksum fits."""
+    """Write a manifest with changed contents and a correct checksum."""
     manifest = json.loads(path.read_text()) | changes
     manifest.pop("crc32")
     path.write_text(json.dumps(manifest | {"crc32": folders.checksum_of(manifest)}))
@@ -615,9 +615,9 @@ def saves(root):
 
 
 def refuses(root, fresh):
-    """Load on ranks that must refuse: the message, and whether all is as it was."""
+    """Load on ranks that must refuse; return the message, and whether all state is unchanged."""
     training = small(5, sharded=True)
-    if fresh:  # an optimizer that has not made a step
+    if fresh:  # an optimizer that has made no step
         training.optimizer = torch.optim.AdamW(training.model.parameters())
     generators = torch.get_rng_state()
     before = everything(training)
@@ -651,7 +651,7 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
 
 
 def other(*sizes, make=torch.optim.AdamW, split=False):
-    """A training run like the saved one, but for what is given."""
+    """Return a training run like the saved one, except for the arguments."""
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes or (64, 64, 8))]
     model = nn.Sequential(*layers)
     whole = [{"params": layer.parameters()} for layer in model] if split else model.parameters()
@@ -714,7 +714,7 @@ def test_a_pickle_with_code_in_it_is_not_run(tmp_path):
     assert not Trap.path.exists()
 
 
-# What it costs.
+# Cost of checkpoints.
 
 
 def test_the_formulas():

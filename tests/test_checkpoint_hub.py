@@ -1,4 +1,4 @@
-"""Weights of real models: the hub's folders, in and out, and over to another layout."""
+"""Weights of real models: folders of the hub, read and written, and handed to another layout."""
 
 import errno
 import json
@@ -63,21 +63,21 @@ def of_transformers(config, kind):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """Folders that transformers has written, by kind, in files of 30 kB."""
+    """Return folders written by transformers, by kind, in files of 30 kB."""
     folder = tmp_path_factory.mktemp("hub")
     torch.manual_seed(0)
     for kind, config in SHAPES.items():
         model = of_transformers(config, kind)
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point() and tensor.numel() > 6:  # not angles of positions
-                torch.nn.init.normal_(tensor, std=0.1)  # biases are no zeros, norms no ones
+            if tensor.is_floating_point() and tensor.numel() > 6:  # not the angles of positions
+                torch.nn.init.normal_(tensor, std=0.1)  # biases are not zeros, norms not ones
         model.save_pretrained(folder / kind, max_shard_size="30KB")
     with_head(folder / "qwen3")
     return folder
 
 
 def with_head(folder, change=0):
-    """Add the output layer of a tied model, in a file of its own, as Qwen3-1.7B's folder has it."""
+    """Add the output layer of a tied model in a file of its own, like Qwen3-1.7B's folder."""
     index = json.loads((folder / hub_files.INDEX).read_text())
     head = tensors(folder)["model.embed_tokens.weight"] + change
     save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
@@ -94,7 +94,7 @@ def tensors(folder):
 
 
 def once(folder):
-    """The tensors, with those of tied layers once, as transformers and we write them."""
+    """Return the tensors, those of tied layers once, as transformers and the course write them."""
     found = tensors(folder)
     if json.loads((folder / "config.json").read_text())["tie_word_embeddings"]:
         found.pop("lm_head.weight", None)
@@ -114,11 +114,11 @@ def logits(folder):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits
 
 
-# In and out.
+# Reading and writing.
 
 
 def there_and_back(hub, out, layout):
-    """Each kind into a mesh, and out again."""
+    """Load each kind into a mesh, and save it again."""
     group, left = dist.group.WORLD, {}
     for kind, config in SHAPES.items():
         with torch.device("meta"):
@@ -150,18 +150,18 @@ def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(h
     load_hub(model, hub / kind)
     with torch.no_grad():
         apart = (model(TOKENS) - logits(hub / kind)).abs().max().item()
-    # GPT-2 has positions of its own, and another GELU: that is another model, with these weights.
+    # GPT-2 has learned positions and another GELU: it is another model with these weights.
     assert apart > 1e-3 if kind == "gpt2" else apart < 1e-5
 
 
 def in_shards(hub, out):
-    """GPTs, sharded by FSDP2 over ranks that nothing divides by."""
+    """Load GPTs sharded by FSDP2 over a number of ranks that divides nothing."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     for kind in ("llama", "gpt2"):
         model = GPT(config_of(hub / kind))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-        load_hub(model, hub / kind)  # None is the world
+        load_hub(model, hub / kind)  # without a group: all ranks
         save_hub(model, out / kind, like=hub / kind)
 
 
@@ -186,18 +186,18 @@ def peak():
 
 
 def streams(folder, config):
-    """Bytes that loading and saving took beside the model: tensors at the peak, and all memory."""
+    """Return the bytes of loading and saving beyond the model: tensors at the peak, all memory."""
     torch.set_num_threads(1)
     group, found = dist.group.WORLD, []
     layout = Layout(dp=2, tp=2, zero=3)
     model = Parallel(GPT(config), join(layout, group), layout)
-    load_hub(model, folder / "big", group)  # and what is imported at the first call
+    load_hub(model, folder / "big", group)  # and all modules of the first call
     for act in (
         lambda: load_hub(model, folder / "big", group),
         lambda: save_hub(model, folder / "out", group, like=folder / "big", shard_bytes=4_000_000),
     ):
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
         before = peak()
         with count.held(*(piece.tensor for piece in pieces(model))) as held:
             start = held.now
@@ -215,13 +215,13 @@ def test_no_rank_ever_has_the_whole_in_its_memory(tmp_path):
     size, most = (of(p.nbytes for p in model.parameters()) for of in (sum, max))
     for rank in ranks.run(streams, 4, tmp_path, config, device="cpu", timeout=120):
         (load, load_all), (save, save_all) = rank
-        # A tensor, of which a slice is read; a file, and what comes of its next tensor.
+        # A tensor, of which a slice is read; a file, and the memory for its next tensor.
         assert load <= most + 10**5 and save <= 4_000_000 + most + 10**5, (load, save)
         assert load_all < size / 4 and save_all < size / 4, (size, load_all, save_all)
     assert equal(tensors(tmp_path / "big"), tensors(tmp_path / "out"))
 
 
-# What does not fit.
+# Folders that do not match.
 
 
 def cut_off(folder):
@@ -236,7 +236,7 @@ def without_index(folder):
 
 
 def changed(change):
-    """A folder whose tensors have passed through `change`, in one file."""
+    """Write a folder whose tensors have passed through `change`, in one file."""
 
     def damage(folder):
         found = tensors(folder)
@@ -298,7 +298,7 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
 
 
 def full_disk(hub, out):
-    """The disk of rank 1 is full while it writes."""
+    """Save while the disk of rank 1 is full."""
     group, layout = dist.group.WORLD, Layout(tp=2)
     model = Parallel(GPT(SHAPES["llama"]), join(layout, group), layout)
     told = []
@@ -347,7 +347,7 @@ FOUR = {
 
 
 def handed_over(config, old, new):
-    """Bytes sent, counted and predicted; the target then has the source's weights."""
+    """Return the bytes sent, counted and predicted; check the target's weights."""
     group, rank = dist.group.WORLD, dist.get_rank()
     models = []
     for seed, layout in enumerate((old, new)):
@@ -370,7 +370,7 @@ def all_handed_over(whole_table):
 
 
 def trainer_and_generator():
-    """Ranks 0 to 3 train by tp 4; 4 and 5 generate by tp 2, in bfloat16."""
+    """Hand weights from ranks 0 to 3 (tp 4) to ranks 4 and 5 (tp 2, bfloat16)."""
     group, rank, config = dist.group.WORLD, dist.get_rank(), FOUR["tied"]
     torch.manual_seed(rank > 3)
     model = here(GPT(config))

@@ -1,4 +1,4 @@
-"""The batch files of `cluster` where their scheduler is not: PBS, Kubernetes, Kubeflow."""
+"""Batch files of `cluster` without their schedulers: PBS, Kubernetes, Kubeflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from shardtools.cluster.slurm import sessions
 
 JOBS = sessions.JOBS
-KUBERNETES = {  # what is checked of each kind: kubeflow-trainer-api has no model of a whole Job
+KUBERNETES = {  # checked kinds: kubeflow-trainer-api has no model of a whole Job
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): ("TrainerV1alpha1TrainJob", None),
     ("batch/v1", "Job"): ("IoK8sApiBatchV1JobSpec", "spec"),
     ("v1", "Service"): ("IoK8sApiCoreV1ServiceSpec", "spec"),
@@ -27,7 +27,7 @@ PBS_RESOURCES = {"select", "place", "walltime", "ncpus", "mem", "ngpus", "mpipro
 
 
 def unknown(given: Any, kept: Any, path: str = "") -> Iterator[str]:
-    """The names in `given` that are not in what a model kept of it."""
+    """Return the names in `given` that a model dropped."""
     if isinstance(given, dict):
         for name, value in given.items():
             if not isinstance(kept, dict) or name not in kept:
@@ -40,7 +40,7 @@ def unknown(given: Any, kept: Any, path: str = "") -> Iterator[str]:
 
 
 def faults(text: str) -> list[str]:
-    """What the published schemas of Kubernetes and Kubeflow Trainer do not allow in a file."""
+    """Return a file's errors under the published schemas of Kubernetes and Kubeflow Trainer."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="wants kubeflow-trainer-api")
     found = []
     for given in yaml.safe_load_all(text):
@@ -48,7 +48,7 @@ def faults(text: str) -> list[str]:
         given = given[part] if part else given
         try:
             found += unknown(given, getattr(models, name).from_dict(given).to_dict())
-        except ValueError as error:  # pydantic's own
+        except ValueError as error:  # raised by pydantic
             found.append(str(error))
     return found
 
@@ -81,7 +81,7 @@ def test_the_shell_reads_every_batch_file(path: Path) -> None:
 
 
 def directives(text: str, mark: str) -> list[list[str]]:
-    """The words of each directive; those behind the first command do not count, as in qsub."""
+    """Return the words of each directive; like qsub, ignore those after the first command."""
     found = []
     for line in text.splitlines()[1:]:
         if line.startswith(mark):
@@ -103,8 +103,8 @@ def test_pbs_directives_are_those_of_the_manual() -> None:
 
 
 def test_the_pbs_file_starts_torchrun_on_both_nodes(tmp_path: Path) -> None:
-    # No PBS is to be had here: a pretended pbsdsh runs the command once for each line of the list
-    # of nodes, with no environment but PATH, as the manual says that the real one does.
+    # PBS is not available: a stub of pbsdsh runs the command once for each line of the list of
+    # nodes, with no environment but PATH, as the manual says of the real one.
     (tmp_path / "nodes").write_text("alpha\nbeta\n")
     (tmp_path / "home").mkdir()
     for name, script in {

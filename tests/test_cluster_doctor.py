@@ -1,8 +1,8 @@
-"""`python -m shardlab doctor`: finds planted faults, names ranks, is quiet about a good machine.
+"""`python -m shardlab doctor`: finds injected faults, names ranks, accepts a good machine.
 
-Faults are real where that can be: file systems in a namespace of their own, limits, an emulated
-wire, processes that sleep or die. What a machine without a GPU and a second host cannot have stands
-in facts that are changed by hand.
+Faults are real where possible: file systems in a namespace of their own, limits, an emulated link,
+processes that sleep or die. Faults of a GPU or of a second host are simulated by editing the
+collected facts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from shardtools.cluster.doctor import checks, examine, folder, pairs
 from shardtools.cluster.doctor.checks import BAD, Findings
 
 CPU = ("--device", "cpu", "--timeout", "20")
-SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a container's own fault
-BUSY = {"network", "speed"}  # what other tests on the same cores slow down
+SMALL = shutil.disk_usage("/dev/shm").free < 4 * checks.SHARED  # a fault of some containers
+BUSY = {"network", "speed"}  # checks that other tests on the same cores slow down
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_")
 
 
@@ -51,7 +51,7 @@ def no_launcher(monkeypatch):
 
 
 def consult(capsys, path, *options):
-    """The report of a run on this machine, its states by check, and the exit status."""
+    """Run the doctor here; return its report, its states by check, and the exit status."""
     options = ("--folder", str(path), *CPU, "--json", *options)
     status, out, err = ran(capsys, "doctor", *options)
     assert out, err
@@ -70,7 +70,7 @@ def report(out):
 
 
 def plant(monkeypatch, fault):
-    """Have `fault(rank)` happen in every rank before it is examined."""
+    """Call `fault(rank)` in every rank before it is examined."""
     healthy = doctor._rank
 
     def sick(*args):
@@ -101,11 +101,11 @@ def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, 
     assert out.splitlines()[-1].startswith("0 and 1")
 
 
-# Planted faults.
+# Injected faults.
 
 
 def own_mount(*points, size="32m"):
-    """Put another, small file system over each folder, for this process alone."""
+    """Mount another, small file system over each folder, for this process alone."""
     new = 0x00020000  # CLONE_NEWNS
     if ctypes.CDLL(None).unshare(new):
         raise OSError("unshare was refused")
@@ -156,9 +156,9 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
         def refused(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
-        if rank == 2:  # as a mount whose locks are its own
+        if rank == 2:  # a mount with locks of its own
             fcntl.flock = lambda *_: None
-        if rank == 3:  # and one that has none
+        if rank == 3:  # a mount without locks
             fcntl.lockf = refused
 
     plant(monkeypatch, fault)
@@ -209,7 +209,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did(capsys, tmp_path, monkeypat
     assert found["silent"] == {"2": "limits"}
     assert found["bad"].keys() == {"answers"}
     assert "rank 2" in found["bad"]["answers"]["found"]
-    assert found["facts"][2]["versions"]  # what it found before
+    assert found["facts"][2]["versions"]  # facts collected before the hang
 
 
 def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_rank_that_fails_says_why_and_keeps_nobody_waiting(capsys, tmp_path, m
     monkeypatch.setattr(pairs, "clocks", fails)
     begin = time.monotonic()
     found, status = consult(capsys, tmp_path)
-    assert time.monotonic() - begin < 45  # of a minute of silence
+    assert time.monotonic() - begin < 45  # the silence lasts a minute
     assert status == 1 and found["bad"].keys() == {"answers"}
     told = found["bad"]["answers"]["found"]
     assert "rank 1" in told and "RuntimeError: out of luck" in told and "and more" not in told
@@ -238,13 +238,13 @@ def test_a_rank_that_dies_is_named(capsys, tmp_path, monkeypatch, leaves_nothing
     assert status == 1 and not out and "rank 1" in err and "SIGKILL" in err
 
 
-# What this machine cannot have: facts, changed by hand.
+# Faults that this machine cannot have: edited facts.
 
 GB = 10**9
 
 
 def healthy(ranks=4, hosts=1, kind="cpu"):
-    """Facts of a good job; ranks are spread over the hosts in blocks."""
+    """Return the facts of a good job; ranks are spread over the hosts in blocks."""
     each = ranks // hosts
     cuda = kind == "cuda"
 
@@ -286,7 +286,7 @@ def test_good_facts_have_no_bad_row():
     for machine, kind in ((None, "cpu"), (MACHINES["h100"], "cuda")):
         assert states(healthy(4, 1, kind), machine=machine) == {}
         facts = healthy(4, 2, kind)
-        facts[2]["environment"]["NCCL_SOCKET_IFNAME"] = "ib1"  # a host's own setting
+        facts[2]["environment"]["NCCL_SOCKET_IFNAME"] = "ib1"  # a setting of one host
         facts[0]["environment"]["NCCL_DEBUG"] = "INFO"
         assert states(facts, machine=machine) == {}
 
@@ -360,11 +360,11 @@ def test_pairs_meet_once_and_nobody_is_in_two_at_a_time(size, each, apart):
         touched = [{hosts[a], hosts[b]} for a, b in turn]
         if apart:
             assert sum(map(len, touched)) == len(set().union(*touched))
-    if size > 1:  # and everybody meets somebody
+    if size > 1:  # and everybody has a partner in some round
         assert {rank for pair in met for rank in pair} == set(range(size))
 
 
-# Three ways to start, and those that fail.
+# Three ways to start, and failing starts.
 
 
 def free_port():
@@ -374,7 +374,7 @@ def free_port():
 
 @pytest.fixture
 def launched(tmp_path):
-    """A function: exit status and output of a rank of a job of two, by its number."""
+    """Return a function that runs a rank of a job of two; it returns exit status and output."""
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     job |= {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -388,7 +388,7 @@ def launched(tmp_path):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_does_not_come(launched, number):
-    """Rank 0 names rank 1; rank 1 says where it looked for rank 0; both name the loopback."""
+    """Rank 0 names rank 1; rank 1 names rank 0's address; both name the loopback."""
     status, said = launched(number, "1")
     assert status == 1 + number, said
     assert f"rank {1 - number} " in said and "did not come" in said

@@ -1,4 +1,4 @@
-"""It hangs: the rank, the collective and the line that the records of all ranks give away."""
+"""Diagnosis of a hang: the rank, the collective and the line, from the ranks' records."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ LINE = re.compile(r"line (\d+) in (.+)")
 
 
 def torchfrtrace(folder):
-    """What torch's own tool says of the records in a folder."""
+    """Return the output of torch's own tool for the records in a folder."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda entry: said.append(entry.getMessage())
@@ -35,26 +35,26 @@ def torchfrtrace(folder):
         fr_trace.main([str(folder), "-p", flight.PREFIX])
     finally:
         logger.removeHandler(handler)
-        gc.enable()  # it leaves it off
+        gc.enable()  # torch's tool leaves it off
     return "\n".join(said)
 
 
 def call(rank, group="world", members=(0, 1, 2), number=1, op="all_reduce", **more):
-    """A call as a record tells it; `more` are fields that matter to a test."""
+    """Return a call as in a record; `more` are the fields that matter to a test."""
     fields = {"sizes": ((4,),), "dtype": "Float", "line": 1, "where": "f, a.py", "created": 0.0}
     fields |= {"limit": 60.0, "waiting": False}
     return flight.Call(rank, group, members, number, op, **(fields | more))
 
 
 def ends(folder):
-    """Ends this rank when all three have left their records: nobody waits for a time limit."""
+    """Exit this rank when all three have written their records, without waiting for a limit."""
     while len(list(folder.glob("trace_*"))) < 3:
         time.sleep(0.05)
     os._exit(1)
 
 
 def hangs(folder, how):
-    """On each of three ranks: three good steps, and one in which rank 1 does something else."""
+    """Run three good steps on three ranks, then a step in which rank 1 does something else."""
     rank = dist.get_rank()
     pair = dist.new_group([0, 2], group_desc="pair")
     watchdog = flight.Watchdog(folder, limit=0.5)
@@ -90,7 +90,7 @@ def test_torchs_tool_says_the_same(tmp_path, leaves_nothing, how):
     assert f"{source + 14}" in theirs or how == "differs"
     if how == "missing":
         assert "missing ranks: {1}" in theirs
-    else:  # it takes the record that it read first as right
+    else:  # the first record counts as the right one
         assert "COLLECTIVE_TYPE_MISMATCH" in theirs
 
 
@@ -102,7 +102,7 @@ def raw():
 
 
 def test_torchs_tool_still_needs_the_groups_filled_in(tmp_path):
-    """When this fails, torch does it: then `flight.record` need not."""
+    """If this fails, torch fills in the groups: then `flight.record` need not."""
     for rank, dumped in enumerate(ranks.run(raw, 2)):
         (tmp_path / f"{flight.PREFIX}{rank}").write_bytes(dumped)
     with pytest.raises(KeyError):
@@ -141,11 +141,11 @@ def test_the_waiting_is_followed_to_its_beginning():
     assert found[0].call.group == "pair" and "rank 1" in str(found[0])
 
 
-# What nccl alone tells: records in the form of torch 2.13, with the states of its events.
+# Information from nccl alone: records in the form of torch 2.13, with the states of its events.
 
 
 def entry(number, state, group="0", duration=None, created=0.0, **more):
-    """One call of a record, as FlightRecorder.hpp of torch 2.13 writes it for nccl."""
+    """Return one call of a record, as FlightRecorder.hpp of torch 2.13 writes it for nccl."""
     own = {"name": "step", "filename": "/home/me/train.py", "line": 40 + number}
     timed = {} if duration is None else {"duration_ms": duration}
     return timed | {
@@ -160,7 +160,7 @@ def entry(number, state, group="0", duration=None, created=0.0, **more):
 
 
 def of_nccl(*by_rank, members="[0, 1, 2, 3]", folder=None):
-    """The calls of each rank; given are the entries of each. folder: records go there as well."""
+    """Return each rank's calls from its entries; folder: the records are also written there."""
     groups = {str(n): {"name": str(n), "desc": "dp", "ranks": members} for n in range(2)}
     status = {n: {"last_completed_collective": 0} for n in groups}
     record = {"version": "2.10", "pg_config": groups, "pg_status": status}
@@ -174,7 +174,7 @@ MOVED = [entry(1, "completed")]
 TOGETHER = [*MOVED, entry(2, "started")]
 # Records of all ranks; the first finding's kind and ranks; words of ours, and of torch's own tool.
 HANGS = {
-    # When this one fails, torch looks beyond a group: then `hang` need not.
+    # If this one fails, torch's tool looks beyond a group: then `hang` need not.
     "a circle over two groups": (
         [[entry(1, "started", group)] for group in "01"], "cycle", (0, 1), "each in another call",
         "missing ranks: {1}"),
@@ -193,7 +193,7 @@ def test_whatever_waits_is_named_and_torchs_tool_says_no_other(tmp_path, capsys,
     assert words in said
     if found:
         assert (found[0].kind, found[0].ranks) == (kind, who), said
-    if theirs is not None:  # None: it says nothing, or only that a record is missing
+    if theirs is not None:  # None: torch's tool finds nothing, or only a missing record
         said = torchfrtrace(tmp_path)
         assert theirs in said and (theirs or "rror" not in said), said
 
@@ -263,13 +263,13 @@ def test_a_job_that_moves_leaves_no_record(tmp_path):
 
 
 def told(text):
-    """Per rank, what the text's flight recorder says: operation, number, state, line."""
+    """Parse the text's flight recorder: operation, number, state, line of each rank."""
     return [line.split() for line in text.splitlines() if LINE.search(line) and " #" in line]
 
 
 @pytest.mark.alone
 def test_the_captured_hangs_are_what_the_jobs_do(leaves_nothing):
-    """Each job, run anew, ends where its text says; what differs is the machine's and the day's."""
+    """Each job, run again, ends as its text says; only machine and date differ."""
     seen = capture.look(*capture.RANKS)
     for name, job in seen.items():
         again, kept = capture.text(name, job), captured.log(name)

@@ -1,4 +1,4 @@
-"""A site's own file: what it may say, and what batch files, commands and pages are made of it."""
+"""A computing centre's file: its contents, and the batch files, commands and pages for it."""
 
 import base64
 import re
@@ -35,7 +35,7 @@ def planned(at, engine="course", config=LLAMA, layout=PLAIN):
 
 
 def all_of(at):
-    """Every batch file that the course has or writes, made for the site."""
+    """Return every batch file that the course has or writes, adapted to the centre."""
     texts = {path.name: at.batch(path.read_text(), launch=False) for path in [*COURSE, LIGHTNING]}
     texts["plan"] = at.batch(emit("slurm", LLAMA, PAIR, PLAIN))
     for engine in ENGINES:
@@ -73,7 +73,7 @@ def test_every_batch_file_is_made_for_each_site(name):
 
 
 def test_a_container_s_programs_start_in_its_environment():
-    """As LUMI and CSCS have it: a virtual environment on an image's PyTorch is one inside alone."""
+    """On LUMI and CSCS, a virtual environment on an image's PyTorch works only inside the image."""
     text = SITES["LUMI"].batch((site.JOBS / "torchrun.sbatch").read_text(), launch=False)
     started = text[text.index("\nsrun ") :].replace("\\\n ", "").split()
     order = (
@@ -102,7 +102,7 @@ WRONG = {
     "launcher: mpirun": "launcher='mpirun'",
     "scheduler: pbs": "scheduler='pbs'",
     "sbatch: [--nodes=4]": "sbatch=('--nodes=4',)",
-    # What a shell would read otherwise than as a word, or beyond its line.
+    # Values that a shell would not read as one word, or would read beyond their line.
     "environment: ~bob/venv": "environment='~bob/venv'",
     "scratch: '/a/${b'": "scratch='/a/${b'",
     "runtime: apptainer --bind=$(touch x)": "runtime='apptainer --bind=$(touch x)'",
@@ -140,7 +140,7 @@ def test_the_planner_takes_the_file(tmp_path, capsys):
 def test_typed_commands_get_what_the_site_asks_for():
     at = site.of({"account": "mine", "partition": "gpu"})
     assert at.command("srun --nodes=2 hostname").startswith("srun --account=mine --partition=gpu -")
-    inside = "srun --overlap --jobid=7 --pty bash"  # of a job that has them
+    inside = "srun --overlap --jobid=7 --pty bash"  # in jobs that contain this command
     assert at.command(inside) == inside and at.command("squeue --me") == "squeue --me"
     at = site.of({"constraint": "gpu&hbm80g", "gres": "gpu:a100", "sbatch": ["--mem=0"]})
     made = at.command("salloc --nodes=2 --gpus-per-node=4")
@@ -151,7 +151,7 @@ def test_typed_commands_get_what_the_site_asks_for():
 
 @NEEDS
 def test_slurm_takes_what_is_made(tmp_path):
-    """The small Slurm knows no account, reservation or type of GPU: these are left out."""
+    """The test's Slurm has no accounts, reservations or types of GPU: these are omitted."""
     with slurm.up(tmp_path / "box", cpus=8) as box:
         for path in EXAMPLES:
             at = replace(site.read(path), **dict.fromkeys(("account", "reservation", "gres"), ""))
@@ -197,7 +197,7 @@ HTML(open("shown.html").read())
 
 
 def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
-    from throwaway import Book  # seconds
+    from throwaway import Book  # takes seconds
 
     book = Book(tmp_path)
     shown = show.file(site.JOBS / "one.sbatch", "bash").html
@@ -217,7 +217,7 @@ def test_pages_are_made_for_the_site_that_one_line_names(tmp_path):
     assert base64.b64decode(saved).decode() == site.of(yaml.safe_load(
         (tmp_path / "mine.yml").read_text()
     )).batch((site.JOBS / "one.sbatch").read_text(), launch=False)  # fmt: skip
-    book.write("mine.yml", "account: you\n")  # and a page is made anew when its site changes
+    book.write("mine.yml", "account: you\n")  # a page is rebuilt when its centre changes
     assert "#SBATCH --account=you" in re.sub("<[^>]+>", "", _page(book.built()))
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine, and the package's batch files in it, unchanged."""
+"""A real Slurm on this machine that runs the package's batch files unchanged."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shardtools.cluster.slurm import sessions
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 
 TRAIN = Path(__file__).resolve().parents[1] / "code/train.py"
-SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --steps"  # and how many of them
+SMALL = "--limit 16577 --batch 8 --micro 2 --report 1 --steps"  # the number of steps follows
 
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
-    """One Slurm for the file, with the jobs' files beside it; nothing of it is left."""
+    """Start one Slurm for this file, with the jobs' files in its folder; clean up at the end."""
     folder = tmp_path_factory.mktemp("slurm")
     for path in sessions.JOBS.iterdir():
         shutil.copy(path, folder)
@@ -41,9 +41,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Box]:
 
 
 def submit(box: slurm.Box, *words: str) -> str:
-    """`sbatch` in the folder with the jobs' files, with gloo on the loopback; the job's number.
+    """Run `sbatch` in the folder with the jobs' files, gloo on the loopback; return the job number.
 
-    The jobs believe in 8 CPUs, and start as many threads: those that wait leave theirs to others.
+    The jobs assume 8 CPUs and start as many threads: waiting threads leave the cores to others.
     """
     more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
     how = {"cwd": box.folder.parent, "env": {**box.environment, **more}}
@@ -51,9 +51,9 @@ def submit(box: slurm.Box, *words: str) -> str:
 
 
 def until(true: Callable[[], Any], seconds: float = 240) -> Any:
-    """What `true()` returns as soon as that is something; long after it should have happened, fail.
+    """Return the first true value of `true()`; fail long after it should have become true.
 
-    Other tests run beside these: a job's four interpreters may take a minute to import torch.
+    Other tests run at the same time: a job's four interpreters may take a minute to import torch.
     """
     end = time.monotonic() + seconds
     while not (found := true()):
@@ -63,13 +63,13 @@ def until(true: Callable[[], Any], seconds: float = 240) -> Any:
 
 
 def state(box: slurm.Box, job: str) -> str:
-    """A job's state, as COMPLETED or PENDING."""
+    """Return a job's state, such as COMPLETED or PENDING."""
     said = box.run(["scontrol", "--oneliner", "show", "job", job]).stdout
     return re.search(r"JobState=(\w+)", said)[1]
 
 
 def ended(box: slurm.Box, job: str) -> str:
-    """Wait for a job's end; how it ended."""
+    """Wait for a job's end; return its final state."""
     busy = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
     return until(lambda: (now := state(box, job)) not in busy and now)
 
@@ -82,7 +82,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def serial(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process."""
+    """Return the losses of one process."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, TRAIN, *f"{SMALL} 30 --folder".split(), folder]
     subprocess.run(command, check=True, timeout=100, env=slurm_free())
@@ -94,7 +94,7 @@ def slurm_free() -> dict[str, str]:
 
 
 def listeners(box: slurm.Box) -> set[tuple[str, str]]:
-    """Who listens where: the first words of the program, and the address."""
+    """Return the listening programs (first words) and their addresses."""
     found = set()
     for process in slurm.processes(box.folder):
         try:
@@ -103,7 +103,7 @@ def listeners(box: slurm.Box) -> set[tuple[str, str]]:
                 if one.status == psutil.CONN_LISTEN:
                     found.add((who, one.laddr.ip))
         except psutil.Error:
-            continue  # it ended while we looked
+            continue  # the process has ended meanwhile
     return found
 
 
@@ -120,7 +120,7 @@ def test_torchrun_in_a_job_equals_one_process_and_listens_on_the_loopback(box, s
     assert losses(folder / "runs/torchrun") == pytest.approx(serial[:4], abs=1e-5)
     said = (folder / f"train-{job}.out").read_text()  # one file for all ranks
     assert [said.count(f"rank {rank} of 4") for rank in range(4)] == [1] * 4
-    # Slurm's own, srun's too, are on the loopback; torchrun's store is on all interfaces, always.
+    # Slurm and srun listen on the loopback; torchrun's store always listens on all interfaces.
     open_to_all = {
         who for who, ip in seen if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
     }
@@ -143,13 +143,13 @@ def test_a_job_saves_before_its_end_is_requeued_and_resumes(box, serial) -> None
     job = submit(box, one, "requeue.sbatch", "train.py", *f"{SMALL} 30".split())
     folder = box.folder.parent / "runs" / job
     until(lambda: (folder / "metrics.jsonl").exists() and losses(folder))
-    box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock
+    box.run(["scancel", "--signal=USR1", job])  # the signal of --signal, sent directly
     until(lambda: state(box, job) == "PENDING")
     assert (folder / "stopped").exists() and len(losses(folder)) < 30
-    time.sleep(2)  # what is left of the first run goes; Slurm itself waits two minutes
+    time.sleep(2)  # the first run's processes end; Slurm itself waits two minutes
     box.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
     assert ended(box, job) == "COMPLETED"
-    assert losses(folder) == pytest.approx(serial, abs=1e-4)  # each step once, and the same
+    assert losses(folder) == pytest.approx(serial, abs=1e-4)  # each step once, and equal
     assert not (folder / "stopped").exists()
     said = (box.folder.parent / f"train-{job}.out").read_text()
     assert said.index(f"run 0 of job {job}") < said.index(f"run 1 of job {job}")

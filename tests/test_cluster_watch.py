@@ -1,4 +1,4 @@
-"""Is my job using its GPUs? Samples, the straggler, and the timeline of all ranks."""
+"""GPU use of a job: samples, the straggler, and the timeline of all ranks."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ COLORS = show.RANK_COLORS
 
 @pytest.fixture
 def job(leaves_nothing):
-    """A launcher with two ranks, of which one has started a process of its own."""
+    """Start a launcher with two ranks, one of which has started a process of its own."""
     script = "RANK=1 sh -c 'sleep 60 & wait' & RANK=0 sleep 60 & sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script])
     deadline = time.monotonic() + 60
@@ -49,7 +49,7 @@ def test_ranks_are_found_below_their_launcher(job):
 
 
 def test_a_launcher_and_whoever_watches_are_no_ranks_of_their_job(leaves_nothing, monkeypatch):
-    """Under srun torchrun, the batch script and a watcher have numbers of Slurm's, too."""
+    """Under srun, the launcher, the batch script and a watcher have Slurm's rank variables, too."""
     from_slurm = {"SLURM_JOB_ID": "987654", "SLURM_PROCID": "0", "PATH": "/usr/bin:/bin"}
     script = "RANK=0 sleep 60 & RANK=1 sleep 60 & wait"
     launcher = subprocess.Popen(["setsid", "sh", "-c", script], env=from_slurm)
@@ -102,11 +102,11 @@ def test_watching_ends_with_the_ranks(tmp_path, leaves_nothing):
 
 
 class NotSupported(Exception):
-    """NVML's error, as pynvml names the base of all of them: NVMLError."""
+    """Base class of NVML's errors, with pynvml's name for it: NVMLError."""
 
 
 def pretended_nvml():
-    """NVML with two GPUs. Shapes of answers: NVIDIA's API reference, and pynvml's structures.
+    """Return a stub of NVML with two GPUs and the types of NVIDIA's API reference and pynvml.
 
     nvmlUtilization_t and nvmlMemory_t are structures; power is in mW, clocks in MHz, and reasons
     for a lower clock are bits of one number. It cannot change a GPU: it has no nvmlDeviceSet….
@@ -169,7 +169,7 @@ def test_a_gpus_numbers_come_from_the_ranks_own(
 
 
 def written(folder, gpu=False):
-    """Samples of two ranks over ten seconds, 3 MB sent in each, and steps of half a second."""
+    """Write ten seconds of samples of two ranks, 3 MB sent in each, and steps of 0.5 s."""
     folder.mkdir(exist_ok=True)
     rows = []
     for t in range(11):
@@ -181,7 +181,7 @@ def written(folder, gpu=False):
         wire = {"interface": "lo", "sent_bytes": 3_000_000 * t, "received_bytes": 0}
         rows.append({"time": 1000.0 + t, "node": "n"} | wire)
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "samples-n.jsonl").write_text(text + '{"time": 10')  # killed while it wrote
+    (folder / "samples-n.jsonl").write_text(text + '{"time": 10')  # killed during a write
     steps = [{"step": i, "seconds": 0.5, "time": 1002 + i / 2} for i in range(12)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(s) + "\n" for s in steps))
 
@@ -207,11 +207,11 @@ def test_broken_samples_are_named(tmp_path, capsys):
     assert not (tmp_path / "report.svg").exists()
 
 
-# ---- the straggler: a real one is in the lesson
+# ---- the straggler: the lesson has a real one
 
 
 def calls_at(late, steps=40, group="world"):
-    """What four ranks would have recorded, rank r being late[r] seconds behind in every step."""
+    """Return the records of four ranks, rank r being late[r] seconds behind in every step."""
     one = {"members": (0, 1, 2, 3), "op": "all_reduce", "sizes": (), "dtype": "", "line": 1}
     one |= {"where": "", "limit": 60.0, "waiting": False}
     return {

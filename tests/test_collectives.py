@@ -25,7 +25,7 @@ few = settings(max_examples=2, deadline=None, suppress_health_check=list(HealthC
 
 
 def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: int) -> list[str]:
-    """What of ours, on the rank's device, differs from torch's on the CPU, for `elements`."""
+    """Return the differences between our result, on the rank's device, and torch's, on the CPU."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     source = dist.get_global_rank(group, root)
     x = torch.randn(elements).to(dtype)
@@ -69,7 +69,7 @@ def compare(elements: int, dtype: torch.dtype, group: dist.ProcessGroup, root: i
     dist.reduce_scatter(theirs, pieces, group=group)
     expect("reduce_scatter", ours, theirs, split(allowed, size)[rank])
 
-    # gloo's all_gather takes equal sizes only: the whole tensors are gathered, then cut.
+    # gloo's all_gather needs equal sizes: unsharded tensors are gathered, then cut.
     everyones = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(everyones, x, group=group)
     ours = torch.full_like(mine, 7)
@@ -102,7 +102,7 @@ def all_cases(shapes: list[int], seed: int) -> list[str]:
 @few
 @given(shapes=st.lists(st.integers(0, 40), min_size=8, max_size=12), seed=st.integers(0, 99))
 def test_equals_torch_for_any_size(size: int, shapes: list[int], seed: int) -> None:
-    # 0: empty tensors; 1: pieces of zero elements; the rest seldom divides by the number of ranks.
+    # 0: empty tensors; 1: pieces of zero elements; most others are not divisible by the ranks.
     found = ranks.run(all_cases, size, [0, 1, *shapes], seed)
     assert found == [[]] * size
 
@@ -123,7 +123,7 @@ def test_equals_torch_on_a_group_of_other_ranks() -> None:
 
 
 def arrivals() -> list[tuple[float, float]]:
-    """Per turn, in which another rank is late: when this one came to the barrier, and left it."""
+    """Return for each turn, with another late rank, when this rank entered and left the barrier."""
     times = []
     for late in range(dist.get_world_size()):
         collectives.barrier(dist.group.WORLD)
@@ -142,9 +142,9 @@ def test_barrier_holds_everybody_until_the_last() -> None:
 
 
 def test_no_deadlock_when_every_message_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on networks that begin nothing before the last call is over: one message at a time.
+    """No deadlock if a call begins only after the last call is over, one message at a time.
 
-    But for `ranks.exchange`, which is one call.
+    `ranks.exchange` is an exception: it is one call.
     """
 
     class Done:
@@ -160,7 +160,7 @@ def test_no_deadlock_when_every_message_blocks(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ranks, "isend", blocking_send)
     monkeypatch.setattr(ranks, "irecv", blocking_receive)
-    for size in (3, 4):  # dist.send takes no tensor on a shared GPU
+    for size in (3, 4):  # dist.send does not support tensors on a shared GPU
         assert ranks.run(all_cases, size, [size + 1], 0, device="cpu", timeout=30) == [[]] * size
 
 
@@ -232,7 +232,7 @@ def test_crossover_is_where_both_take_as_long(latency: float, bandwidth: float, 
     at = model.crossover(size)
     assert at >= 0
 
-    def gain(nbytes: float) -> float:  # of the ring over the tree, in seconds
+    def gain(nbytes: float) -> float:  # seconds that the ring saves over the tree
         tree, ring = (model.seconds(f"all_reduce {way}", nbytes, size) for way in ("tree", "ring"))
         return tree - ring
 
@@ -258,14 +258,14 @@ def test_predictions_by_hand() -> None:
     assert {name: model.seconds(name, 8, 4) for name in by_hand} == by_hand
     for name in by_hand:
         if name != "message":
-            assert model.seconds(name, 8, 1) == 0, name  # alone there is nobody to talk to
+            assert model.seconds(name, 8, 1) == 0, name  # one rank sends nothing
 
 
 # ------------------------------------------------- bad input
 
 
 def refused() -> list[str]:
-    """What is said on one of three ranks to calls that do not fit together."""
+    """Return the errors on one of three ranks for calls that do not match."""
     group, rank, found = dist.group.WORLD, dist.get_rank(), []
     x = here(torch.zeros(4))
     two, pieces = dist.new_group([0, 1]), split(x, 3)

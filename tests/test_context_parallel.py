@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut equals one process's; counted work, bytes and memory."""
+"""Context-parallel attention equals one process's; counted work, bytes and memory."""
 
 import itertools
 import random
@@ -86,7 +86,7 @@ def test_two_blocks_merged_are_attention_over_both(seed, queries, left, right):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
-    # The plain one is for dtypes and head sizes for which a GPU has no fused kernel.
+    # The plain kernel is for dtypes and head sizes without a fused GPU kernel.
     torch.manual_seed(0)
     q, dy = (torch.randn(2, 6, 5, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(2))
@@ -105,14 +105,14 @@ def test_the_plain_kernel_equals_the_fused_one(monkeypatch, causal):
 
 
 def tensors(seed, batch, seq, heads, kv_heads, size, dtype):
-    """Queries, keys, values and a gradient of the results, of the whole sequence."""
+    """Return queries, keys, values and a gradient of the results, for the whole sequence."""
     torch.manual_seed(seed)
     kinds = (heads, kv_heads, kv_heads, heads)
     return here([torch.randn(batch, h, seq, size, dtype=dtype) for h in kinds])
 
 
 def gaps(way, seed, shape, dtype, causal, layout, group):
-    """Largest differences to one process: results, and gradients of queries, keys, values."""
+    """Return the largest differences from one process: results, and gradients of q, k, v."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     *whole, dy = tensors(seed, *shape, dtype)
     mine = [cp.split(x, size, rank, layout, 2).clone().requires_grad_() for x in whole]
@@ -141,7 +141,7 @@ def test_output_and_all_three_gradients_equal_one_process(size, seed):
     for way in WAYS:
         for layout in cp.LAYOUTS:
             for causal in (True, False):
-                # Heads for every rank, with one, some or all of the keys' heads.
+                # Heads for every rank, with one, some or all of the key/value heads.
                 kv_heads = draw.choice([1, 2, 4])
                 heads = kv_heads * draw.choice([1, 2, 3]) if way == "ring" else 4
                 seq = 2 * size * draw.randint(1, 5)
@@ -222,7 +222,7 @@ def test_blocks_that_ranks_compute_are_those_predicted(size):
 
 
 def memory(way, shape, dtype, layout):
-    """Bytes kept for backward, and held at most in forward and in backward."""
+    """Return the bytes kept for backward, and the peaks in forward and in backward."""
     batch, seq, heads, kv_heads, size = shape
     group, n = dist.group.WORLD, dist.get_world_size()
     *whole, dy = tensors(0, *shape, dtype)
@@ -238,13 +238,13 @@ def memory(way, shape, dtype, layout):
 
     with count.saved() as saved:
         results = attend()
-    # The results are kept by what comes next; but for the all-to-all's they are kept already.
+    # The next layer keeps the results; all-to-all attention keeps them already.
     kept = saved.bytes + (results.nbytes if way == "ulysses" and n > 1 else 0)
     del results
     with count.held(*mine) as held:
         y = attend()
         forward = held.peak
-        dy = torch.empty_like(y).copy_(dy)  # in memory as the model's next step hands it back
+        dy = torch.empty_like(y).copy_(dy)  # a new tensor, as the model's next layer passes it
         held.reset_peak()
         gradients = torch.autograd.grad(y, mine, dy)
         assert len(gradients) == 3
@@ -260,17 +260,17 @@ def test_memory_is_what_is_predicted(size):
     def work():
         return [memory(*case) for case in cases]
 
-    results = run(work, size, device="cpu")  # predicted are the CPU's kernels
+    results = run(work, size, device="cpu")  # the prediction is for the CPU's kernels
     for i, (way, shape, dtype, layout) in enumerate(cases):
         predicted = cp.attention_memory(way, *shape, ranks=size, itemsize=dtype.itemsize)
         for result in results:
             assert result[i][0] == predicted["kept"]
-        # The most on any rank. gloo's threads may hold what an all-to-all has sent for a moment
-        # longer, so nothing exact can be said about that.
+        # The most on any rank. gloo's threads may hold an all-to-all's buffers for a moment
+        # longer, so that this case has no exact value.
         forward, backward = (max(result[i][j] for result in results) for j in (1, 2))
         if way != "ulysses":
             assert forward == predicted["forward"]
-            if layout != "zigzag":  # where some blocks are half as large
+            if layout != "zigzag":  # where some blocks have half the size
                 assert backward == predicted["backward"]
             assert 0.85 < backward / predicted["backward"] <= 1
 
@@ -279,7 +279,7 @@ def test_memory_is_what_is_predicted(size):
 
 
 def order():
-    """What one rank does, one thing after another."""
+    """Return the order of one rank's operations."""
     did = []
 
     class Pass(core._Pass):
@@ -304,14 +304,14 @@ def order():
 
 def test_messages_are_on_their_way_while_a_rank_computes():
     turn, last = ["send", "attend", "wait"], ["attend"]
-    first_back = ["send", "differentiate", "wait", "send"]  # keys; then gradients, not waited for
+    first_back = ["send", "differentiate", "wait", "send"]  # keys; then gradients, without a wait
     back = ["send", "differentiate", "wait", "wait", "send"]
-    last_back = ["differentiate", "wait", "send", "wait"]  # and home
+    last_back = ["differentiate", "wait", "send", "wait"]  # send the gradients home
     for did in run(order, 3):
         assert did == turn * 2 + last + first_back + back + last_back
 
 
-# A model on a context that is cut.
+# A model with context parallelism.
 
 
 DEEP = Config(
@@ -321,7 +321,7 @@ DEEP = Config(
 
 
 def activations(way):
-    """Bytes that the model keeps for backward on this rank, before the loss."""
+    """Return the bytes that the model keeps for backward on this rank, before the loss."""
     torch.manual_seed(0)
     model = cp.distribute(GPT(DEEP), dist.group.WORLD, way, "contiguous")
     tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
@@ -330,14 +330,14 @@ def activations(way):
     return saved.bytes
 
 
-def test_activations_are_divided_by_the_ranks():  # predicted are the CPU's kernels
+def test_activations_are_divided_by_the_ranks():  # the prediction is for the CPU's kernels
     def both():
         return {way: activations(way) for way in WAYS}
 
     (whole,) = run(both, 1, device="cpu")
     keys = 2 * DEEP.layers * 64 * DEEP.key_value_heads * DEEP.head_size * 4
     for size in (2, 4):
-        # To the byte. Two heads of keys and values on four ranks: both are kept twice.
+        # To the byte. Two key/value heads on four ranks: both are replicated.
         wanted = {way: whole[way] // size for way in WAYS}
         wanted["ulysses"] += keys // size if size == 4 else 0
         assert run(both, size, device="cpu") == [wanted] * size

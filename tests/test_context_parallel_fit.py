@@ -1,4 +1,4 @@
-"""Lesson `context_parallel`: how many tokens fit, beside real training steps."""
+"""Lesson `context_parallel`: the context length that fits, compared with real training steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = PRESETS["llama-3-8b"]
 TWO, EIGHT = Layout(cp=2), Layout(cp=8)
 SHAPES = {
     "nano": Config(seq=512, layers=2, heads=4, hidden=64),
-    # Attention is nearly all there is: its keys and values in flight are the peak.
+    # Attention dominates: its keys and values in flight are the peak.
     "attention": Config(vocab=16, seq=1024, layers=1, heads=8, hidden=64, ffn=16),
     "llama": Config(
         vocab=64, seq=1024, layers=2, heads=4, hidden=64, kv_heads=2, ffn=32,
@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def peak_of_a_step(config: Config, seq: int, way: str) -> int:
-    """Bytes that this rank holds at most in a training step on `seq` tokens, after a short one."""
+    """Return this rank's peak bytes in a training step on `seq` tokens, after a short step."""
     group = dist.group.WORLD
     torch.manual_seed(0)
     model = GPT(config)
@@ -60,7 +60,7 @@ def peak_of_a_step(config: Config, seq: int, way: str) -> int:
     return held.peak
 
 
-# On two ranks a ring holds the keys of fewer others: what has most of them says so.
+# On two ranks a ring holds keys of fewer ranks: the shapes with most keys are enough.
 @pytest.mark.parametrize(("size", "names"), [(2, ["attention", "weights"]), (4, [*SHAPES])])
 def test_predicted_peak_is_the_measured_one(size: int, names: list[str]) -> None:
     def run() -> dict[tuple[str, str], int]:
@@ -79,11 +79,11 @@ def test_predicted_peak_is_the_measured_one(size: int, names: list[str]) -> None
         # Ranks may differ: zig-zag, those with early tokens have more to hold when they compute the
         # last turn. Within 5 %, the course's promise for peaks, here and in `memory`.
         assert min(peaks) > 0.95 * predicted, (name, way, peaks, moments)
-        # gloo's threads may hold the tensors of a collective that is over until they wake up again.
+        # gloo's threads may hold the tensors of a finished collective until they wake up again.
         late = 0
-        if way == "ulysses":  # results' gradient, and those of queries, keys, values, out and in
+        if way == "ulysses":  # gradients of results, queries, keys, values, in and out
             late = 4 * config.seq // size * 2 * (4 * config.hidden)
-        if predicted == moments.get("average"):  # while the optimizer's step begins
+        if predicted == moments.get("average"):  # at the start of the optimizer's step
             late += moments["step"] - 4 * 4 * memory.parameter_count(config)
         assert max(peaks) < 1.05 * predicted + late, (name, way, peaks, moments)
         if not late:
@@ -100,7 +100,7 @@ def test_what_fits_does_fit_and_nothing_longer() -> None:
     seq = tokens_that_fit(config, budget, Layout(cp=4), **choices)
     lengths = seq, seq + seq // 8 // 8 * 8
     peaks = [max(pair) for pair in zip(*ranks.run(run, 4, lengths, device="cpu"), strict=True)]
-    # Activations grow by 1/8 and are most of it: 5 % of the model's accuracy lie between.
+    # Activations grow by 1/8 and dominate: 5 % of the model's accuracy lie between.
     assert peaks[0] <= 1.01 * budget < peaks[1], (seq, peaks)
 
 
@@ -112,8 +112,8 @@ def test_what_divides_activations_makes_room() -> None:
         return tokens_that_fit(LLAMA, 80 * 10**9, Layout(tp=8, **more), way)
 
     alone, along = fit(), fit(sequence_parallel=True)
-    assert 1.5 * alone < along  # norms and dropouts of all tokens were most of it
+    assert 1.5 * alone < along  # norms and dropouts of all tokens dominated
     assert along < fit(sequence_parallel=True, recompute="full")
     assert 2 * along < fit(sequence_parallel=True, cp=4)
-    # Fewer key and value heads than ranks: all-to-all attention keeps them several times.
+    # Fewer key/value heads than ranks: all-to-all attention replicates them.
     assert fit(cp=4, way="ulysses") < fit(cp=4)

@@ -1,4 +1,4 @@
-"""What is parallel trains as one process does: every row of the contract, on ranks of the CPU."""
+"""Parallel training equals one process: every row of the contract, on CPU ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_row_has_a_name_of_its_own():
 
 @cache
 def found(technique: str, size: int, whole: bool) -> dict[str, dict[str, float]] | Exception:
-    """By row, how far apart its sides were on any rank; or the error of the first that failed."""
+    """Return each row's largest difference on any rank, or the first failing row's error."""
     rows = [row for row in ROWS if (row.technique, row.ranks) == (technique, size)]
     rows = [row for row in rows if whole or "cpu" not in row.weekly]
     try:
@@ -33,7 +33,7 @@ def found(technique: str, size: int, whole: bool) -> dict[str, dict[str, float]]
         return error
 
 
-@pytest.mark.timeout(600)  # whoever comes first waits for all rows of as many ranks
+@pytest.mark.timeout(600)  # the first test waits for all rows with its number of ranks
 @pytest.mark.parametrize("name", TABLE)
 def test_what_is_parallel_trains_as_one_process_does(name, request):
     row, whole = TABLE[name], request.config.getoption("--whole")
@@ -45,7 +45,7 @@ def test_what_is_parallel_trains_as_one_process_does(name, request):
     contract.judged(row, gaps, "cpu")
 
 
-# The test of the test: what is left out, and which row of two ranks has to find it.
+# The test of the test: an omitted operation, and the row of two ranks that has to find it.
 LEFT_OUT = {
     "data": (data_parallel, "average_gradients", lambda row: "way" in row.options),
     "experts": (experts, "average_gradients", lambda row: True),
@@ -60,7 +60,7 @@ def test_what_is_left_out_is_found(technique, monkeypatch):
     monkeypatch.setattr(module, name, lambda *_: None)
     two = [row for row in ROWS if (row.technique, row.ranks) == (technique, 2)]
     row = next(row for row in reversed(two) if finds(row))
-    # Weights that drift apart are seen on the ranks, in the row.
+    # Weights that drift apart are found on the ranks, within the row.
     with pytest.raises((AssertionError, RankError), match="is allowed|in the row"):
         contract.judged(row, contract.all_of([row], "cpu"), "cpu")
 

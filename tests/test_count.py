@@ -1,4 +1,4 @@
-"""Counting bytes sent: by the operations called, and by the interface."""
+"""Counters of bytes sent: by the called operations, and by the network interface."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_interface_agrees_with_the_formula():
             dist.all_reduce(torch.ones(1 << 20))
 
     def transmitted(fn) -> int:
-        # Others on this machine can only add: the least of three.
+        # Other programs on this machine can only add: take the least of three.
         readings = []
         for _ in range(3):
             before = count.wire_bytes()
@@ -110,6 +110,6 @@ def test_the_interface_agrees_with_the_formula():
         return min(readings)
 
     per_rank = (transmitted(work) - transmitted(dist.barrier)) / 2
-    # 2 (N-1)/N of 4 MiB, eight times. 3 %: headers are 0.2 %, the rest is other work's traffic.
+    # 2 (N-1)/N of 4 MiB, eight times. 3 %: headers are 0.2 %, the rest is other programs' traffic.
     with on_time():
         assert per_rank == pytest.approx(8 * 4 * 2**20, rel=0.03)

@@ -1,4 +1,4 @@
-"""What data parallelism sends, holds and survives, one test per promise; it equals: `rows.data`."""
+"""Messages, memory and errors of data parallelism, a test a promise (equality: `rows.data`)."""
 
 import time
 
@@ -33,7 +33,7 @@ def gradients(model):
 
 
 def gap(a, b):
-    """Largest difference between two lists of tensors, which have to be None in the same places."""
+    """Return the largest difference between two lists; both must be None in the same places."""
     worst = 0.0
     for x, y in zip(a, b, strict=True):
         assert (x is None) == (y is None)
@@ -43,7 +43,7 @@ def gap(a, b):
 
 
 def joined_or_not():
-    """The gradients of two models, averaged in messages of their own and side by side."""
+    """Average the gradients of two models in separate messages and side by side."""
     models, messages = [here(Toy()), here(Toy())], []
     for model, joined in zip(models, (False, True), strict=True):
         toy_loss(
@@ -85,7 +85,7 @@ def held_and_sent():
 
 
 def inside_buckets(model):
-    """Every gradient is a view into its bucket: it is held once."""
+    """Return True if every gradient is a view into its bucket, so that it is stored once."""
     for bucket in model.buckets:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is not None:
@@ -156,7 +156,7 @@ def test_complete_buckets_leave_in_order_also_with_checkpointing():
 
 
 def broken_off(apart, set_to_none):
-    """Every rank's backward ends in an error, and the next one begins while messages are away."""
+    """Break off every rank's backward with an error, and start another with messages in flight."""
     rank = dist.get_rank()
     model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
@@ -164,7 +164,7 @@ def broken_off(apart, set_to_none):
     wanted = gradients(model)
     model.zero_grad()
     layers = model.module.layers
-    # The gradient of the one comes when most buckets have been sent, that of the other before any.
+    # The first gradient comes when most buckets have been sent, the second one before any.
     last = layers[3] if apart and rank == 0 else layers[0]
     handle = last.weight.register_hook(lambda _: 1 // 0)
     output = model(5 * x).sum()
@@ -185,7 +185,7 @@ def test_messages_of_a_backward_that_broke_off_do_not_meet_those_of_the_next():
 
 
 def alone_in_error():
-    """Rank 0's backward breaks off, rank 1's does not: it must not take half a sum for a whole."""
+    """Rank 0's backward breaks off, rank 1's does not: it must not use an incomplete sum."""
     model = dp.DataParallel(Chain(), dist.group.WORLD, bucket_bytes=288, first_bytes=288)
     x = torch.randn(3, 8)
     weight = model.module.layers[0].weight
@@ -253,6 +253,6 @@ def test_step_seconds_is_the_schedule_of_one_wire():
         return size / 10
 
     assert dp.step_seconds(1, 4, sizes, wire, overlap=False) == 1 + 4 + 2
-    assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # only the last bucket is not hidden
+    assert dp.step_seconds(1, 4, sizes, wire) == 1 + 4 + 1  # all but the last bucket is hidden
     assert dp.step_seconds(1, 1, sizes, wire) == 1 + 0.5 + 2  # the wire is busy from its start on
     assert dp.step_seconds(1, 4, sizes, lambda size: 0.0) == 5

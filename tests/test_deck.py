@@ -1,4 +1,4 @@
-"""The rule by which a page becomes slides, on pages of a few lines."""
+"""Rules that turn a page into slides, on pages of a few lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXERCISE = (
 
 
 def slides(*sections: str, opening: str = "") -> list[deck.Slide]:
-    """The slides of a page with these sections."""
+    """Return the slides of a page with these sections."""
     body = "".join(f'<section id="s{n}">{one}</section>' for n, one in enumerate(sections))
     page = f"<section><h1>A lesson</h1>{opening}{body}</section>"
     return deck.deck(BeautifulSoup(page, "html.parser"), lambda name: [f"a mistake in {name}"])

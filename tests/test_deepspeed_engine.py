@@ -1,7 +1,7 @@
-"""DeepSpeed's engine equals one process, one test per promise; and the lab's breakdown adds up.
+"""DeepSpeed's engine equals one process, one test per promise; the lab's breakdown adds up.
 
-That recomputation has to be asked for, that DeepSpeed clips at 1, and that a universal checkpoint
-fits any number of ranks, the lesson asserts.
+The lesson itself asserts that recomputation has to be requested, that DeepSpeed clips at 1, and
+that a universal checkpoint fits any number of ranks.
 """
 
 import copy
@@ -31,15 +31,15 @@ SHAPE = replace(PRESETS["nano"], seq=32)
 MICRO, STEPS = 2, 4
 SAVED = 2  # steps before a checkpoint
 # A wrong gradient shows as some 1e-3: AdamW moves a weight by up to its learning rate at each step,
-# whatever the gradient's size. For the same reason sums in another order, which differ by 1e-7 of
-# themselves, move weights with very small gradients by more than that: seen were 1e-6 to 3e-5.
+# whatever the gradient's size. For the same reason sums in another order, with relative differences
+# of 1e-7, move weights with very small gradients by more than that: 1e-6 to 3e-5 were observed.
 ROUNDING = 1e-4
 PLAIN_LINEAR = {"zero_optimization": {"memory_efficient_linear": False}}
 
 
 def run(fn, size, *args, timeout=240):
-    # Its optimizers for offloaded states are compiled for a GPU at their first use, with nvcc. What
-    # the engine does on one is at this file's end, in test_gpu.py and in the rehearsal.
+    # DeepSpeed compiles its optimizers for offloaded states at first use, with nvcc. Tests of the
+    # engine on a GPU are at this file's end, in test_gpu.py and in the rehearsal.
     return ranks.run(fn, size, *args, device="cpu", timeout=timeout)
 
 
@@ -49,25 +49,25 @@ def model():
 
 
 def batch(step, micro, share):
-    """Tokens and targets, each [MICRO, S], of one micro-batch of one data-parallel rank."""
+    """Return tokens and targets, each [MICRO, S], of a micro-batch of one data-parallel rank."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + share)
     tokens = torch.randint(0, SHAPE.vocab, (MICRO, SHAPE.seq + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def at(dp=1, **fields):
-    """The layout of dp copies that compute MICRO sequences at a time."""
+    """Return the layout of dp copies that compute MICRO sequences at a time."""
     return Layout(dp, micro_batch=MICRO, **fields)
 
 
 def one_process(layout, precision="fp32", clipping=0.0, **_):
-    """The same steps, share by share; in 16 bits, with a float32 master beside the model."""
+    """Run the same steps in one process; in 16 bits, with float32 master weights."""
     used = model().to(torch.bfloat16 if precision == "bf16" else torch.float32)
     master = copy.deepcopy(used).float()  # DeepSpeed rounds the weights first, too
     optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3, foreach=False)
     pairs = list(zip(used.parameters(), master.parameters(), strict=True))
     losses = []
-    if precision == "bf16" and layout.zero == 0:  # DeepSpeed's first step, with gradients of zero
+    if precision == "bf16" and layout.zero == 0:  # DeepSpeed's first step has zero gradients
         for _, kept in pairs:
             kept.grad = torch.zeros_like(kept)
         optimizer.step()
@@ -100,13 +100,13 @@ def started(layout, more):
 
 
 def one_step(engine, layout, step):
-    # DeepSpeed's tensor-parallel ranks are neighbours, its pipeline's are dp ranks apart.
+    # DeepSpeed's tensor-parallel ranks are neighbours, its pipeline ranks are dp ranks apart.
     share = dist.get_rank() // layout.tp % layout.dp
     return de.step(engine, [batch(step, micro, share) for micro in range(layout.microbatches)])
 
 
 def train(cases, folder=None):
-    """Each case: losses, weights; with a folder, also saved on the way and resumed."""
+    """Train each case; return losses and weights; with a folder, also of a run that was resumed."""
     found = {}
     for name, (layout, more) in cases.items():
         engine = started(layout, more)
@@ -130,7 +130,7 @@ def gap(a, b):
 
 
 def compare(cases, results):
-    """(name -> largest differences of loss and weights) from one process; all ranks agree."""
+    """Return name -> largest differences of loss and weights from one process; ranks agree."""
     gaps = {}
     for name, (losses, weights) in run(references, 1, cases)[0].items():
         for result in results:
@@ -155,14 +155,14 @@ TWO = {
     "parameters offloaded": (at(2, zero=3, offload="parameters"), PLAIN_LINEAR),
     "bf16": (at(2, zero=1), {"precision": "bf16"}),
     "bf16, stage 0": (at(2), {"precision": "bf16"}),
-    # DeepSpeed's own linear layer stays in the process, so this one comes last.
+    # DeepSpeed's own linear layer stays in the process, so its case comes last.
     "stage 3, its own linear": (at(2, zero=3), {}),
 }
 PIPELINES = {
     "pipeline": (at(pp=2), {}),
     "pipeline, bf16": (at(pp=2, zero=1), {"precision": "bf16"}),
 }
-# Elsewhere gradients are added up in another order: of micro-batches, of a norm's terms, of a sum.
+# Elsewhere gradients are added in another order: of micro-batches, of a norm's terms, of a sum.
 ROUNDED = {"accumulation", "clipping", "clipping, stage 3", "stage 3, its own linear"}
 
 
@@ -174,7 +174,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(folder):
     de.prepare()
-    # Runs of their own: what a pipeline leaves behind in the process, other engines stumble over.
+    # Separate runs: a pipeline leaves state in the process that breaks other engines.
     runs = [run(train, 2, cases, folder) for cases in (TWO, PIPELINES)]
     return [flat | piped for flat, piped in zip(*runs, strict=True)]
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_becomes_a_plain_state_dict(two, folder, capfd):
     for name in TWO:
         result, state = two[0][name], de.plain_state_dict(folder / name)
         GPT(SHAPE).load_state_dict(state)  # names and shapes; strict
-        # 16 bits without ZeRO's optimizer files: weights in use, of 8 binary digits
+        # 16 bits without ZeRO's optimizer files: only weights with 8 binary digits
         rounded = name == "bf16, stage 0"
         relative = max(
             ((state[key] - kept).abs() / kept.abs().clamp(min=1e-3)).max().item()
@@ -238,7 +238,7 @@ def pipelines_saved():
 
 def test_in_a_pipeline_the_configuration_recomputes():
     (plain, w0), (recomputing, w1) = run(pipelines_saved, 2)[0]
-    assert recomputing < plain / 2  # what DeepSpeed keeps of its own accord is not seen here
+    assert recomputing < plain / 2  # excludes tensors that DeepSpeed itself keeps
     assert gap(w0, w1) == 0.0
 
 
@@ -318,7 +318,7 @@ MICRO_OF = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 NO_SIZE = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
 TORCH_ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-# What tutorials print, in float32: a CPU has no fp16.
+# Examples from tutorials, in float32: a CPU has no fp16.
 PRINTED = {
     "train_batch_size": 256,
     ACCUMULATION: 8,
@@ -337,7 +337,7 @@ def stage(number, **settings):
     return {**settings, "zero_optimization": {"stage": number}}
 
 
-# Configuration, whether an optimizer comes beside it, and the engine's words, or None if it starts.
+# Configuration, whether an optimizer is passed, and the engine's error, or None if it starts.
 STARTS = {
     "as printed": (PRINTED, False, "zero stage 2 requires an optimizer"),
     "with a section": ({**PRINTED, "optimizer": TORCH_ADAM}, False, None),
@@ -352,7 +352,7 @@ STARTS = {
 
 
 def real_engines(cases):
-    """What DeepSpeed itself says to each configuration, and our check; None where it starts."""
+    """Return DeepSpeed's error for each configuration, and our check's; None if it starts."""
     deepspeed, said = de.prepare(), {}
     for name, (settings, given, _) in cases.items():
         module = model()
@@ -388,7 +388,7 @@ def test_check_and_the_engine_agree_and_on_ranks_it_says_the_same_as_without():
 
 
 def refusals(folder):
-    """The errors that need an engine, or at least ranks; none starts or writes anything."""
+    """Return the errors that need an engine or ranks; none starts or writes anything."""
     engine = started(at(pp=2), {"precision": "bf16"})
     for words, fn, *args in (
         ("stages=3: allowed", de.pipeline, model(), 3),
@@ -414,7 +414,7 @@ TASK = lab.Task(batch=2, prompt=8, new=4, seq=16, steps=2)
 
 @pytest.fixture(scope="module")
 def alone() -> list[lab.Report]:
-    """What one process computes, with plain torch."""
+    """Return the results of one process with plain torch."""
     return lab.run("one", 2, TASK, device="cpu")
 
 
@@ -434,7 +434,7 @@ def test_breakdown(alone: list[lab.Report]) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 6, "tie_word_embeddings": True}])
 def test_flops_are_what_torch_counts(changes: dict[str, int]) -> None:
-    # Eager: the counter does not see into the fused attention of a CPU.
+    # Eager: the counter does not see inside the fused attention of a CPU.
     model = lab.llama(attn_implementation="eager", **changes)
     shape = model.config
     tokens_BS = torch.zeros(2, 12, dtype=torch.long)
@@ -450,7 +450,7 @@ def test_bytes_moved() -> None:
     # One process: read forward and backward, gradient written, then gradient read and three
     # states read and written: 10 float32 per parameter.
     assert breakdown.training_moved(100, 100, gathered=False) == 4 * 100 * 10
-    # ZeRO-3 on two ranks: written twice when gathered, and half of the optimizer's part.
+    # ZeRO-3 on two ranks: weights are written twice when gathered; half of the optimizer's part.
     assert breakdown.training_moved(100, 50, gathered=True) == 4 * (100 * 5 + 50 * 7)
 
 
@@ -481,7 +481,7 @@ def test_the_command_of_the_lab(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_way_computes_what_one_process_does(way: str, precision: str) -> None:
     size = 4 if way == "mixed" else 2
     one, found = (lab.run(w, size, TASK, device="cpu", precision=precision) for w in ("one", way))
-    if precision == "fp32":  # in bfloat16 greedy tokens part where two logits are nearly equal
+    if precision == "fp32":  # bfloat16: greedy tokens differ where two logits are nearly equal
         assert torch.equal(found[0].outcome, one[0].outcome)
     # Losses are near 8, of which bfloat16 keeps two digits.
     gap = (found[1].outcome - one[1].outcome).abs().max().item()

@@ -1,4 +1,4 @@
-"""The course to take away: exercises as notebooks."""
+"""Notebooks of exercises, to use without the course's folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOPICS = build.lessons(show.ROOT)
 
 
 def names(source):
-    """The global names that a cell binds, and those that it uses, in its functions, too."""
+    """Return the global names that a cell binds, and those that it uses, also in its functions."""
     binds, uses = set(), set()
     todo = [symtable.symtable(source, "cell", "exec")]
     for table in todo:
@@ -36,7 +36,7 @@ def names(source):
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, root):
-    """What the cells say when they run is in test_check."""
+    """The notebook has all names that exercises and solutions use; test_check runs the cells."""
     book = exercises(topic, root)
     nbformat.validate(book)
     lesson = list(parts(build.notebook(topic, root)))
@@ -50,7 +50,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
             assert part.text not in text
         if part.place == "solution" and part.kind == "code":
             lines = {line.strip() for line in part.text.splitlines()}
-            assert lines - given  # of each solution, lines that only it has
+            assert lines - given  # lines of each solution that no other cell has
         if part.place in ("exercise", "solution") and part.kind == "code":
             own, used = names(part.text)
             assert used <= own | known, f"not imported by the lesson's first cell, in {part.text}"
@@ -58,7 +58,7 @@ def test_exercises_hold_no_solution_and_all_that_they_and_a_solution_use(topic, 
     assert words[0].startswith("# Exercises: ") and "make lab" in words[0]
     titles = [text.split(":")[0] for text in words if text.startswith("### ")]
     assert titles == [f"### Exercise {number}" for number in range(1, len(titles) + 1)]
-    for text in words:  # they lead nowhere
+    for text in words:  # their targets are not in the notebook
         assert "```{" not in text
         assert not re.search(r"\{[\w:]+\}`|\]\((?!https?:)", text)
     assert nbformat.writes(book) == nbformat.writes(exercises(topic, root))

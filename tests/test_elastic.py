@@ -1,4 +1,4 @@
-"""Agents, ours and torchrun's: rendezvous, rounds, restarts, silence, signals; nothing is left."""
+"""Agents, ours and torchrun's: rendezvous, rounds, restarts, silence, signals, clean-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardtools.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-# A rank without torch: it leaves a note of its environment, and then does what its test says.
+# A rank without torch: it writes its environment to a file, then does what its test needs.
 STUB = """
 import json, os, signal, subprocess, sys, time
 folder, act = sys.argv[1:]
@@ -46,7 +46,7 @@ QUICK = {"patience": 1.0, "last_call": 0.2, "join": 20.0, "grace": 5.0}
 
 
 class Agent:
-    """A call in a fork of this process, whose output lies in a file."""
+    """Call in a fork of this process, with its output in a file."""
 
     def __init__(self, call, log: Path, environment: dict[str, str] | None = None):
         self.log = log
@@ -58,7 +58,7 @@ class Agent:
         os.kill(self.process.pid, number)
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process; return its exit status."""
         wait_for(self.ended)
         return self.process.exitcode
 
@@ -70,7 +70,7 @@ class Agent:
 
 
 def logged(call, log: Path, environment: dict[str, str]) -> None:
-    """In a fork: end with the status that `call` returns."""
+    """Exit this fork with the status that `call` returns."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
@@ -79,14 +79,14 @@ def logged(call, log: Path, environment: dict[str, str]) -> None:
 
 
 def wait_for(done) -> None:
-    """Wait as long as a test may run: a busy machine takes many times what a quiet one takes."""
+    """Wait until `done()`, as long as a test may run: a busy machine is many times slower."""
     while not done():
         time.sleep(0.02)
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts agents, in forks; ends them and what they have started."""
+    """Start agents in forks; end them and their processes after the test."""
     agents: list[Agent] = []
     port = free_port("127.0.0.1")
 
@@ -126,23 +126,23 @@ def listening(port: int):
 
 
 def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
-    """What the ranks of a round found in their environment."""
+    """Return the environments that the ranks of a round have noted."""
     return {
         int(p.name.split("-")[1]): json.loads(p.read_text()) for p in folder.glob(f"{number}-*")
     }
 
 
 def alive(found: dict[int, dict]) -> list[int]:
-    """Ranks that run: one whose end nobody has asked for yet, as of an orphan, does not."""
+    """Return the running ranks, without unreaped ones, such as orphans."""
     return [r for r, of in found.items() if not gone(of["pid"])]
 
 
 @pytest.fixture
 def pair(start, tmp_path, monkeypatch):
-    """Starts the host of a job of two nodes, then the other one, with these acts' ranks running."""
+    """Start the host of a job of two nodes, then the other node, with ranks that do these acts."""
     gather = Host._gather
 
-    def with_both(host, alive, now):  # the first round has both, however long the other one takes
+    def with_both(host, alive, now):  # the first round has both, whenever the other one starts
         return gather(host, alive, now) if host.order.round >= 0 or len(alive) == 2 else None
 
     monkeypatch.setattr(Host, "_gather", with_both)
@@ -203,7 +203,7 @@ def test_a_silent_agent_is_left_out_and_may_come_back(pair, tmp_path):
 
 
 def test_a_lost_node_costs_no_restart(pair, tmp_path):
-    """Its neighbours' ranks fail with it."""
+    """The ranks of the neighbours fail with the lost node."""
     act = """
 while not os.path.exists(folder + "/killed"):
     time.sleep(0.01)
@@ -219,7 +219,7 @@ if not round:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_ranks_do_not_outlive_their_agent_and_no_job_its_host(pair, tmp_path):
-    """Nor do helpers of the ranks', in groups of their own as `timeout` makes them."""
+    """Nor do the ranks' helpers, even in process groups of their own as `timeout` makes them."""
     act = f"""
 helper = subprocess.Popen(["sleep", "60"], process_group=0)
 note(f"helper-{{rank}}", str(helper.pid))
@@ -235,7 +235,7 @@ note(f"helper-{{rank}}", str(helper.pid))
 
 
 def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
-    """As when a cable is pulled: no connection breaks, and calls of the store do not return."""
+    """Like a pulled cable: no connection breaks, and calls of the store do not return."""
     host, other = pair(REST, nodes=(2, 2))
     host.send(signal.SIGSTOP)
     assert other.wait() == 1 and "is silent" in other.said()
@@ -249,7 +249,7 @@ def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
 
 
 def test_signals_reach_the_ranks(pair, tmp_path):
-    """SIGUSR1 goes through; SIGTERM takes a node out, and its ranks may save and end with 0."""
+    """SIGUSR1 is forwarded; SIGTERM removes a node, and its ranks may save and end with 0."""
     act = """
 def usr1(*_): note(f"usr1-{rank}")
 def term(*_): note(f"term-{round}-{rank}"); os._exit(0)
@@ -267,10 +267,10 @@ while not round: time.sleep(1)
     assert len(notes(tmp_path, 1)) == 1
 
 
-# Who is to blame.
+# The root cause.
 
 
-@pytest.mark.alone  # the cause has 30 ms to end before its neighbours do
+@pytest.mark.alone  # the cause has to end within 30 ms
 def test_the_first_cause_is_the_earliest_error_over_all_nodes(start, tmp_path):
     act = """
 if round: sys.exit()
@@ -296,7 +296,7 @@ fail("Connection closed by peer")
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
 def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
-    """SIGKILL alone comes from outside; a connection that broke is a consequence of the crash."""
+    """Only SIGKILL comes from outside; a broken connection is a consequence of the crash."""
     ranks = core.Ranks(Job(("x",), "127.0.0.1:1"))
     ranks.ended[3] = 1.4
     crash = ranks._failure(3, -signal.Signals[name])
@@ -311,11 +311,11 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
     assert cause(1.0, "RuntimeError: Connection closed by peer [127.0.0.1]:1234") == "rank 3"
 
 
-# The host decides, without processes.
+# Decisions of the host, without processes.
 
 
 def decided(host: Host, now: float, *states: str, obeyed: int | None = None) -> Order | None:
-    """What the host says to agents in these states; None is one that is no longer heard."""
+    """Return the host's order to agents in these states; None: the agent is silent."""
     host.beat = getattr(host, "beat", 0) + 1
     number = host.order.number if obeyed is None else obeyed
     reports = {
@@ -328,7 +328,7 @@ def decided(host: Host, now: float, *states: str, obeyed: int | None = None) -> 
 def test_the_host_waits_for_the_least_and_calls_for_more():
     host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=2, join=10))
     assert decided(host, 0, "ready") is None
-    assert decided(host, 5, "ready", "ready") is None  # last call, for a third one
+    assert decided(host, 5, "ready", "ready") is None  # last call, for a third node
     assert decided(host, 6, "ready", "ready") is None
     order = decided(host, 7.1, "ready", "ready")
     assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
@@ -341,7 +341,7 @@ def test_the_host_waits_for_the_least_and_calls_for_more():
     ]
     assert {(of["WORLD_SIZE"], of["MASTER_ADDR"]) for of in places} == {("3", "127.0.0.1")}
     full = Host(host.job)
-    assert decided(full, 0, "ready", "ready", "ready").kind == "run"  # nobody else can come
+    assert decided(full, 0, "ready", "ready", "ready").kind == "run"  # no other node can join
     alone = Host(host.job)
     assert decided(alone, 0, "ready") is None
     end = decided(alone, 10.1, "ready")
@@ -353,10 +353,10 @@ def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
     decided(host, 0, "ready", "ready")
     assert decided(host, 1, "failed", "running").kind == "stop"
     assert decided(host, 2, "ready", "running") is None
-    # It reports ready, but of an order before this one.
+    # A node reports ready, but for an order before this one.
     assert decided(host, 3, "ready", "ready", obeyed=host.order.number - 1) is None
     assert decided(host, 4, "ready", "ready").round == 1
-    # A report that is older than the order says nothing of this round.
+    # A report that is older than the order says nothing about this round.
     assert decided(host, 5, "failed", "failed", obeyed=host.order.number - 1) is None
     assert decided(host, 6, "done", "running") is None
     assert decided(host, 7, "done", "done").kind == "end"
@@ -373,7 +373,7 @@ def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
 
 
 def addresses(agent: Agent) -> set[str]:
-    """Where it listens."""
+    """Return the addresses at which an agent listens."""
     found = psutil.Process(agent.process.pid).net_connections("tcp")
     return {one.laddr.ip for one in found if one.status == "LISTEN"}
 
@@ -381,7 +381,7 @@ def addresses(agent: Agent) -> set[str]:
 def test_where_nobody_answers_the_agent_says_so_in_time(start):
     command = ["cluster", "run", "--join", "2", "--at", "192.0.2.1:29400", __file__]
     agent = start(lambda: main(command))
-    assert agent.wait() == 2, agent.said()  # torch's own warnings of each try stand before
+    assert agent.wait() == 2, agent.said()  # after torch's own warnings of each try
     assert "no agent answered there within 2 s" in agent.said().splitlines()[-1]
 
 
@@ -425,7 +425,7 @@ if rank == 3 and mine["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def one_process() -> list[float]:
-    """The losses of TRAIN."""
+    """Return the losses of TRAIN in one process."""
     weight, losses = torch.zeros(5), []
     for step in range(6):
         data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
@@ -437,7 +437,7 @@ def one_process() -> list[float]:
 
 @pytest.mark.weekly("trains under torchrun and under the agent")
 def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
-    """Two nodes, a rank that fails in the first round; what torchrun leaves of it."""
+    """Two nodes, a rank that fails in the first round; torchrun's files of the failure."""
     losses, environments = {}, {}
     for who in ("ours", "torchrun"):
         (folder := tmp_path / who).mkdir()
@@ -460,7 +460,7 @@ def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
     for found in losses.values():  # float32, sums in another order
         assert all(torch.allclose(torch.tensor(of), torch.tensor(want)) for of in found)
 
-    # What each rank finds: the names that both give.
+    # Variables of each rank: the names that both set.
     ours, theirs = (environments[who][3] for who in ("ours", "torchrun"))
     for name in Order(agents=(0,), ranks=(1,)).environment(Job(("x",), "127.0.0.1:1"), 0, 0):
         assert name in ours and name in theirs, name
@@ -497,7 +497,7 @@ store.wait([f"seen {other}" for other in range(size)])
 
 @pytest.mark.weekly("torchrun alone")
 def test_torchruns_restarted_ranks_find_the_addresses_of_dead_ones(start, tmp_path):
-    """Why TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as above; when this fails, it is needed no more."""
+    """If this fails, torch needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 no more."""
     (tmp_path / "store.py").write_text(STORE)
     told = ["--nnodes=2", "--rdzv-id=job", "--max-restarts=1", str(tmp_path / "store.py")]
     agents = [start.torchrun(*told, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") for _ in range(2)]
@@ -509,7 +509,7 @@ QUIET = "last_call_timeout=1,join_timeout=2,read_timeout=2"
 
 @pytest.mark.weekly("torchrun alone")
 def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
-    """A node does not come, the address is wrong, two ids meet at a port: no message has an id."""
+    """A node does not come, the address is wrong, two ids share a port: no error contains an id."""
     told = ["--nnodes=2", "missing.py"]
     lonely = start.torchrun(f"--rdzv-conf={QUIET}", *told)
     wait_for(listening(start.port))

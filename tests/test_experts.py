@@ -1,4 +1,4 @@
-"""What experts over ranks hold, send and leave out; they equal one process: `rows.routed`."""
+"""Memory, messages and dropped tokens of expert parallelism; equality: `rows.routed`."""
 
 import copy
 import itertools
@@ -73,20 +73,20 @@ def test_bytes_of_all_to_alls_are_those_predicted(size):
 
 
 def random_routes(cases):
-    """Whatever is chosen, each row gets to its expert, in order, and comes back."""
+    """Check that each row gets to its expert, in order, and comes back, for any choices."""
     group = dist.group.WORLD
     rank, size = dist.get_rank(), group.size()
     for seed, (tokens, choices, share) in enumerate(cases):
         total = share * size
         generators = [torch.Generator().manual_seed(100 * seed + r) for r in range(size)]
-        counts = [tokens if r != seed % size else 0 for r in range(size)]  # one has no tokens
+        counts = [tokens if r != seed % size else 0 for r in range(size)]  # one rank has no tokens
         every = [
             torch.randint(-1, total, (n, choices), generator=g)
             for n, g in zip(counts, generators, strict=True)
         ]
         chosen_TC = here(every[rank])
         way = experts.route(chosen_TC, total, group)
-        # A row says where it comes from: rank, token and choice, expert.
+        # A row encodes its origin: rank, token and choice, expert.
         numbers = torch.arange(chosen_TC.numel(), device=chosen_TC.device)
         rows = torch.stack((torch.full_like(numbers, rank), numbers, chosen_TC.flatten()), 1)
         rows = rows[way.order_R].double()
@@ -160,7 +160,7 @@ def test_a_state_of_another_model_goes_in_and_comes_out():
 
 
 def test_the_balancing_loss_is_one_for_each_even_layer():
-    """That it evens loads, and that the bias does, the lesson shows."""
+    """The lesson shows that the loss and the bias balance the loads."""
     model = gpt(layers=1)
     with experts.watch(model) as routed:
         model(batch(0)[0])
@@ -186,7 +186,7 @@ def test_the_bias_goes_on_in_16_bits_models_in_steps_that_these_would_lose():
 
 
 def in_micro_batches():
-    """Bias, loads and balancing loss of four micro-batches on each rank are those of one batch."""
+    """Check that bias, loads and loss of four micro-batches a rank equal those of one batch."""
     world = dist.group.WORLD
     serial = gpt(**DEEPSEEK).double()
     model = experts.parallelize(copy.deepcopy(serial), world)
@@ -211,7 +211,7 @@ def test_micro_batches_of_a_step_count_as_one_batch():
 
 
 def without_tokens():
-    """Rank 1 has no tokens: its experts compute, and learn from, those of rank 0."""
+    """Train where rank 1 has no tokens: its experts compute, and learn from, those of rank 0."""
     world = dist.group.WORLD
     serial = gpt(**CASES["gshard"])
     model = experts.parallelize(copy.deepcopy(serial), world)
@@ -224,8 +224,8 @@ def without_tokens():
     own = {id(parameter) for parameter in experts.own_parameters(model)}
     whole = dict(serial.named_parameters())
     for name, parameter in model.named_parameters():
-        if id(parameter) in own:  # a sum over the ranks' tokens already
-            # Float32: sums of 96 losses, with gradients up to 10.
+        if id(parameter) in own:  # already a sum over all ranks' tokens
+            # float32: sums of 96 losses, with gradients up to 10.
             torch.testing.assert_close(parameter.grad, whole[name].grad, rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""A folder has one writer, for as long as its process lives and not a moment longer."""
+"""A folder has one writer, exactly as long as the writer's process lives."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_the_second_is_refused_until_the_first_is_killed(tmp_path: Path) -> None
     )
     try:
         assert first.stdout and int(first.stdout.readline()) == first.pid
-        for _ in range(2):  # being refused changes nothing
+        for _ in range(2):  # a refusal changes nothing
             with pytest.raises(ValueError, match="another process writes into it") as said:
                 folder_lock.hold(tmp_path, "another")
             assert repr(str(tmp_path)) in str(said.value)
-        os.kill(first.pid, signal.SIGKILL)  # the process alone, and not its child
+        os.kill(first.pid, signal.SIGKILL)  # only the process, not its child
         first.wait()
         held = folder_lock.hold(tmp_path, "another")
         with pytest.raises(ValueError, match="writes into it"):

@@ -26,7 +26,7 @@ def grids(ranks: int) -> list[tuple[int, int]]:
 
 
 def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, exact: Any, group: Any, full: bool):
-    """The steps that a reader takes: multiply the parts `a` and `b`, then collect, or do not."""
+    """Do the steps of a reader: multiply the parts `a` and `b`, then collect if `full`."""
     if way == "inner":
         return gemm.by_inner(a, b, group, full)
     if way == "rows":
@@ -37,7 +37,7 @@ def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, exact: Any, group: A
 
 
 def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup) -> list[str]:
-    """What differs on this rank from torch.matmul, and from what was predicted."""
+    """Return this rank's differences from torch.matmul, and from the predicted bytes."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     device = ranks.device()
     generator = torch.Generator().manual_seed(M * N * K)
@@ -108,7 +108,7 @@ def all_cases(shapes: list[tuple[int, int, int]]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@settings(max_examples=1)  # which starts ranks, and has many shapes
+@settings(max_examples=1)  # it starts ranks, and has many shapes
 @given(shapes=st.lists(st.tuples(sizes, sizes, sizes), min_size=6, max_size=6))
 def test_equals_matmul_and_costs_what_was_predicted(
     size: int, shapes: list[tuple[int, int, int]]
@@ -118,7 +118,7 @@ def test_equals_matmul_and_costs_what_was_predicted(
 
 def test_on_a_group_of_other_ranks() -> None:
     def run() -> list[str]:
-        group = dist.new_group([3, 1])  # torch numbers its ranks in the order of the world
+        group = dist.new_group([3, 1])  # torch orders a group's ranks as in the world
         if dist.get_rank() not in (1, 3):
             return []
         return compare(5, 6, 7, torch.float64, group)
@@ -126,7 +126,7 @@ def test_on_a_group_of_other_ranks() -> None:
     assert ranks.run(run, 4) == [[]] * 4
 
 
-# ------------------------------------------------------------------------------- who has what
+# ------------------------------------------------------------------------------- shares
 
 
 @given(size=st.integers(0, 1000), number=st.integers(1, 40))
@@ -155,7 +155,7 @@ def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: 
         )
         assert max(of_a.start, of_b.start) <= panel.begin < panel.end <= min(of_a.stop, of_b.stop)
         assert width is None or panel.end - panel.begin <= width
-    if width is None:  # no more of them than the cuts ask for
+    if width is None:  # no more of them than the cuts need
         assert len(found) <= rows + columns - 1
 
 
@@ -195,7 +195,7 @@ def test_a_budget_is_refused_before_anything_is_allocated() -> None:
 
 
 def test_seconds_by_hand() -> None:
-    machine = Machine(flops=1.0, latency=1.0, bandwidth=1.0)  # a second for everything
+    machine = Machine(flops=1.0, latency=1.0, bandwidth=1.0)  # all costs are one second
     flops = 2 * 8 * 4 * 6
     by_hand = {  # 4 ranks, one byte an element, 32 bytes of C
         ("rows", True): 3 * (1 + 8),
@@ -212,7 +212,7 @@ def test_seconds_by_hand() -> None:
     # Two panels of 3: the first comes after 1 + 12 s, and the second while that is multiplied.
     summa = gemm.seconds("summa", 8, 4, 6, 4, machine, 1, False)
     assert (summa.compute, summa.communicate) == (flops / 4, 1 + 12)
-    # A link that is slower than compute: nothing but the last product is left over.
+    # A link slower than compute: only the last product is exposed.
     slow = gemm.seconds("summa", 8, 4, 6, 4, Machine(48.0, 1.0, 1.0), 1, False)
     assert slow.total == 2 * (1 + 12) + 1
     for way in gemm.WAYS:
@@ -239,7 +239,7 @@ def test_seconds_on_the_slow_link() -> None:
         return machine, found
 
     results = ranks.run(run, 4, device="cpu")
-    assert all(result == results[0] for result in results)  # everyone got the same numbers
+    assert all(result == results[0] for result in results)  # equal on all ranks
     machine, found = results[0]
     # What gloo adds to the emulated wire on a busy machine: some milliseconds.
     with on_time():

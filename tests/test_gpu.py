@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show; skipped, with that reason, everywhere else."""
+"""Tests that need a GPU; they are skipped elsewhere, with that reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_ranks_share_one_gpu_or_have_their_own():
 
 
 def test_the_caller_may_have_used_cuda_before():
-    torch.ones(1, device="cuda")  # from here on a fork would be broken: `run` starts fresh ranks
+    torch.ones(1, device="cuda")  # a fork would be broken after this: `run` starts fresh ranks
     assert ranks.run(lambda: torch.ones(2, device=ranks.device()).sum().item(), 2) == [2, 2]
 
 

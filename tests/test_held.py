@@ -1,4 +1,4 @@
-"""Bytes held: the watch sees every storage from birth to death, on real and on pretended ranks."""
+"""Bytes held: the watch sees every storage while it exists, on real and on pretended ranks."""
 
 import gc
 from dataclasses import replace
@@ -21,23 +21,23 @@ def test_births_deaths_views_and_resizes_are_seen() -> None:
         a = torch.zeros(1000)
         assert held.now == 4000
         view = a[:10]
-        assert held.now == 4000  # a view holds nothing of its own
+        assert held.now == 4000  # a view owns no memory
         del a
-        assert held.now == 4000  # but it keeps all of what it looks at
+        assert held.now == 4000  # but a view keeps its whole storage alive
         del view
         assert (held.now, held.peak) == (0, 4000)
         b = torch.zeros(10, dtype=torch.bfloat16)
         held.reset_peak()
         assert held.peak == 20
-        b.untyped_storage().resize_(0)  # what FSDP2 does to free a layer
+        b.untyped_storage().resize_(0)  # FSDP2 frees a layer like this
         assert held.now == 0
         b.untyped_storage().resize_(20)
         b.resize_(100)
         assert held.now == held.peak == 200
         b.add_(1)
-        assert held.now == 200  # in place: nothing new
+        assert held.now == 200  # in place: no new memory
     del b
-    assert held.now == 200  # outside, nothing is counted any more
+    assert held.now == 200  # outside the watch nothing is counted
 
 
 def test_what_was_there_before_counts_from_the_start_and_once() -> None:
@@ -57,7 +57,7 @@ def test_what_was_there_before_counts_from_the_start_and_once() -> None:
 
 
 def test_saved_activations_are_what_forward_leaves_behind() -> None:
-    """Two witnesses: the hooks of autograd, and the watch over all storages."""
+    """The hooks of autograd and the watch over all storages agree."""
     model = GPT(CONFIG)
     tokens, targets = text.batch(CONFIG.seq, 2)
     with count.held(model, tokens, targets) as held, count.saved(model, tokens, targets) as saved:
@@ -74,11 +74,11 @@ def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
         steps = [measured_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)]
         return min(steps, key=lambda step: step["peak"])
 
-    measured = ranks.run(real, 4, device="cpu")[0]  # pretended are the CPU's kernels
+    measured = ranks.run(real, 4, device="cpu")[0]  # the pretended group has the CPU's kernels
     pretended = count.pretended_step(CONFIG, 4, batch=2, recompute="none")
     late = measured.pop("peak") - pretended.pop("peak")
     assert measured == pretended  # to the byte
-    # gloo's own thread sometimes lets go of a gathered layer a moment after the step did: a block's
+    # gloo's own thread sometimes releases a gathered layer a moment after the step: a block's
     # 49,984 parameters, in bfloat16. Mostly it does not, and the peaks are equal.
     assert 0 <= late <= 2 * 49_984
 
@@ -98,7 +98,7 @@ def test_the_allocator_agrees_with_the_watch() -> None:
     def held(device: str) -> tuple[int, int]:
         model = GPT(CONFIG).to(device)
         tokens, targets = (t.to(device) for t in text.batch(CONFIG.seq, 2))
-        loss(model(tokens), targets).backward()  # workspaces of libraries come now
+        loss(model(tokens), targets).backward()  # allocates the libraries' workspaces
         model.zero_grad()
         with count.held(model, tokens, targets) as held:
             begin = held.now
@@ -116,6 +116,6 @@ def test_what_would_hold_more_than_the_limit_raises() -> None:
         kept = torch.empty(512)  # 2048 bytes
         with pytest.raises(torch.OutOfMemoryError, match="4100 bytes held: allowed are 4096"):
             torch.empty(513)
-        another = torch.empty(512)  # what did not fit is gone
+        another = torch.empty(512)  # the reservation was released
     assert held.now == held.peak == 4096 and kept is not another
-    torch.empty(4096)  # outside there is no limit
+    torch.empty(4096)  # no limit outside

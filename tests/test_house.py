@@ -1,4 +1,4 @@
-"""The house keeps its own rules: pictures, pins, recordings. `make lint` holds the imports."""
+"""Rules of the repository: pictures, pins, recordings. `make lint` checks the imports."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from shardcourse.build import index
 ROOT = Path(__file__).resolve().parents[1]
 TOPICS = sorted(path.stem for path in ROOT.glob("lessons/*.md"))
 
-# The lesson on the whole subject uses every module; the one that it brings is another's.
+# The lesson on the whole subject uses every module; its own module belongs to another lesson.
 BRINGS = {name: topic.module for name, topic in index.read(ROOT).topics.items() if topic.module}
 
 

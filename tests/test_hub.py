@@ -1,7 +1,7 @@
 """Models of transformers, counted from their config.json: exactly, or refused in one line.
 
-configs/ holds config.json files of public models; configs/counts.csv what transformers' own class
-has in each, with where the file comes from.
+configs/ holds config.json files of public models; configs/counts.csv has the counts of
+transformers' own class for each, with the source of the file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def counted(path: Path, trace: bool = True) -> Structure | ValueError:
         return error
 
 
-# What mixes tokens without attention is counted, and not planned.
+# Models that mix tokens without attention are counted, and not planned.
 MIXERS = {"granite-4.0-h-small", "nemotron-h-56b", "qwen3-next-80b-a3b", "qwen3.5-27b-text"}
 WINDOWS = {"gemma-3-4b-text", "gpt-oss-20b", "llama-4-scout", "olmo-3.1-32b"}
 
 
 @pytest.fixture(scope="module")
 def found(request) -> dict[str, Any]:
-    """Each file of configs/, as it is read; what layers do is followed in some, or with --whole."""
+    """Return each parsed file of configs/; layers are traced for some, or for all with --whole."""
     followed = {*VALUES, *MIXERS, *WINDOWS}
     whole = request.config.getoption("--whole")
     paths = sorted(CONFIGS.glob("*.json"))
@@ -56,7 +56,7 @@ def test_public_models_are_counted_to_the_unit(found) -> None:
 
 
 def kept(one: Structure) -> list[int]:
-    """Elements that a layer of each kind keeps, a token, in 16 bits."""
+    """Return the elements that a layer of each kind keeps, a token, in 16 bits."""
     rows = []
     for kind in one.kinds:
         networks = (3 if kind.gated else 2) * kind.wide
@@ -66,8 +66,8 @@ def kept(one: Structure) -> list[int]:
 
 
 def forward(one: Structure, seq: int) -> float:
-    """Operations of a token's forward pass, by matrices and core; norms and biases are none."""
-    matrices = [e for e in one.outside if len(e.shape) == 2][1:]  # the embedding is looked up
+    """Return the operations of a token's forward pass in matrices and attention."""
+    matrices = [e for e in one.outside if len(e.shape) == 2][1:]  # the embedding is a lookup
     total = 2.0 * sum(e.elements() for e in matrices)
     for k in one.order:
         kind = one.kinds[k]
@@ -123,7 +123,7 @@ def test_windows_and_chunks_are_those_of_each_layer(found) -> None:
 SOME = (
     "gpt2", "qwen3_next", "granitemoehybrid", "zamba2", "longcat_flash", "minimax", "gemma3",
 )  # fmt: skip
-# Those whose own defaults make no model, and those that have one and are not understood.
+# Classes whose defaults make no model, and classes that are not supported.
 NOT_COUNTED = {
     "deepseek_v2": "says how many experts a token goes through",  # its default is None
     "longcat_flash": "experts of several numbers",
@@ -132,7 +132,7 @@ NOT_COUNTED = {
 
 
 def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Path) -> None:
-    """Files of classes' defaults beside their counts by transformers alone."""
+    """Compare files with the classes' defaults to transformers' own counts."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -161,7 +161,7 @@ def test_every_class_is_counted_as_transformers_counts_it(request, tmp_path: Pat
     assert differ == {}
 
 
-# Today's quirks, in files made for the purpose: what is counted, by hand.
+# Unusual configurations, in files made for the purpose: counts by hand.
 
 H, A, K, D, F, V, L = 64, 4, 2, 32, 96, 512, 3
 PLAIN = {
@@ -177,7 +177,7 @@ MLA = {
 }  # fmt: skip
 LATENT = H * A * 12 + H * 20 + 16 + 16 * A * 16 + A * 8 * H
 EXPERT = 3 * H * 24
-QUIRKS = {  # what the file says beside; total; active, None: all
+QUIRKS = {  # additions to the file; total; active, None: all
     "tied by the class": ({"model_type": "gemma"}, L * LAYER + H + V * H, None),
     "biases of queries and out": (
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -234,7 +234,7 @@ def test_what_is_counted_and_not_understood_is_not_planned(tmp_path) -> None:
         hub.planned(path)
 
 
-# Files from strangers: each is refused in one line that names what it is refused for.
+# Untrusted files: each is refused in one line that names the reason.
 
 LLAMA = json.loads((CONFIGS / "llama-3.2-1b.json").read_text())
 MOE = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
@@ -247,7 +247,7 @@ BOUNDED: tuple[tuple[Any, str], ...] = (  # refused before anything is built
     ('{"model_type": ' + "[" * 10**5, "it nests too deep"),
     ("{", "JSON"),
 )
-BUILT: tuple[tuple[Any, str], ...] = (  # refused by the class, or by what it takes
+BUILT: tuple[tuple[Any, str], ...] = (  # refused by the class, or for its size
     (LLAMA | {"num_key_value_heads": 5}, "num_attention_heads=32"),
     (LLAMA | {"model_type": "evil"}, "evil"),
     (LLAMA | {"hidden_act": "__import__"}, "__import__"),

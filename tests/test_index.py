@@ -1,4 +1,4 @@
-"""book/topics.yml: what is wrong in it is named, and what is made from it is in step."""
+"""book/topics.yml: errors are named, and the generated files are up to date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardtools import __main__
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A course of two lessons, with nothing but what the index looks at."""
+    """Return a course of two lessons, with only the files that the index reads."""
     (tmp_path / "lessons").mkdir()
     (tmp_path / "book").mkdir()
     for name in ("lessons/first.md", "lessons/second.md", "book/page.md"):

@@ -1,4 +1,4 @@
-"""Where a launcher has put a process, read from what torchrun or srun leaves in the environment."""
+"""Placement of a process, read from the environment that torchrun or srun sets."""
 
 import os
 
@@ -17,7 +17,7 @@ SRUN = {
 
 
 def scontrol(folder, monkeypatch, script):
-    """Put a program of that name before all others: its answer depends on its arguments."""
+    """Put a program `scontrol` first on the PATH; its answer depends on its arguments."""
     (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -32,8 +32,8 @@ def test_without_a_launcher():
 def test_torchrun():
     at = place(TORCHRUN | {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert at == Place(rank=3, size=4, local_rank=1, address="a", port=29500, served=True)
-    assert place(TORCHRUN).local_rank == 3  # other launchers of one node leave it out
-    assert place(SRUN | TORCHRUN).rank == 3  # torchrun under srun: its word counts
+    assert place(TORCHRUN).local_rank == 3  # other launchers of one node omit it
+    assert place(SRUN | TORCHRUN).rank == 3  # torchrun under srun: torchrun's variables count
     # Under srun, a script that sets all but LOCAL_RANK; a launcher of its own in a batch script.
     assert place(TORCHRUN | SRUN | {"RANK": "5", "WORLD_SIZE": "8"}).local_rank == 1
     assert place(TORCHRUN | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).local_rank == 3

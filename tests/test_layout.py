@@ -1,4 +1,4 @@
-"""The ledger against models that are really built and cut; stages; what a model is made of."""
+"""The ledger, compared with models that are really built and cut; stages; parts of a model."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_names_shapes_order_ties_and_counts_are_the_model_s(config: Config) -> N
 
 
 def cut(config: Config) -> dict[str, tuple]:
-    """What a rank has of a model that is really cut: shape, dimension, its word."""
+    """Return a rank's shape, cut dimension and type of each tensor in a really cut model."""
     model = tensor_parallel.parallelize(GPT(config), dist.group.WORLD)
     found, words = tensor_parallel.cuts(model), tensor_parallel.states.words(model)
     return {n: (tuple(p.shape), found[n], words[n]) for n, p in model.named_parameters()}
 
 
 def seen_partly(config: Config) -> list[str]:
-    """Names of what a rank has whole, and whose gradient knows its tokens alone."""
+    """Return the replicated parameters whose gradient on a rank covers only the rank's tokens."""
     model = tensor_parallel.parallelize(
         GPT(config), dist.group.WORLD, sequence_parallel.ALONG_SEQUENCE
     )
@@ -83,14 +83,14 @@ def seen_partly(config: Config) -> list[str]:
 
 
 def dealt(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a rank has of a model with experts, and whether these are its own."""
+    """Return a rank's shapes of a model with experts, and whether each is the rank's own."""
     model = experts.parallelize(GPT(config), dist.group.WORLD)
     own = {id(parameter) for parameter in experts.own_parameters(model)}
     return {n: (tuple(p.shape), id(p) in own) for n, p in model.named_parameters()}
 
 
 def really_cut() -> list[tuple]:
-    """Each shape on this rank, cut in each way that it can be."""
+    """Return each shape on this rank, for each way to cut the model."""
     return [(cut(c), dealt(c)) if c.experts else (cut(c), seen_partly(c)) for c in SHAPES.values()]
 
 
@@ -140,7 +140,7 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
     st.integers(1, 3),
 )  # fmt: skip
 def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> None:
-    """Counting by kinds of layer gives what adding up every entry gives."""
+    """Counts by kinds of layer equal the sum over all entries."""
     config = replace(config, layers=6)
     if not config.experts:
         ep = 1
@@ -154,7 +154,7 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
 
 
-# Which layers stand where, against published cuts; and how many micro-batches a stage keeps.
+# Layers by stage, compared with published cuts; and the micro-batches that a stage keeps.
 
 
 def shape(layers: int, hidden: int = 64, ffn: int = 256, vocab: int = 256) -> Config:
@@ -170,7 +170,7 @@ LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131
     [
         (LLAMA_8B, 2, [18, 14]),
         (LLAMA_8B, 4, [9, 9, 8, 6]),
-        # The head weighs as much as four layers, and a stage may end exactly where its share does.
+        # The head weighs as much as four layers, and a stage may end exactly at its share.
         (LLAMA_1B, 2, [10, 6]),
         (LLAMA_1B, 4, [5, 5, 5, 1]),
     ],
@@ -208,12 +208,12 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(name: str, p: int, m:
         assert lived == found
 
 
-# What a model is made of, against operations that are counted.
+# Parts of a model, compared with counted operations.
 
 
 @pytest.mark.parametrize("name", ["plain", "rms"])
 def test_operations_are_those_that_torch_counts(name: str) -> None:
-    """Forward, where no pair of attention is left out: torch's counter knows of no mask."""
+    """Compare forward without a mask: torch's counter knows of no mask."""
     config = replace(SHAPES[name], kv_heads=2)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         GPT(config)(torch.zeros(2, config.seq, dtype=torch.long))

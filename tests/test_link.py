@@ -1,4 +1,4 @@
-"""The emulated slow link: right data, late."""
+"""The emulated slow link: right data, with the right delay."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardlab.measure import link
 
 pytestmark = pytest.mark.alone
 
-LATENCY, BANDWIDTH = 2e-3, 50e6  # slow enough that this machine's own transport does not show
-SIZE = 1_200_000  # elements of float32; divides by 2, 3 and 4
+LATENCY, BANDWIDTH = 2e-3, 50e6  # slow enough to hide this machine's own transport
+SIZE = 1_200_000  # elements of float32; divisible by 2, 3 and 4
 
 
 def timed(call) -> float:
-    """Median seconds of three calls that begin together on all ranks."""
+    """Return the median seconds of three calls that begin together on all ranks."""
     seconds = []
     for _ in range(3):
         dist.barrier()
@@ -80,14 +80,14 @@ def test_operations_are_right_and_take_their_time():
         for result in ranks.run(work, world_size):
             for name, (right, measured, predicted) in result.items():
                 assert right, name
-                # Never early. Late by no more than a quarter: a busy machine wakes sleepers late,
+                # Never early. At most a quarter late: a busy machine wakes sleepers late,
                 # and ranks do not begin at quite the same time.
                 with on_time():
                     assert 0.97 * predicted < measured < 1.25 * predicted + 0.01, (name, measured)
 
 
 def messages() -> list[float]:
-    """Seconds of four messages on one wire, of a late receive, and of compute beside a sum."""
+    """Return the seconds of four messages, of a late receive, of compute beside a sum."""
     peer = 1 - dist.get_rank()
     slow, late = link.slow(0.0, BANDWIDTH), link.slow(0.01, BANDWIDTH)
     x, y, whole = torch.ones(SIZE // 4), torch.empty(SIZE // 4), torch.ones(SIZE)
@@ -108,7 +108,7 @@ def messages() -> list[float]:
 
     def overlapped() -> None:
         handle = dist.all_reduce(whole, group=slow, async_op=True)
-        time.sleep(0.08)  # the wire needs 0.096 s
+        time.sleep(0.08)  # the message needs 0.096 s
         handle.wait()
 
     return [timed(call) for call in (four, received_late, overlapped)]
@@ -120,4 +120,4 @@ def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone
         with on_time():
             assert 0.97 * 4 * each < four < 1.25 * 4 * each + 0.01
             assert rank == 0 or 0.97 * expected < late < 1.2 * expected + 0.01
-            assert 0.096 * 0.97 < overlapped < 0.14  # one after the other they would take 0.176
+            assert 0.096 * 0.97 < overlapped < 0.14  # in sequence they would take 0.176

@@ -1,4 +1,4 @@
-"""Memory, predicted: the numbers that papers and libraries print, identities, and the command."""
+"""Memory, predicted: published numbers of papers and libraries, identities, and the command."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ ZERO_TABLE_1 = {
 
 
 def last_digit(printed: float) -> float:
-    """One unit in the last place that the paper prints."""
+    """Return one unit in the last place that the paper prints."""
     return 10.0 ** -len(str(printed).partition(".")[2])
 
 
@@ -84,7 +84,7 @@ def test_bytes_per_parameter_of_megatron(
         assert memory.megatron_bytes(precision, d) == fixed + Fraction(shared, d)
         assert memory.megatron_bytes(precision, d, distributed=False) == alone
     states = memory.states(6_000_000, Layout(dp=64, zero=1), precision, "adam")
-    if precision != "fp16":  # there Megatron keeps float32 gradients beside
+    if precision != "fp16":  # Megatron keeps float32 gradients as well
         assert states.total == 6_000_000 * memory.megatron_bytes(precision, 64)
 
 
@@ -127,7 +127,7 @@ def test_offloading_moves_bytes_and_loses_none() -> None:
 
 
 def test_a_vocabulary_is_padded_for_tensor_parallelism() -> None:
-    """50,257 words on two ranks are 25,129 each: one row of zeros."""
+    """50,257 words on two ranks are 25,129 each: one row is padding."""
     assert memory.parameters(PRESETS["gpt-2"], Layout(tp=2))["embedding"] == 25_129 * 768
 
 
@@ -171,7 +171,7 @@ def test_micro_batches_in_flight() -> None:
 def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None:
     """With dropout, 16 bits, and no scores kept, both count the same 34 bytes an element.
 
-    Ours has three kinds of small tensors more: statistics of the norms, rotary tables, and with a
+    Ours has three more kinds of small tensors: statistics of the norms, rotary tables, and with a
     fused kernel one number for each row of scores.
     """
     config = replace(PRESETS["gpt-2"], dropout=0.1)
@@ -191,7 +191,7 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
 
 
 def test_states_are_shared_by_those_that_have_the_same() -> None:
-    """Of 16 copies each expert has four: ZeRO divides its states by these, all else by 16."""
+    """Of 16 copies each expert has four: ZeRO divides its states by 4, all other states by 16."""
     layout = Layout(dp=16, zero=1, recompute="full")
     one = memory.estimate(MIXTRAL, layout)
     dealt = memory.estimate(MIXTRAL, replace(layout, ep=4))
@@ -202,7 +202,7 @@ def test_states_are_shared_by_those_that_have_the_same() -> None:
 
 
 def test_activations_of_experts() -> None:
-    """k times the rows, and with one expert of full width what a feed-forward network keeps."""
+    """k times the rows; one expert of full width keeps as much as a feed-forward network."""
     one = replace(MIXTRAL, experts=1, experts_per_token=1)
     kept = memory.activations(one, device="gpu").layer
     plain = memory.activations(replace(MIXTRAL, experts=0), device="gpu").layer
@@ -212,7 +212,7 @@ def test_activations_of_experts() -> None:
     two = memory.activations(replace(MIXTRAL, experts=8), device="gpu").layer
     assert two - kept == pytest.approx(rows + wide, rel=0.02)
     again = memory.activations(MIXTRAL, Layout(recompute="ffn"), device="gpu").layer
-    assert two - again == wide  # of both experts, half of their wide tensors
+    assert two - again == wide  # half of the wide tensors of both experts
 
 
 # The command: `python -m shardlab memory`.
@@ -227,7 +227,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 
 
 def bytes_of(estimate: memory.step.Estimate) -> dict[str, int]:
-    """What the command says of an estimate: parts that add up to the total, the peak, the host."""
+    """Return the command's output for an estimate: parts that add up to the total, peak, host."""
     names = "parameters", "gradients", "optimizer", "activations", "buffers", "total"
     return {name: getattr(estimate, name) for name in (*names, "peak", "host")}
 

@@ -1,10 +1,10 @@
-"""Memory, measured: real training steps beside the prediction, on a CPU and on a GPU.
+"""Memory, measured: real training steps compared with the prediction, on a CPU and on a GPU.
 
-States are equal to the byte. Activations may differ by 2 %, peaks by 5 %: that is what the course
-promises of any shape. On a CPU the differences here are far smaller (below 0.05 %): a few numbers
-that belong to no tensor of the table, such as the loss itself.
+States are equal to the byte. Activations may differ by 2 %, peaks by 5 %: the course promises this
+for any shape. On a CPU the differences here are far smaller (below 0.05 %): a few numbers that
+belong to no tensor of the table, such as the loss itself.
 
-GPUs: the same by the allocator's own counters. There a kernel may keep a random seed, or pad rows.
+GPUs: the same by the allocator's own counters. A GPU kernel may keep a random seed, or pad rows.
 Tensor parallelism: the same on each of its ranks.
 """
 
@@ -56,7 +56,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Operations this small only wait for one another on several threads."""
+    """Use one thread: operations this small only wait for one another on several threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,17 +65,17 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Measured:
-    """Bytes of one training step, after one that warmed up."""
+    """Bytes of one training step, after a warm-up step."""
 
     states: dict[str, int]
-    saved: int  # by autograd's hooks
-    kept: int  # by the watch over all storages: born in forward, alive at its end
+    saved: int  # counted by autograd's hooks
+    kept: int  # storages created in forward that exist at its end
     peak: int
     counters: int  # Adam's step counters, four bytes a parameter: on the CPU, and in no prediction
 
 
 class Step:
-    """A training step of the plain model in a precision of the table."""
+    """Training step of the plain model in a precision of the table."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Step:
         precision: str,
         device: str,
         optimizer: str = "adamw",
-        edges: tensor_parallel.Edges | None = None,  # given: each rank has its part
+        edges: tensor_parallel.Edges | None = None,  # if given, each rank has its part
     ):
         torch.manual_seed(0)
         self.model = GPT(config).to(device, DTYPES[precision])
@@ -106,7 +106,7 @@ class Step:
             self.optimizer = torch.optim.SGD(weights, 0.1, momentum, foreach=False)
 
     def _muon(self, weights: list[Tensor]) -> None:
-        """Muon for the matrices of blocks and AdamW for the rest, as lessons/parity.md has them."""
+        """Use Muon for the matrices of blocks and AdamW for the rest, as in lessons/parity.md."""
         named = zip(self.model.named_parameters(), weights, strict=True)
         inner = {id(w): w for (n, _), w in named if "blocks" in n and w.ndim == 2}
         rest = [w for w in weights if id(w) not in inner]
@@ -116,12 +116,12 @@ class Step:
         self.optimizer.step = lambda: (muon.step(), plain())  # type: ignore[method-assign]
 
     def update(self) -> None:
-        """One step of the optimizer, with master weights one parameter after the other."""
+        """Run one step of the optimizer, with master weights one parameter after the other."""
         if not self.master:
             self.optimizer.step()
         for parameter, master in zip(self.parameters, self.master, strict=False):
             master.grad = parameter.grad.float()
-            self.optimizer.step()  # parameters without gradients are left alone
+            self.optimizer.step()  # ignores parameters without gradients
             master.grad = None
             with torch.no_grad():
                 parameter.copy_(master)
@@ -161,7 +161,7 @@ def predicted(
     optimizer: str = "adamw",
     attention: str = "fused",
 ) -> tuple[dict[str, int], int, int]:
-    """Bytes of states, what is kept at the end of the forward pass, and the peak."""
+    """Return the predicted bytes of states, of tensors kept after forward, and of the peak."""
     how = {"attention": attention, "device": "gpu" if device == "cuda" else "cpu"}
     found = memory.estimate(config, layout, None, precision, optimizer, **how)
     kept = memory.activations(config, layout, precision=precision, **how)
@@ -179,7 +179,7 @@ def check(
     recompute: str = "none",
     attention: str = "fused",
 ) -> None:
-    """States to the byte, activations within 2 %, the peak within 5 %."""
+    """Compare: states to the byte, activations within 2 %, the peak within 5 %."""
     layout = Layout(micro_batch=batch, recompute=recompute)
     states, kept, peak = predicted(config, layout, precision, device, optimizer, attention)
     assert measured.states == states
@@ -203,7 +203,7 @@ def recompute_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-MIXED = [("micro", "fp32"), ("llama", "bf16"), ("dropout", "bf16")]  # a shape, a precision
+MIXED = [("micro", "fp32"), ("llama", "bf16"), ("dropout", "bf16")]  # (shape, precision)
 
 
 @pytest.mark.parametrize("operators", ["full", "selective"])
@@ -237,7 +237,7 @@ def test_other_optimizers(optimizer: str, name: str, precision: str) -> None:
     check(config, precision, measured, batch, optimizer=optimizer)
 
 
-# On ranks that share each matrix.
+# Tensor-parallel ranks.
 
 CUT = replace(LLAMA, heads=8, hidden=128, kv_heads=4, ffn=448)
 TWO = {
@@ -274,8 +274,8 @@ def cut_steps(cases: list[tuple], device: str) -> list[list[Measured]]:
         step = Step(config, precision, device, edges=edges)
         if layout.recompute == "full":
             recompute_blocks(step.model)
-        # The threads of gloo hold what they have sent until they get to let go of it, a moment
-        # after the message is over. So a step may hold that much more, and the least is the true.
+        # The threads of gloo hold sent buffers until they get to release them, a moment after the
+        # message is over. A step may thus hold more, and the least of several steps is right.
         found.append([step.measure(layout.micro_batch, config.seq) for _ in range(2)])
     return found
 
@@ -287,7 +287,7 @@ def check_cut(cases: list[tuple], device: str = "cpu") -> None:
         steps = [step for steps in by_rank for step in steps]
         for step in steps:
             assert step.states == states, config
-            if layout.recompute == "none":  # what a checkpoint keeps is not saved by autograd
+            if layout.recompute == "none":  # autograd saves no tensors that a checkpoint keeps
                 exact = device == "cpu" and not config.dropout  # a GPU's kernels keep seeds
                 assert step.saved == pytest.approx(kept, rel=0 if exact else 0.02), config
         assert min(step.kept for step in steps) == pytest.approx(kept, rel=0.02), config
@@ -304,7 +304,7 @@ def test_tensor_ranks_on_a_gpu_hold_what_was_predicted() -> None:
     check_cut(ON_GPU, "cuda")
 
 
-# Jobs that are not there: torch's own FSDP2 on a pretended group with pretended tensors. These are
+# Simulated jobs: torch's own FSDP2 on a pretended group with pretended tensors. These are
 # simulations; tests/test_held.py compares them with real ranks.
 
 

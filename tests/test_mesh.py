@@ -1,4 +1,4 @@
-"""What several cuts at once hold, send, save and refuse; they equal one process: `rows.meshes`."""
+"""Memory, messages, checkpoints and refusals of several cuts at once; equality: `rows.meshes`."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def batch(config, step, size):
 
 
 def parallel(config, shape, dtype=torch.float64, seed=0, **options):
-    """A job, and which copy of the model this rank belongs to."""
+    """Return a job, and the number of this rank's model copy."""
     layout = replace(shape, **{"microbatches": 2, **options})
     groups = mesh.join(layout, dist.group.WORLD)
     job = mesh.Parallel(plain_model(config, dtype), groups, layout, seed)
@@ -97,7 +97,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     config, size, last = replace(GPT2, tied=tied), 8, 4
 
     def go_on(shape):
-        """From what is saved, or from the beginning, which saves after the second of four steps."""
+        """Resume from the checkpoint, or start, and save after the second of four steps."""
         model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
         training, found = Training(model, adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
@@ -116,14 +116,14 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         return *found, contents(training)
 
     def contents(training):
-        """Weights, and the first moments that there are."""
+        """Return the weights, and the existing first moments."""
         states, model = training.optimizer.state, training.model
         return mesh.full_tensors(model), mesh.full_tensors(
             model, lambda p: states.get(p, {}).get("exp_avg")
         )
 
     def alone():
-        """In a plain process: what is loaded."""
+        """Load the checkpoint in a plain process and return its contents."""
         model = plain_model(config, torch.float32)
         training = Training(model, adamw(model))
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
@@ -143,7 +143,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         (Layout(dp=2, tp=2, zero=3), False),
         (Layout(), False),
     ]
-    if tied:  # but that of the twins
+    if tied:  # except that of the tied weights
         others = [(Layout(pp=2), False), (replace(FOUR, zero=3, **ALONG), False)]
     for shape, same in others:
         begin, end = run(lambda shape=shape: go_on(shape), shape.ranks)[0]
@@ -218,7 +218,7 @@ def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
     for number, axis in enumerate(order):
         want = whole.movedim(number, -1).flatten(0, 1).tolist()
         assert sorted(found.groups(axis)) == sorted(want)
-        for group in want:  # a rank is where its group has it
+        for group in want:  # a rank's place in its group
             assert [found.place(rank)[axis] for rank in group] == list(range(len(group)))
     assert all(found.rank(**found.place(rank)) == rank for rank in range(found.ranks))
 

@@ -49,7 +49,7 @@ def test_shapes_and_causality(choices: dict):
     assert logits_BSV.shape == (2, 16, 256)
     changed_BS = tokens_BS.clone()
     changed_BS[:, 10] = (changed_BS[:, 10] + 1) % 256
-    # What comes before position 10 does not see it; what comes after does.
+    # Positions before 10 do not depend on it; later positions do.
     after_BSV = model(changed_BS)
     assert torch.equal(after_BSV[:, :10], logits_BSV[:, :10])
     assert not torch.allclose(after_BSV[:, 10:], logits_BSV[:, 10:])
@@ -92,7 +92,7 @@ def test_without_a_capacity_no_token_sees_a_later_one():
     tokens_BS = torch.randint(32, (2, 12))
     changed_BS = tokens_BS.clone()
     changed_BS[:, 7:] = (changed_BS[:, 7:] + 5) % 32
-    for capacity, seen in ((None, False), (0.5, True)):  # first choices push out second ones
+    for capacity, seen in ((None, False), (0.5, True)):  # first choices displace second ones
         model = GPT(replace(SMALL, capacity=capacity)).double()
         apart_BSV = model(tokens_BS) - model(changed_BS)
         assert bool(apart_BSV[:, :7].abs().max() > 1e-6) is seen
@@ -102,4 +102,4 @@ def test_the_loss_widens_logits_of_16_bits() -> None:
     logits, targets = torch.randn(1, 4, 256).bfloat16(), torch.arange(4)[None]
     assert loss(logits, targets).dtype == torch.float32
     assert loss(logits, targets) == loss(logits.float(), targets)
-    assert loss(logits.double(), targets).dtype == torch.float64  # and narrows nothing
+    assert loss(logits.double(), targets).dtype == torch.float64  # float64 stays

@@ -1,4 +1,4 @@
-"""Today's shapes of the plain GPT: the logits of `transformers`, for the same weights."""
+"""Recent shapes of the plain GPT: the logits of `transformers`, for the same weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARP = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
 STRETCH = Yarn(4.0, 16, 2.0, 0.5, 0.1 * log(4) + 1)
 SHARPER = replace(STRETCH, turned=(0.09 * log(4) + 1) / (0.07 * log(4) + 1), sharper=0.7)
 
-# Of transformers: class, and what its configuration says beyond BOTH; of ours, beyond OURS.
+# Class of transformers, its options beyond BOTH; our options beyond OURS.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3": (
         "Qwen3",
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def theirs(name: str, more: dict[str, Any]) -> Any:
-    """Their tiny model, whose weights are far from what they begin with."""
+    """Return their tiny model, with weights far from the initial ones."""
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**(BOTH | more))

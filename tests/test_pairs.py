@@ -1,4 +1,4 @@
-"""Each lesson and its script hold the same, and the script is generated one way."""
+"""Lessons and their scripts have the same contents, and scripts are generated one way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_what_is_made_is_in_step(root):
     assert late == [], "run `make pairs`"
 
 
-# The script as the main program, but for its own assertions.
+# The script as the main program, without its own assertions.
 AS_MAIN = """
 import sys
 script = sys.argv[1]
@@ -31,12 +31,12 @@ exec(compile(open(script, encoding="utf-8").read(), script, "exec", optimize=1))
 
 @pytest.mark.timeout(1200)  # a lesson takes a minute on two free cores
 def test_scripts_run_without_jupyter(root, tmp_path, request):
-    """`python code/lessons/<topic>.py` ends with 0, wherever it is started; two at a time.
+    """`python code/lessons/<topic>.py` ends with 0, from any folder; two scripts at a time.
 
     Without --whole, test_torchrun.py runs one such script, as set-up prints it.
 
-    What their cells assert is judged where they are executed for the book, with the machine to
-    themselves: here they would disturb what the other asserts of times.
+    The assertions of cells are checked when the book executes them, with the machine to themselves:
+    here one lesson would disturb the times that the other asserts.
     """
     if not request.config.getoption("--whole"):
         pytest.skip("every lesson takes a minute: --whole")
@@ -68,7 +68,7 @@ def test_pairs_go_one_way(tmp_path, monkeypatch, capsys):
     assert __main__.main(["pairs"]) == 0
     assert __main__.main(["pairs", "--check"]) == 0
 
-    # A younger script does not win over its lesson, and one without a lesson goes.
+    # A newer script does not replace its lesson, and one without a lesson is removed.
     script.write_text("print('edited here')\n")
     (script.parent / "gone.py").write_text("")
     assert __main__.main(["pairs", "--check"]) == 1

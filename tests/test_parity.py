@@ -1,4 +1,4 @@
-"""Right programs are silent, wrong ones are named, and beside each its control is silent."""
+"""Parity is silent on right programs and on controls, and names the mistake of wrong programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LESSONS = show.ROOT / "lessons"
 
 @cache
 def reports() -> dict[str, Any]:
-    """On right and wrong programs, and by their reference and technique on wrong ones' controls."""
+    """Return the reports on right and wrong programs, and on the wrong programs' controls."""
     right = {name: beside(row, parallel(row)) for name, row in RIGHT.items()}
     controls = {
         control(one.row): beside(one.row, parallel(one.row, one.control))
@@ -47,11 +47,11 @@ def reports() -> dict[str, Any]:
 
 
 def control(row: Row) -> str:
-    """A name of what a wrong program would be without its mistake."""
+    """Return a name of the wrong program without its mistake."""
     return f"{row.technique} {row.layout} {row.options} {reference(row)}"
 
 
-@pytest.mark.timeout(1800)  # whoever comes first waits for all
+@pytest.mark.timeout(1800)  # the first test waits for all
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_silent(name):
     report = reports()[name]
@@ -71,7 +71,7 @@ def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(n
     assert without.equal, without
 
 
-# The mistakes that lessons show
+# Mistakes that lessons show
 
 
 @pytest.mark.parametrize("lesson", sorted(path.stem for path in LESSONS.glob("*.md")))
@@ -104,11 +104,11 @@ def test_what_finds_a_mistake_is_measured():
     assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted
 
 
-# What cannot be compared
+# Programs that cannot be compared
 
 
 def trained(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any) -> Program:
-    """A small program that anybody may write."""
+    """Return a small program as a user may write it."""
 
     def program(watch: Any) -> None:
         torch.manual_seed(0)
@@ -126,23 +126,23 @@ def trained(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any)
 
 
 def renumbered(model: torch.nn.Module) -> torch.nn.Module:
-    """The same layers by other names."""
+    """Return the same layers under other names."""
     return torch.nn.Sequential(model)
 
 
 def chance(*shape: int) -> torch.Tensor:
-    """Numbers of no seed."""
+    """Return random numbers without a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(time.perf_counter_ns()))
 
 
 def by_chance(model: torch.nn.Module) -> torch.nn.Module:
-    """With first weights of no seed."""
+    """Return the model with initial weights from no seed."""
     with torch.no_grad():
         model[0].weight.copy_(chance(8, 4))
     return model
 
 
-REFUSED = {  # a plain and a parallel program, and what their line names
+REFUSED = {  # a plain and a parallel program, and the words of the error
     "nobody watches": (trained(), trained(watched=False), "parallel: rank 0: .*watch"),
     "no step": (trained(0), trained(), "plain: .*took no step"),
     "nothing trained": (trained(lr=0.0), trained(lr=0.0), "plain: no weight moved"),
@@ -156,7 +156,7 @@ RENAMED = trained(model=renumbered, more={"rename": lambda name: name.partition(
 
 @cache
 def small() -> dict[str, Any]:
-    """Of plain and parallel programs on one rank: the report, or the line that refuses."""
+    """Return the report, or the error line, for plain and parallel programs on one rank."""
 
     def work() -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def test_renamed_parameters_are_compared():
     assert small()["renamed"].equal, small()["renamed"]
 
 
-# Where a part stands
+# Placement of a part in a tensor
 
 
 CUTS = {
@@ -255,7 +255,7 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
     )
     assert status == 1 and not err, err
     assert "step 1, gradient of 2.bias, ranks 0, 1: is 2 times the right one: a sum over 2" in out
-    record = Record.load(tmp_path / "kept")  # what memory would hold
+    record = Record.load(tmp_path / "kept")  # equal to a record in memory
     assert record.steps == 2 and record.noise and (tmp_path / "kept/rank-1.pt").exists()
     assert all(record.whole(key) is not None for key in record.parts)
 
@@ -267,6 +267,6 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
 
     assert "folder='kept': it holds 'index.pt'" in says(PLAIN, "--folder", "kept")
     assert "plain: it never called parity.watch" in says("pass")
-    failed = says("raise KeyError('which')")  # without a folder: all that it printed is shown
+    failed = says("raise KeyError('which')")  # without a folder: the script's whole output is shown
     assert "line 1, in <module>" in failed and "KeyError: 'which'\n" in failed
     assert "ended with status 1; what it printed stands above" in failed

@@ -1,4 +1,4 @@
-"""What one plain step does not show: samples, long sums, few bits, other kinds of programs."""
+"""Cases that one plain step does not cover: samples, long sums, few bits, other programs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shardtools import parity
 
 ROW = data()
 
-# A regression over the samples of an epoch, in batches
+# A regression over the samples of an epoch, in batches.
 
 SAMPLES, BATCH = 22, 8  # the last batch is a short one
-LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # of how many targets each sample's loss is the mean
+LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # each sample's loss is the mean over so many targets
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a program goes through two epochs; as it stands it is right."""
+    """Settings of a program of two epochs; the default program is right."""
 
     micro: int = 1
     tell: bool = True
-    order: Callable[[int], int] = lambda epoch: epoch  # the seed of an epoch's order
+    order: Callable[[int], int] = lambda epoch: epoch  # seed of an epoch's order
     share: Callable[[Tensor, int, int], Tensor] = lambda ids, rank, n: ids[rank::n]
 
     def batches(self) -> Iterator[Tensor]:
@@ -68,16 +68,16 @@ class Job:
 
 
 def padded(ids: Tensor, rank: int, n: int) -> Tensor:
-    """As torch's DistributedSampler makes shares alike."""
+    """Pad the shares to equal length, as torch's DistributedSampler does."""
     lacking = -len(ids) % (2 * n)
     return torch.cat((ids, ids[:lacking]))[rank::n]
 
 
-# Other kinds of programs, in copies
+# Other kinds of programs, in copies.
 
 
 def here(x: Tensor) -> Tensor:
-    """This rank's share of a batch."""
+    """Return this rank's share of a batch."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -87,7 +87,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
 
 
 def alike(change: Callable[[Tensor], None]) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Batches with rows that are alike, dealt to ranks."""
+    """Deal batches with equal rows to ranks."""
 
     def dealt(step: int) -> tuple[Tensor, Tensor]:
         pair = batch(ROW, step)
@@ -114,14 +114,14 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def ddp_without_embedding(model: nn.Module) -> nn.Module:
-    """DDP, which leaves one gradient as it is."""
+    """Return DDP that ignores one parameter's gradient."""
     kind = nn.parallel.DistributedDataParallel
     kind._set_params_and_buffers_to_ignore_for_model(model, ["embedding.weight", "head.weight"])
     return kind(model)
 
 
 def fsdp(model: nn.Module) -> nn.Module:
-    """FSDP2, which computes in bfloat16."""
+    """Return FSDP2 that computes in bfloat16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:
@@ -130,13 +130,13 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """Its first block, in its place."""
+    """Compile the first block of a model in place."""
     model.blocks[0].compile(backend="aot_eager")
     return model
 
 
 def warm(model: nn.Module) -> nn.Module:
-    """Each block, compiled before anybody watches."""
+    """Compile each block before the program is watched."""
     for block in model.blocks:
         block.compile(backend="eager")
     model(tokens(0)[0])
@@ -145,7 +145,7 @@ def warm(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Kind:
-    """A program of a model, trained in copies; on one rank it is the plain one."""
+    """Program of a model, trained in copies; on one rank it is the plain program."""
 
     model: Callable[[], nn.Module] = language
     batch: Callable[[int], tuple[Tensor, Tensor]] = tokens
@@ -156,7 +156,7 @@ class Kind:
 
     def __call__(self, watch: Any) -> None:
         warnings.filterwarnings("ignore")
-        torch._dynamo.reset()  # what was compiled before, without hooks, would be taken again
+        torch._dynamo.reset()  # code compiled before, without hooks, would be used again
         model = self.made(self.model())
         model = self.wrap(model) if dist.get_world_size() > 1 else model
         optimizer = ROW.optimizer(model)
@@ -170,12 +170,12 @@ class Kind:
             optimizer.step()
 
 
-# Long sums, and few bits
+# Long sums, and few bits.
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A step on rows of a class each, whose gradients are sums over all of them."""
+    """Step on rows of one class each, whose gradients are sums over all rows."""
 
     rows: int
     dtype: torch.dtype = torch.float32
@@ -200,7 +200,7 @@ class Summed:
 
 
 def turned(gradient: Tensor) -> Tensor:
-    """The number that is nearest to the middle of two of 16 bits, moved to its other side."""
+    """Move the gradient closest to a rounding boundary of 16 bits to the boundary's other side."""
     low = gradient.view(torch.int32).flatten() & 0xFFFF
     nearest = (low - 0x8000).abs().argmin()
     moved = gradient.view(torch.int32).flatten().clone()
@@ -209,7 +209,7 @@ def turned(gradient: Tensor) -> Tensor:
 
 
 def by_muon(bits: bool = False, **options: Any) -> Program:
-    """Muon casts gradients to 16 bits; bits: in each, one number of 16 bits is another one."""
+    """Train with Muon, which casts gradients to 16 bits; bits: changes a number in each."""
 
     def program(watch: Any) -> None:
         torch.manual_seed(0)
@@ -228,7 +228,7 @@ def by_muon(bits: bool = False, **options: Any) -> Program:
     return program
 
 
-# A model that fits nowhere, at two layers
+# A model that fits nowhere, at two layers.
 
 
 def deep(wrap: Callable[[nn.Module], None]) -> Program:
@@ -250,7 +250,7 @@ def deep(wrap: Callable[[nn.Module], None]) -> Program:
 
 
 def nothing(_: nn.Module) -> None:
-    """What was forgotten."""
+    """Do nothing, in place of a forgotten call."""
 
 
 PLAIN, FULL, CAST = Job(), Kind(), Kind(cast=True)
@@ -270,7 +270,7 @@ RIGHT: dict[str, tuple[Program, Program]] = {
     "Muon, where a rounding turns": (MUON, by_muon(bits=True)),
     "two of 12 layers": (DEEP, deep(lambda m: dp.average_gradients(m, dist.group.WORLD))),
 } | {name: (kind, replace(kind, wrap=ddp, micro=2)) for name, kind in ALIKE.items()}
-SAYS = {  # of right programs
+SAYS = {  # reports on right programs
     "compiled before": "44 have nothing to be compared with, first the output of blocks.0",
     "two of 12 layers": "compared at 2 of 12 layers, the same widths",
 }
@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, i
     )
     for name, kind in ALIKE.items()
 }  # fmt: skip
-ALONE = Job(), Job(tell=False)  # one of them tells its samples
+ALONE = Job(), Job(tell=False)  # only one of the two declares its samples
 
 
 @cache

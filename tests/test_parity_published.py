@@ -1,4 +1,4 @@
-"""Published silent bugs are found, where they are and by their name; without them all is silent."""
+"""Parity finds published silent bugs, at the right place and by name, and no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity_mistakes import PROGRAMS
 from parity_programs import compared
 from parity_published import ELSEWHERE, LESSON, THREADS
 
-# Of all, those whose words no other test of parity has, on as few ranks as they need.
+# A selection: words that no other test of parity has, on as few ranks as possible.
 DAILY = (
     "xtuner 1004", "Automodel 3530", "Megatron-LM 4641", "build-nanogpt 30", "pytorch 190626",
     "DeepSpeed 1800", "accelerate 4071",
@@ -20,7 +20,7 @@ DAILY = (
 
 @cache
 def reports(whole: bool) -> dict[tuple[str, bool], Any]:
-    """By thread, and whether it is the wrong program."""
+    """Return the reports by thread and by whether the program has the bug."""
 
     def program(name: str, wrong: bool) -> Any:
         return lambda watch: THREADS[name].program(watch, wrong)
@@ -34,7 +34,7 @@ def reports(whole: bool) -> dict[tuple[str, bool], Any]:
     return compared(cases)
 
 
-@pytest.mark.timeout(900)  # whoever comes first waits for all
+@pytest.mark.timeout(900)  # the first test waits for all
 @pytest.mark.parametrize("name", THREADS)
 def test_a_published_bug_is_found_and_without_it_all_is_silent(name, request):
     whole = request.config.getoption("--whole")

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is that which goes through, and what it lost is named."""
+"""A run that was stopped and resumed equals an unstopped run, and lost state is named."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STEPS, STOP = 3, 2
 
 
 def schedule(o: Any) -> Any:
-    """A rate that is another in each step."""
+    """Return a schedule with a different rate in each step."""
     return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))
 
 
 def through(like: Row) -> Callable[[Any], None]:
-    """All steps, in one process."""
+    """Run all steps in one process."""
 
     def program(watch: Any) -> None:
         model = like.model(like.config)
@@ -55,7 +55,7 @@ def through(like: Row) -> Callable[[Any], None]:
 
 @dataclass
 class Run:
-    """A row's side, and what of it is saved and loaded."""
+    """Side of a row, with the state that is saved and loaded."""
 
     side: Any
     rates: Any
@@ -98,7 +98,7 @@ def after(like: Row, load: Callable[[Run, Path], None]) -> Callable[[Any, Path],
     return program
 
 
-# Ways to keep a run
+# Ways to save a run.
 
 
 def course_save(run: Run, kept: Path) -> None:
@@ -117,7 +117,7 @@ def torch_state(run: Run) -> dict[str, Any]:
 
 
 def torch_save(run: Run, kept: Path) -> None:
-    """torch's DCP; the schedule goes beside it."""
+    """Save with torch's DCP; the schedule is saved beside it."""
     dcp.save(torch_state(run), checkpoint_id=kept / "dcp")
     torch.save(run.rates.state_dict(), kept / "rates.pt")
 
@@ -135,14 +135,14 @@ def file_of(rank: int, kept: Path) -> Path:
 
 
 def own_save(run: Run, kept: Path) -> None:
-    """Each rank its own file, as many write it."""
+    """Save a file a rank, as many programs do."""
     model, o = run.side.model.state_dict(), run.side.optimizer.state_dict()
     state = [model, o, run.rates.state_dict(), torch.get_rng_state()]
     torch.save(state, file_of(dist.get_rank(), kept))
 
 
 def own_load(run: Run, kept: Path, without: str = "") -> None:
-    """What it wrote; without something."""
+    """Load a rank's own file; leave out `without`."""
     model, o, rates, dice = torch.load(file_of(dist.get_rank(), kept))
     if without != "model":
         run.side.model.load_state_dict(model)
@@ -165,7 +165,7 @@ def data_anew(run: Run, kept: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Programs before and after, and of a mistake where it shows, and its words."""
+    """Programs before and after the stop; for a mistake the place and the words of the report."""
 
     first: Row
     save: Callable[..., None]
@@ -229,7 +229,7 @@ CASES = RIGHT | WRONG
 
 @cache
 def reports() -> dict[str, Any]:
-    """By case: one start for all programs that go through, and one for as many ranks."""
+    """Return reports by case: one run for unstopped programs, one for each number of ranks."""
     names = {str(case.first.config): case.first for case in CASES.values()}
     of = {name: str(case.first.config) for name, case in CASES.items()}
     (records,) = ranks.run(
@@ -286,11 +286,11 @@ def test_what_was_lost_is_named(name):
     assert re.search(WRONG[name].words, words), report
 
 
-# The call itself
+# The interface itself.
 
 
 def through_four(watch: Any, first: int = 0, to: int = 4, kept: Path | None = None) -> None:
-    """Steps of a small model, from what is kept where it does not begin; kept for the next."""
+    """Run steps of a small model from `kept`, unless it starts at 0; write `kept` at the end."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     o = torch.optim.Adam(model.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""What the pipeline sends, splits and says, one test per promise; it equals: `rows.pipelines`."""
+"""Messages, backward splits and errors of the pipeline (equality: `rows.pipelines`)."""
 
 import itertools
 from dataclasses import replace
@@ -32,12 +32,12 @@ LLAMA = replace(TINY, heads=4, kv_heads=2, hidden=32, mlp="swiglu", norm="rms", 
 
 
 def launch(fn, size, *args, device="cpu", timeout=100):
-    """On the CPU, whose bits most tests compare: a GPU's attention adds up in no fixed order."""
+    """Run on the CPU, since most tests compare bits: a GPU's attention adds in no fixed order."""
     return ranks.run(fn, size, *args, device=device, timeout=timeout, show=False)
 
 
 def the_batch(config, size, seed=0):
-    """Tokens and targets, the same on every rank."""
+    """Return tokens and targets, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shape = size, config.seq
     return here([torch.randint(config.vocab, shape, generator=generator) for _ in range(2)])
@@ -58,7 +58,7 @@ def over_a_slow_link():
     begin = ranks.irecv if rank else ranks.isend
     message = begin(number, 1 - rank, slow)
     message.wait()
-    message.wait()  # a second time is nothing: gloo itself would stand there for ever
+    message.wait()  # a second wait returns at once: gloo itself would hang
     return sent.bytes
 
 
@@ -114,7 +114,7 @@ def test_what_is_let_go_has_come(name, stages, m):
             elif receive := needed(plan, stage, action):
                 for send in over[receive]:
                     assert send in posted
-                    # Its receiver waits for it before it makes what came back.
+                    # The receiver waits for the message before it computes the reply.
                     peer, theirs = other_end(plan, stage, send)
                     order = plan.actions[peer]
                     user = next(a for a in order if needed(plan, peer, a) == theirs)
@@ -138,16 +138,16 @@ def sleeping():
 
 @pytest.mark.alone
 def test_a_measured_timeline_is_the_simulated_one():
-    # Of up to three runs the best: a core that another program takes makes any one of them late.
+    # The best of up to three runs: a core that another program takes delays any of them.
     # The course's own target is 4 %, on a quiet machine; 20 % is a wrong order, not a late core.
     errors = []
     for _ in range(3):
         results = launch(sleeping, 4)
         for number, name in enumerate(("1f1b", "zb-v")):
             timelines = [r[number][0] for r in results]
-            assert all(t == timelines[0] for t in timelines)  # gathered on every rank
+            assert all(t == timelines[0] for t in timelines)  # equal on every rank
             chunks = timelines[0].schedule.chunks
-            assert all(r[number][1] == [12.0] * chunks for r in results)  # backwards, all of them
+            assert all(r[number][1] == [12.0] * chunks for r in results)  # all backwards
             passes = [[s[:3] for s in spans] for spans in timelines[0].spans]
             assert passes == [list(order) for order in schedule(name, 4, 6).orders]
             predicted = simulate(schedule(name, 4, 6), 0.02, 0.03, 0.01)

@@ -1,4 +1,4 @@
-"""What a stage holds: counted on real ranks, beside the prediction."""
+"""Bytes held by a stage: counted on real ranks, compared with the prediction."""
 
 import pytest
 import torch
@@ -14,16 +14,16 @@ from shardlab.pipeline.deferred import defer, run
 
 CONFIG = Config(vocab=96, seq=64, layers=8, heads=4, hidden=64, tied=False)
 EACH = 2  # sequences in a micro-batch
-STREAM = EACH * CONFIG.seq * CONFIG.hidden * 4  # bytes of what travels for a micro-batch
+STREAM = EACH * CONFIG.seq * CONFIG.hidden * 4  # bytes of a micro-batch's message
 
 
 def launch(fn, size, *args):
-    # The prediction is of what the CPU's kernels keep; a GPU's attention keeps other tensors.
+    # The prediction is for tensors that the CPU's kernels keep; a GPU's attention keeps others.
     return ranks.run(fn, size, *args, device="cpu", timeout=100, show=False)
 
 
 def counted(plans):
-    """Of each plan's second step on this rank: most bytes held, what it left, and the states."""
+    """Return this rank's peak bytes in each plan's second step, the bytes left, the states."""
     found = {}
     for key, (plan, recompute) in plans.items():
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def counted(plans):
 
 @pytest.fixture(scope="module")
 def results():
-    """By stage: what each plan held."""
+    """Return each plan's bytes by stage."""
     return launch(counted, 4, PLANS)
 
 
@@ -61,13 +61,13 @@ PLANS = {
 
 
 def predicted(plan, stage, recompute):
-    """The estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
+    """Return the estimate for 1F1B, with as many activations as `plan` keeps, and all tokens."""
     again, told = "full" if recompute else "none", {"precision": "fp32", "stage": stage}
     layout = Layout(1, 1, plan.stages, 0, EACH, plan.microbatches, again)
     kept = memory.activations(CONFIG, layout, **told)
     more = live(plan)[stage] - kept.in_flight
     bytes_held = memory.estimate(CONFIG, layout, **told).peak + more * kept.layers * kept.layer
-    if plan.placement[stage] == (plan.parts - 1,):  # the logits of each as well
+    if plan.placement[stage] == (plan.parts - 1,):  # each micro-batch's logits, too
         bytes_held += more * (kept.head + kept.logits)
     one = 8 * EACH * CONFIG.seq  # bytes of a micro-batch's tokens, which are its targets here
     return bytes_held + one * (plan.microbatches - 2)
@@ -78,7 +78,7 @@ def test_the_peak_of_1f1b_is_predicted_to_the_tensor(results):
         for stage, result in enumerate(results):
             plan, recompute = PLANS[name]
             expected = predicted(plan, stage, recompute)
-            # What is left are numbers that belong to no tensor, such as Adam's counters.
+            # The rest are numbers that belong to no tensor, such as Adam's counters.
             assert abs(result[name]["peak"] / expected - 1) < 1e-3, (name, stage)
 
 
@@ -94,11 +94,11 @@ def test_the_peak_of_any_schedule_follows_from_its_live_activations(results):
 
 
 def left_for_later():
-    """Streams that a layer holds after forward, after I, after W."""
+    """Return a layer's held bytes after forward, after I, after W, in messages."""
     torch.manual_seed(0)
     part = cut(GPT(CONFIG), 8)[1]
     later = defer(part)
-    for _ in range(2):  # the first time, gradients are made
+    for _ in range(2):  # the first time allocates gradients
         x, dy = torch.randn(2, EACH, CONFIG.seq, CONFIG.hidden).unbind()
         x.requires_grad_()
         with count.held(part) as held:

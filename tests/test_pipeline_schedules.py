@@ -1,4 +1,4 @@
-"""Schedules as data: valid for every p, m, v; what papers print; torch's own orders; deadlocks."""
+"""Schedules as data: valid for every p, m, v; published numbers; torch's own orders; deadlocks."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -68,11 +68,11 @@ def test_messages_have_two_ends(made: Schedule) -> None:
         assert other_end(made, peer, there) == (stage, message)
 
 
-# --- judged by others ---------------------------------------------------------------------------
+# --- compared with torch ------------------------------------------------------------------------
 
 
 def torch_orders() -> tuple[list[tuple], int]:
-    """(schedule, p, m, v, torch's order by stage) for all that torch takes; how many it refuses."""
+    """Return (schedule, p, m, v, torch's order by stage), and how many torch refuses."""
     import torch
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, schedules
@@ -115,7 +115,7 @@ def torch_orders() -> tuple[list[tuple], int]:
 
 def test_interleaved_and_zb_v_are_torchs_own_orders() -> None:
     found, refused = ranks.pretend(torch_orders, 8)
-    assert len(found) > 200 and refused > 30  # m that give no equal groups: ours takes them
+    assert len(found) > 200 and refused > 30  # torch refuses m that give no equal groups
     for name, p, m, v, theirs in found:
         made = schedule(name, p, m, v)
         ours = [
@@ -125,7 +125,7 @@ def test_interleaved_and_zb_v_are_torchs_own_orders() -> None:
         assert ours == theirs, (name, p, m, v)
 
 
-# --- what papers print --------------------------------------------------------------------------
+# --- published numbers --------------------------------------------------------------------------
 
 # Qi et al. 2023 (arXiv 2401.10241): the times of Table 9 (ms; its T_B is our input backward), and
 # the bubble rates of Table 5: p, m, v; T_F, T_B, T_W, T_comm; 1F1B, ZB-H1, ZB-H2, 1F1B-I.
@@ -148,7 +148,7 @@ def test_the_bubble_rates_of_the_zero_bubble_paper(p, m, v, times, rates) -> Non
         assert f"{timeline.bubble:.4f}" == f"{rate:.4f}"
         work = m * sum(times[:3])
         assert timeline.bubble == pytest.approx((timeline.cost - work) / timeline.cost)
-    # The paper's interleaved rate is ours without one message for each stage.
+    # The paper's interleaved rate is ours without one message a stage.
     cost = simulate(interleaved(p, m, v), *times).cost - p * times[3]
     assert f"{(cost - work) / cost:.4f}" == f"{rates[3]:.4f}"
 
@@ -253,7 +253,7 @@ def test_what_is_wrong_is_named(rows: list[str], message: str) -> None:
 def test_blocking_calls_need_another_order() -> None:
     made = one_f_one_b(2, 2)
     plain = replace(made, given=with_messages(made, early=False))
-    validate(plain)  # posted and waited for later: fine
+    validate(plain)  # posted and waited for later: valid
     with pytest.raises(ValueError, match="deadlock"):
         validate(plain, blocking=True)  # both stages send, and neither receives
     gpipe = schedule("gpipe", 3, 4)

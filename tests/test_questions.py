@@ -1,4 +1,4 @@
-"""The pages of questions and examples: what they hold; the build treats them like lessons."""
+"""Pages of questions and examples: their contents; the build treats them like lessons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardcourse import build
 from shardlab.common import show
 
 ROOT = show.ROOT
-CLAIMS = "book/claims"  # claims of others, run again; among the pages for reference
+CLAIMS = "book/claims"  # other people's claims, checked; one of the reference pages
 
 
 def test_each_claim_is_judged_and_leads_to_the_cell_that_shows_it() -> None:
@@ -79,7 +79,7 @@ def test_the_build_executes_such_a_page_when_what_it_reaches_changes(book: Book)
     assert book.executed == ["book/questions", "small"]
     page = book.page("book/questions")
     assert "the answer is 42 beside it" in page
-    assert "lesson-outputs" not in page  # the line under the title is a lesson's
+    assert "lesson-outputs" not in page  # only lessons have a line under the title
     assert page.count("<details") == page.count("</details>") == 1
     assert page.index("<details") < page.index("the answer is 42") < page.index("</details>")
 

@@ -1,4 +1,4 @@
-"""Running functions on ranks: results, outputs, and every way in which a rank can fail."""
+"""Functions on ranks: results, outputs, and every way in which a rank can fail."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def add_ranks(start: float = 0.0) -> torch.Tensor:
-    """The sum of all rank numbers, by a real collective."""
+    """Return the sum of all rank numbers, from a real collective."""
     x = torch.full((3,), dist.get_rank() + start)
     dist.all_reduce(x)
     return x
 
 
-# What comes back.
+# Results.
 
 
 @dataclass
 class Answer:
-    """A result of a class of the caller's own."""
+    """Result of a class that the caller defines."""
 
     values: torch.Tensor
     note: str
@@ -48,10 +48,10 @@ class Model:
 
 @pytest.mark.parametrize(("method", "world_size"), [("fork", 4), ("fresh", 2)])
 def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
-    # Whole numbers, whose sum is the same for any number of threads.
+    # Integers: their sum is the same for any number of threads.
     weights, model = torch.randint(9, (512, 512)).float(), Model()
     before = torch.get_num_threads()
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # torchrun's
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # the variables of torchrun
 
     def work(factor: int) -> dict:
         dist.barrier()
@@ -65,7 +65,7 @@ def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
         }
 
     torch.set_num_threads(4)
-    (weights @ weights).sum()  # warms up the pool of threads that does not survive a fork
+    (weights @ weights).sum()  # starts the pool of threads, which does not survive a fork
     torch.manual_seed(7)
     results = run(work, world_size, 10, method=method)
     torch.set_num_threads(before)
@@ -80,7 +80,7 @@ def test_results_of_any_kind_come_in_rank_order(method: str, world_size: int):
     assert len({r["pid"] for r in results} | {os.getpid()}) == world_size + 1  # real processes
 
 
-# What they print.
+# Outputs.
 
 
 def test_prints_come_by_rank_and_the_same_every_time(capfd: pytest.CaptureFixture[str]):
@@ -105,11 +105,11 @@ def test_prints_come_by_rank_and_the_same_every_time(capfd: pytest.CaptureFixtur
 
 
 # Every way to fail. Each ends in one RankError that names the rank and the place, and the next run
-# works: that of the next test (the fixture sees that no process is left).
+# works: that of the next test (the fixture checks that no process is left).
 
 
 def failing(work, world_size: int = 4, timeout: float = 60.0, method: str = "fork"):
-    """Run `work`, which fails; return the error and the seconds that it took to see it."""
+    """Run `work`, which fails; return the error and the seconds until the error."""
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(work, world_size, timeout=timeout, method=method)
@@ -125,7 +125,7 @@ def boom() -> None:
     raise ValueError("boom")
 
 
-# What rank 1 does, while the others add up: what is said of it.
+# What rank 1 does while the others all-reduce -> words of the error.
 DOES = {
     "raises": (boom, "rank 1 of 3 raised ValueError: boom"),
     "is killed": (lambda: os.kill(os.getpid(), 9), "rank 1 of 3 was ended by SIGKILL"),
@@ -154,7 +154,7 @@ def test_the_rank_at_fault_is_named_with_what_it_did(what: str):
     if what in HANGS:
         assert "Ranks 0 and 2 wait for it in all_reduce" in str(error) and 1 <= seconds < 15
     else:
-        assert seconds < 30  # at once, not at the timeout of 60
+        assert seconds < 30  # at once, not at the timeout of 60 s
 
 
 def early() -> None:
@@ -181,7 +181,7 @@ def a_circle() -> None:
     ranks.irecv(torch.empty(1), (dist.get_rank() + 1) % 3).wait()
 
 
-PART = {  # whose ranks part ways: who is at fault, and words of what is said
+PART = {  # ranks that diverge: the culprit, and words of the error
     early: ([1], "returned early"),
     in_another_order: ([1], "rank 1 called broadcast(float32[3])", "called all_reduce(float32[4])"),
     sizes: ([1], "all_reduce(float32[5])"),
@@ -196,7 +196,7 @@ def test_ranks_that_part_ways(calls):
     assert error.ranks == at_fault and all(word in str(error) for word in words), error
 
 
-# Ranks that all return, and yet did not agree. gloo gives them garbage, and says nothing.
+# Ranks that all return, although they disagreed. gloo gives them garbage, without an error.
 
 
 def shape(me: int) -> None:
@@ -241,7 +241,7 @@ def test_fresh_ranks_are_watched_like_forked_ones():
     assert error.ranks == [1] and "rank 0 called broadcast(float32[4])" in str(error)
 
 
-# What differs between ranks by right.
+# Legitimate differences between ranks.
 
 
 def parts(me: int) -> None:
@@ -296,7 +296,7 @@ def test_a_result_that_cannot_be_sent_back():
 
 @pytest.mark.parametrize(("method", "end"), [("fork", signal.SIGKILL), ("fresh", signal.SIGTERM)])
 def test_a_killed_caller_leaves_nothing(tmp_path: Path, method: str, end: signal.Signals):
-    """No rank, whatever it is at, nothing that a rank has started, and no folder."""
+    """No rank survives, whatever it does, nor its child processes, nor a folder."""
     folder, pids = tmp_path / "temporary", tmp_path / "pids"
     folder.mkdir()
     pids.mkdir()
@@ -383,7 +383,7 @@ def test_without_a_gpu_cuda_is_refused():
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_messages_and_exchanges_in_groups_of_their_own(staged: bool, monkeypatch):
-    """staged: through the host, as on a shared GPU; here both memories happen to be the same."""
+    """staged: through the host, as on a shared GPU; here both memories are the same."""
     if staged:
         monkeypatch.setattr(p2p, "_through_host", lambda *_: True)
 
@@ -401,7 +401,7 @@ def test_messages_and_exchanges_in_groups_of_their_own(staged: bool, monkeypatch
             mine = torch.arange(4.0).view(2, 2).t() + me
             message = ranks.exchange(mine, (me + 1) % 3, got, (me - 1) % 3, ring)
             message.wait()
-            message.wait()  # a second time is nothing
+            message.wait()  # a second wait returns at once
             found.append(got.flatten().tolist())
         return found
 
@@ -418,7 +418,7 @@ def test_a_notebook_stays_usable_after_every_failure():
     cells = [
         "import os, time, torch, torch.distributed as dist\n"
         "from shardlab.ranks import run\n"
-        "x = torch.rand(512, 512); (x @ x).sum()\n"  # warms OpenMP up before the first fork
+        "x = torch.rand(512, 512); (x @ x).sum()\n"  # starts OpenMP's threads before the first fork
         "def good():\n    dist.barrier(); display('fine'); return dist.get_rank()",
         "run(good, 2)",
         "def bad():\n    if dist.get_rank() == 1:\n        raise ValueError('boom')\n    good()\n"
@@ -435,7 +435,7 @@ def test_a_notebook_stays_usable_after_every_failure():
         assert outputs[index][0]["text"] == "[rank 0] 'fine'\n[rank 1] 'fine'\n"
         assert outputs[index][1]["data"]["text/plain"] == "[0, 1]"
     texts = ["".join(out[-1].get("traceback", [])) if out else "" for out in outputs]
-    # The message alone, without the launcher's frames, and with the reader's own line.
+    # The message without the launcher's frames, and with the reader's own line.
     assert texts[2].startswith("RankError: rank 1 of 2 raised ValueError: boom")
     assert "at this notebook's cell, line 3, in bad" in texts[2]
     assert texts[4].startswith("RankError: rank 1 of 2 did not finish within 3 s")

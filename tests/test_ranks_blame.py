@@ -1,7 +1,7 @@
-"""Who is at fault where nccl moves the data: from what ranks leave behind, without a GPU.
+"""Root cause of a hang with nccl, from the records that ranks leave, without a GPU.
 
 nccl's wait() returns at once; a rank goes on after a collective that the others never entered, up
-to where it reads a number that the GPU does not have yet, and stands anywhere.
+to where it reads a number that the GPU has not computed yet, anywhere in the program.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def explained(
     entered: list[list[str]],
     backend: str = "cpu:gloo,cuda:nccl",
 ) -> tuple[list[int], str]:
-    """What the caller says of ranks that stand at these lines, after these calls, in this order.
+    """Return the caller's explanation for ranks at these lines, after these calls, in this order.
 
-    A call is a collective's name, behind "0,1:" where it is in a group of its own.
+    A call is a collective's name, after "0,1:" if it is in a group of its own.
     """
     script = folder / "script.py"
     script.write_text("\n".join(SCRIPT) + "\n")
@@ -59,7 +59,7 @@ def explained(
 
 @pytest.mark.parametrize("read", READS)
 def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
-    """Rank 2 spins; the others have entered a collective and stand where they need its result."""
+    """Rank 2 spins; the others have entered a collective and wait where they need its result."""
     stands = [read, read, "while True: step()", read]
     two = ["all_reduce", "all_reduce"]
     at_fault, message = explained(tmp_path, stands, [two, two, ["all_reduce"], two])
@@ -68,7 +68,7 @@ def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):
-    """Nobody read its result: the GPU still waits for rank 1, which is through with all it has."""
+    """No rank has read the result: the GPU still waits for rank 1, which has returned."""
     at_fault, message = explained(tmp_path, [OVER, OVER], [["all_reduce"] * 2, ["all_reduce"]])
     assert at_fault == [1]
     assert "Rank 0 waits for it in all_reduce at" in message
@@ -76,7 +76,7 @@ def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):
 
 
 def test_groups_are_looked_at_one_by_one(tmp_path: Path):
-    """Rank 0 waits in its own group; in the other one as much was entered by both."""
+    """Rank 0 waits in its own group; in the other group both ranks entered equally many calls."""
     calls = [["0, 1:all_reduce"], [], ["2, 3:broadcast"], ["2, 3:broadcast"]]
     stands = ["loss.item()", "while True: step()", "loss.item()", "loss.item()"]
     at_fault, _ = explained(tmp_path, stands, calls)
@@ -84,7 +84,7 @@ def test_groups_are_looked_at_one_by_one(tmp_path: Path):
 
 
 def test_with_gloo_a_rank_that_reads_does_not_wait(tmp_path: Path):
-    """There wait() has stopped it before: it stands at a number that it has."""
+    """With gloo, wait() blocks until the result exists: a rank that reads a number has it."""
     calls = [["all_reduce"], ["all_reduce"]]
     stands = ["loss.item()", "loss.item()"]
     _, message = explained(tmp_path, stands, calls, backend="gloo")
@@ -92,7 +92,7 @@ def test_with_gloo_a_rank_that_reads_does_not_wait(tmp_path: Path):
 
 
 def test_a_hook_stands_in_a_thread_of_autograd(tmp_path: Path):
-    """On a GPU backward runs there, and the main thread waits for it in C++."""
+    """On a GPU backward runs in that thread, and the main thread waits for it in C++."""
     from torch.autograd import graph
 
     script = tmp_path / "script.py"

@@ -1,4 +1,4 @@
-"""Lessons as notebooks: how they read, where they lie, and that they run without the course."""
+"""Lessons as notebooks: their text, their folder, and execution without the course."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_nothing_that_a_reader_did_is_lost(course):
     book.cells[1].outputs = [nbformat.v4.new_output("stream", text="mine\n")]
     nbformat.write(book, path)
     mine = path.read_text()
-    assert lab.write(course) == [] and path.read_text() == mine  # the lesson is as it was
+    assert lab.write(course) == [] and path.read_text() == mine  # the lesson is unchanged
     with (course / "lessons/other.md").open("a") as file:
         file.write("\nMore.\n")
     (said,) = lab.write(course)
@@ -207,7 +207,7 @@ def test_nothing_that_a_reader_did_is_lost(course):
 
 
 def imported(path: Path) -> set[str]:
-    """The packages that a file imports, whether at its top or where it needs them."""
+    """Return the packages that a file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -217,11 +217,11 @@ def imported(path: Path) -> set[str]:
     return found - sys.stdlib_module_names - {*PACKAGES}
 
 
-ELSEWHERE = {"datasets", "pynvml", "job", "pytest"}  # options of the reader's, where they are there
+ELSEWHERE = {"datasets", "pynvml", "job", "pytest"}  # optional packages of the reader
 
 
 def test_what_lessons_import_is_declared(root):
-    """So that `pip install` of the package is all that a downloaded notebook needs."""
+    """`pip install` of the package has to install all that a downloaded notebook needs."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 

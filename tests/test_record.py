@@ -1,4 +1,4 @@
-"""Recordings: what they hold, when they hold, and what the pages say about them."""
+"""Recordings: their contents, their validity, and their description on the pages."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_recording_holds_code_cells_outputs_and_where_it_was_made(book, leaves_n
     assert about["versions"]["python"] == sys.version.split()[0]
     assert about["seconds"] > 0
     assert about["ranks"] == []
-    assert build.execute("small", book.root).cells == lesson.cells  # ids and all
+    assert build.execute("small", book.root).cells == lesson.cells  # including ids
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_cell_has_a_limit(book, monkeypatch):
 
 
 def claims(needed, why):
-    """A cell that claims a time, which it does not see before its try number `needed`."""
+    """Return a cell that makes a claim on time, which first holds in try number `needed`."""
     return f"""```{{code-cell}} ipython3
 tries = globals().get("tries", 0) + 1
 print(tries)
@@ -187,9 +187,9 @@ def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book):
         build.execute("small", book.root)
 
 
-# --- What is opened ---------------------------------------------------------------------------
+# --- Opened files -----------------------------------------------------------------------------
 
-# Names that no source holds, so that reading sources cannot find them.
+# Names that no source contains, so that reading sources cannot find them.
 SEEN = """import os, pathlib, subprocess, sys
 open('../kept/' + 'joined' + '.json').read()
 for path in pathlib.Path('../kept').glob('l*'):
@@ -206,7 +206,7 @@ KEPT = [f"kept/{name}.json" for name in ("forked", "joined", "looped", "other")]
 
 
 def test_key_holds_what_a_run_opens(book):
-    """By a joined path, in a loop, a fork, another interpreter; but not what it wrote."""
+    """The key has files opened by a joined path, in a loop, a fork, a child; not written files."""
     book.write("lessons/small.md", f"{HEADER}# T\n\n```{{code-cell}} ipython3\n{SEEN}\n```\n")
     for name in KEPT:
         book.write(name, "[1.0]")
@@ -258,7 +258,7 @@ def test_the_build_takes_a_recording_as_long_as_it_holds_and_executes_else(book)
     assert book.executed == []
     assert "another thing" in book.page()
 
-    # A recording that comes later is taken up, though no page changed.
+    # A later recording is used, although no page changed.
     book.record(device="Imaginary Z9", output="recorded output\n")
     book.built()
     page = book.page()
@@ -267,7 +267,7 @@ def test_the_build_takes_a_recording_as_long_as_it_holds_and_executes_else(book)
     assert "recorded output" in page
     assert "Imaginary Z9" in book.page("book/execution")
 
-    book.edit("code/shardlab/second.py", "42", "41")  # two imports away
+    book.edit("code/shardlab/second.py", "42", "41")  # imported by an imported file
     book.built()
     page = book.page()
     assert book.executed == ["small"]
@@ -291,8 +291,8 @@ def test_failing_cell_fails_the_build_every_time(book):
     )
     book.edit("lessons/fine.md", "the answer is", "all is well:")
     book.edit("lessons/small.md", "answer())", "1 / 0)")
-    for executed in (["fine"], []):  # what ran well is kept at once
+    for executed in (["fine"], []):  # good outputs are kept at once
         assert book.build() != 0
-        last = book.log.splitlines()[-1]  # whatever else was printed, and however long the cell is
+        last = book.log.splitlines()[-1]  # regardless of other output, and of the cell's length
         assert last.startswith("lessons/small.md, code cell 2 of 2: ZeroDivisionError")
         assert book.executed == executed

@@ -1,4 +1,4 @@
-"""`python -m shardlab gpu`, on a pretended GPU: in a small course of its own, never in this one."""
+"""`python -m shardlab gpu` on a pretended GPU, in a small course of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_adds():
 
 @pytest.fixture
 def pretended():
-    """A function: the environment of a machine with so many pretended GPUs."""
+    """Return a function: number of pretended GPUs -> environment."""
     return lambda gpus: lessons.environment(gpus, REHEARSE_FORK="1")  # forked ranks start quickly
 
 
@@ -46,7 +46,7 @@ def lesson(*cells):
 
 @pytest.fixture
 def course(tmp_path):
-    """A course with two lessons, a benchmark, a test for a GPU, and this one's package."""
+    """Return a course with two lessons, a benchmark, a GPU test, and this course's package."""
     book = Book(tmp_path / "course")
     shutil.rmtree(book.root / "code/shardlab")
     (book.root / "code/shardlab").symlink_to(show.ROOT / "code/shardlab")
@@ -71,7 +71,7 @@ def course(tmp_path):
 
 @pytest.fixture
 def gpu(course, pretended):
-    """A function that runs the command, in a Python without Sphinx and pytest's plugins."""
+    """Return a function that runs the command, in a Python without Sphinx and pytest's plugins."""
     environment = pretended(1) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment["PYTHONPATH"] += f"{os.pathsep}{course.root.parent / 'absent'}"
 
@@ -101,7 +101,7 @@ def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, leav
     status, said = gpu("fine")
     assert status == 0 and "lesson_fine … passed" in said, said
 
-    # The next call goes on there, on a machine that got what the first one had carried.
+    # The next call continues on another machine, with the files that the first one had packed.
     (course.root / "book/recorded/fine.ipynb").unlink()
     unpack = [sys.executable, "-m", "zipfile", "-e", "_build/gpu/gpu.zip", "."]
     subprocess.run(unpack, cwd=course.root, check=True)
@@ -117,7 +117,7 @@ def test_from_a_call_without_time_to_what_is_carried_home(course, tmp_path, leav
         assert re.search(rf"\b{name} +{result}", said), said
     assert "ZeroDivisionError" in (course.root / "_build/gpu/logs/lesson_fails.log").read_text()
 
-    # What was carried home was made on a GPU.
+    # The packed recordings were made on a GPU.
     home = tmp_path / "home"
     home.mkdir()
     unpack[4] = str(course.root / "carried/gpu.zip")

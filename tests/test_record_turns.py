@@ -1,4 +1,4 @@
-"""Two pages at a time, and nothing beside a cell that measures."""
+"""Two pages run at a time, and no cell runs beside a cell that measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardcourse.build import facts, kernel
 
 
 def page(*cells, measures=()):
-    """A page's text; `measures`: numbers of the cells that measure."""
+    """Return a page's text; `measures`: numbers of the cells that measure."""
     text = f"{HEADER}# T\n"
     for number, cell in enumerate(cells):
         tag = ":tags: [measured]\n\n" if number in measures else ""
@@ -30,7 +30,7 @@ def page(*cells, measures=()):
 
 
 def noted(kind, does="time.sleep(0.2)"):
-    """A cell that writes down when it ran."""
+    """Return a cell that records when it ran."""
     return f"""import os, time
 begin = time.monotonic()
 {does}
@@ -39,7 +39,7 @@ with open("../times", "a") as file:
 
 
 def met(own, other):
-    """Waits until the other page's cell runs, too."""
+    """Return code that waits until the other page's cell runs, too."""
     return f"""open("../{own}.met", "w").close()
 while not os.path.exists("../{other}.met"):
     assert time.monotonic() < begin + 60, "nothing runs beside this"
@@ -47,7 +47,7 @@ while not os.path.exists("../{other}.met"):
 
 
 def run_all(book, *names):
-    """What there was of each page, in order."""
+    """Run all pages; return each page's events, in order."""
     said = []
     build.execute_all(names, book.root, lambda *what: said.append(what), cpu=True)
     return said
@@ -85,7 +85,7 @@ def test_an_interrupted_build_leaves_no_kernel_and_no_folder(book, monkeypatch):
             tell = f"import os, time\nopen('../{path.name}.new', 'w').write(str(os.getpid()))\n"
             tell += f"os.rename('../{path.name}.new', '../{path.name}')"
             book.write(f"lessons/{path.name}.md", page(tell, "time.sleep(600)"))
-        # Whoever runs the tests in the background may have had them ignore an interrupt.
+        # Tests in the background may have been started with interrupts ignored.
         script = f"""import pathlib, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from shardcourse import build
@@ -109,7 +109,7 @@ build.execute_all(["small", "other"], root, lambda *_: None, cpu=True)"""
 # --- The tag ----------------------------------------------------------------------------------
 
 CLOCKS = {"clock", "monotonic", "perf_counter", "timed"}
-# Functions of pages that read a clock for something else than a time that is shown or claimed.
+# Functions of pages that read a clock for other purposes than a shown or claimed time.
 OTHERWISE = {
     "deepspeed_engine": {"train"},  # where it counts, the cell has the tag; elsewhere it is dropped
     "memory": {"watch"},  # marks places in a picture
@@ -117,7 +117,7 @@ OTHERWISE = {
 
 
 def named(nodes):
-    """Names in a source, without those in functions and classes that it defines, which wait."""
+    """Return the names in a source, without those inside its functions and classes."""
     found, todo = set(), list(nodes)
     while todo:
         node = todo.pop()
@@ -131,7 +131,7 @@ def named(nodes):
 
 
 def inside(definition):
-    """What runs when a function is called, with its inner functions, but for its own variables."""
+    """Return the names used by a function and its inner functions, without its variables."""
     nodes = [node for node in ast.walk(definition) if node is not definition]
     own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return named(n for n in nodes if isinstance(n, ast.expr)) - own

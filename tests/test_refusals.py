@@ -1,7 +1,7 @@
-"""Bad input at the doors gets one sentence that names the argument, its value and what is allowed.
+"""Bad input at an interface gets one sentence with the argument, its value and allowed values.
 
-Doors are a `Layout`, a model's shape, the call that applies a technique, a command's options, and
-files. Behind them functions trust one another. Ranks that disagree are in test_alike.
+Interfaces are a `Layout`, a model's shape, the call that applies a technique, a command's options,
+and files. Behind them functions trust one another. test_alike has ranks that disagree.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Table = dict[str, Callable[[], Any]]
 
 
 def said(call: Callable[[], Any]) -> str:
-    """What the ValueError says."""
+    """Return the message of the ValueError."""
     try:
         call()
     except ValueError as error:
@@ -62,7 +62,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def missed(table: Table) -> dict[str, str]:
-    """By the words that are wanted: what was said in their place."""
+    """Return the actual messages by the expected words that they lack."""
     found = {words: said(call) for words, call in table.items()}
     return {words: text for words, text in found.items() if words not in text or "\n" in text}
 
@@ -125,7 +125,7 @@ def test_a_wrong_value_is_named(table: Table) -> None:
 
 
 def on_two(group: Any) -> Table:
-    """What each technique refuses before anything is sent."""
+    """Return each technique's errors on two ranks, before anything is sent."""
     cut, along = (tp.parallelize(GPT(PLAIN), group, e) for e in (tp.REPLICATED, sp.ALONG_SEQUENCE))
     logits, odd = torch.randn(2, 3, 4), torch.ones(1, 5, dtype=torch.int64)
     q, few = torch.zeros(1, 4, 3, 8), torch.zeros(1, 3, 6, 8)
@@ -160,7 +160,7 @@ def on_two(group: Any) -> Table:
 
 
 def foreign(one: Any) -> list[Callable[[], Any]]:
-    """Calls with a group of which this rank is no member."""
+    """Yield calls with a group that this rank is not a member of."""
     x = torch.zeros(1, 4, 4, 8)
     return [
         lambda: gemm.by_inner(torch.zeros(8, 4), torch.zeros(4, 6), one),
@@ -193,17 +193,17 @@ def test_on_ranks_it_is_named_on_each_before_anything_is_sent() -> None:
 # --- Commands -----------------------------------------------------------------------------------
 
 for module, _ in COMMANDS.values():
-    importlib.import_module(module)  # once: the forks below have it all
+    importlib.import_module(module)  # once: the forks below inherit it
 for part in {*PARTS.values()}:
     importlib.import_module(f"shardtools.{part}")
 
-FOLDER = "watch", "hang"  # ask for one before all else
-PLACED = *FOLDER, "steps", "grade"  # which ask for a file or a folder
+FOLDER = "watch", "hang"  # check for a folder before all else
+PLACED = *FOLDER, "steps", "grade"  # require a file or a folder
 ALL = [[name] for name in COMMANDS if name != "cluster"] + [["cluster", part] for part in PARTS]
 PUBLISHED = show.ROOT / "code/shardtools/strategy/published"
 PLAN = "strategy plan --model llama-3-8b --gpu h100"
 MEET = f"cluster run --at 127.0.0.1:29400 {{}} {__file__}"
-MISTAKES = {  # a command: words of the one line that it gets
+MISTAKES = {  # command -> words of its error line
     **{f"{' '.join(c)} --no-such": "--no-such" for c in ALL if c[-1] not in PLACED},
     **{f"cluster {part} none --no-such": "--no-such" for part in FOLDER},
     "memory --modle gpt-2": "did you mean --model?",

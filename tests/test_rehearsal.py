@@ -1,8 +1,8 @@
-"""Every topic's main functions on pretended GPUs: one that is shared, two, and four.
+"""Every topic's main functions on pretended GPUs: on one that is shared, on two, and on four.
 
-Each day every drive runs on one number of GPUs, or on those that differ for it; with --whole, once
-a week, on all. One process runs all drives, and one tries the seeded faults; here, each drive and
-each fault is a test.
+Each day every drive runs on one number of GPUs, or on all numbers that matter for it; with --whole,
+once a week, on all. One process runs all drives, and one tries the seeded faults; here, each drive
+and each fault is a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from rehearsal import drives, lessons, seeds
 
 pytestmark = [
-    pytest.mark.timeout(600),  # whoever comes first waits for a whole process
+    pytest.mark.timeout(600),  # the first test waits for a whole process
     pytest.mark.skipif(
         torch.version.cuda is not None,
         reason="the rehearsal pretends CUDA on torch's build without it; this one has it",
@@ -34,13 +34,13 @@ CASES = [
 
 
 def _daily(name: str) -> tuple[int, ...]:
-    """The numbers of GPUs on which a drive runs each day."""
+    """Return the numbers of GPUs on which a drive runs each day."""
     return drives.numbers(drives.drives(name.partition(".")[0])[name], whole=False)
 
 
 @cache
 def _said(module: str, whole: bool, *named: str, **more: str) -> dict[tuple[str, int], str]:
-    """What was wrong with each of a module's drives or seeds, by name and GPUs; "" if nothing."""
+    """Return the error of each of a module's drives or seeds, by name and GPUs; "" for none."""
     settings = {"REHEARSE_FORK": "1"} | ({"REHEARSE_WHOLE": "1"} if whole else {}) | more
     environment = lessons.environment(4, **settings)
     environment["PYTHONPATH"] += f":{lessons.HERE.parent}"
@@ -66,7 +66,7 @@ INTELS += "ranks.a_device_for_each", "tensor_parallel.dropout", "zero.bf16"
 
 @pytest.mark.weekly("the same drives, where torch has another name for the device")
 def test_a_device_of_another_name_goes_the_same_ways():
-    """Intel's: torch calls it "xpu", and what moves its messages "xccl". None is shared."""
+    """Intel's GPUs: torch calls the device "xpu" and the backend "xccl". None is shared."""
     found = _said("rehearsal.drives", False, *INTELS, REHEARSE="2", REHEARSE_DEVICE="xpu")
     assert {name: found[name, 2] for name in INTELS} == dict.fromkeys(INTELS, "")
 

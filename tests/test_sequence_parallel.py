@@ -1,4 +1,4 @@
-"""What Megatron's sequence parallelism costs, and its parts; it equals: `rows.tensors`."""
+"""Costs and parts of Megatron's sequence parallelism; equality: `rows.tensors`."""
 
 from fractions import Fraction
 
@@ -29,15 +29,15 @@ def batch(step, sequences=2):
 
 
 def cut(model, group):
-    """`model`, cut by width where it is wide and by tokens where it is not."""
+    """Return `model`, cut by width inside its layers and by tokens outside."""
     return tp.parallelize(model, group, edges=sp.ALONG_SEQUENCE)
 
 
-# What is sent
+# Messages
 
 
 def one_step(edges, choices, sequences=2):
-    """What a step sends, by purpose."""
+    """Return the messages of a step, by purpose."""
     group = dist.group.WORLD
     model = gpt(**choices)
     model = tp.parallelize(model, group, **({"edges": edges} if edges else {}))
@@ -54,7 +54,7 @@ def one_step(edges, choices, sequences=2):
 
 
 def wire(sent, size):
-    """Bytes that leave a rank, for what it hands to collectives."""
+    """Return the bytes that leave a rank for its collectives."""
     one = Fraction(size - 1, size)
     each = {"all_gather_into_tensor": size * one, "all_to_all_single": one, "all_reduce": 2 * one}
     assert sum(sent.calls.values()) == sum(sent.calls[name] for name in each) and not sent.messages
@@ -86,14 +86,14 @@ def test_collectives_and_bytes_of_a_step_are_those_predicted(size):
             assert payload["all_reduce"] == predicted["all_reduce"]
             sums[kind, model] = counted
         for model in models:
-            # The same bytes as with all-reduces; a backward that gathers again, half as many more.
+            # As many bytes as with all-reduces; half as many more if backward gathers again.
             plain, again, kept = (sums[kind, model] for kind in kinds)
             assert plain[:2] == kept[:2] and again[0] == plain[0]
             assert again[1] == plain[1] * Fraction(3, 2)
 
 
 def dropped():
-    """Masks of a rank's tokens differ between ranks; generators agree afterwards."""
+    """Check that ranks' tokens have different dropout masks, and generators agree afterwards."""
     model = cut(gpt(dropout=0.5), dist.group.WORLD)
     ones = here(torch.ones(1, 8, 32))
     torch.manual_seed(1)

@@ -51,7 +51,7 @@ def test_a_picture_takes_its_ink_from_the_page():
     assert "currentColor" in shown.html and show.INK not in shown.html
     assert 'aria-label="A line that rises &amp; falls."' in shown.html
     assert "<text" in shown.html  # text stays text
-    assert "<style" not in shown.html  # nothing that would reach the rest of the page
+    assert "<style" not in shown.html  # no style that would affect the rest of the page
     ElementTree.fromstring(shown.html)
 
 

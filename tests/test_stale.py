@@ -1,4 +1,4 @@
-"""A file of the package that changed after its import is noticed, once."""
+"""A file of the package that changes after its import is reported, once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for module, call in (
 
 
 def test_a_changed_file_is_named_once_by_a_run_and_by_a_page(tmp_path: Path, root: Path):
-    """In a package that is the course's, with two modules of its own, which may be edited."""
+    """The test edits two modules of its own in a package that counts as the course's."""
     folder = tmp_path / "shardlab"
     folder.mkdir()
     for path in (root / "code/shardlab").iterdir():

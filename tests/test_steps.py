@@ -1,4 +1,4 @@
-"""Pictures in steps: what the directive writes, and that lessons show all of them."""
+"""Pictures in steps: the HTML of the directive, and that lessons show all pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = "\n:::{step-through} A & B\n" + "\n".join(map(ITEM.format, (1, 2, 3))) +
 
 
 def number(path: Path) -> int:
-    """The step's number in `zero_10.svg`."""
+    """Return the step's number in `zero_10.svg`."""
     return int(path.stem.rpartition("_")[2])
 
 
@@ -28,7 +28,7 @@ def number(path: Path) -> int:
 
 
 def steps(series: str) -> list[Path]:
-    """The pictures of a series, in order: a topic's own, or `pipeline_naive`."""
+    """Return the pictures of a series, in order: a topic's own, or `pipeline_naive`."""
     return sorted(FOLDER.glob(f"{series}_[0-9]*.svg"), key=number)
 
 
@@ -63,7 +63,7 @@ def test_what_the_sentences_of_1f1b_say() -> None:
 
 
 def test_what_the_sentences_of_the_zig_zag_say() -> None:
-    tokens = 2**14  # so many that half a square and half its diagonal are half a square
+    tokens = 2**14  # so many that half a square plus half its diagonal rounds to half a square
     turns = context_parallel.score_turns("zigzag", 8 * tokens, 4)
     squares = [[pairs / tokens**2 for pairs in rank] for rank in turns]
     assert squares == [pytest.approx([2] * 4, rel=1e-3)] * 4
@@ -82,7 +82,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
-    """The small book: steps on its first page, none on its lesson, wrong ones on its last page."""
+    """Return the small book: steps on its first page, wrong ones on its last, else none."""
     book = Book(tmp_path_factory.mktemp("steps"))
     book.write("book/index.md", "# A book\n" + STEPS + "\nBetween.\n" + STEPS)
     wrong = [f"\n:::{{step-through}} Title\n{content}:::\n" for content in WRONG.values()]

@@ -1,4 +1,4 @@
-"""Which layout: against printed step times, against the other modules, and the chart's promises."""
+"""Choice of a layout: published step times, the other modules, and the chart's promises."""
 
 from dataclasses import replace
 
@@ -18,12 +18,12 @@ few = settings(max_examples=8, deadline=None)
 
 
 def gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
-    """As Megatron-LM's papers have them."""
+    """Return a GPT as Megatron-LM's papers define it."""
     return Config(vocab=51_200, seq=seq, layers=layers, heads=heads, hidden=hidden)
 
 
 def paper_flops(config: Config, batch: int) -> float:
-    """Narayanan et al. 2021 (arXiv 2104.04473), section 5.1: with recomputation."""
+    """Narayanan et al. 2021 (arXiv 2104.04473), section 5.1: operations with recomputation."""
     s, h, layers = config.seq, config.hidden, config.layers
     inner = 1 + s / (6 * h) + config.vocab / (16 * layers * h)
     return 96 * batch * s * layers * h**2 * inner
@@ -48,7 +48,7 @@ def test_operations_are_those_of_the_paper() -> None:
         layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
         if chunks > 1:
             layout = replace(layout, schedule="interleaved", chunks=chunks)
-        assert memory.estimate(config, layout, device="gpu").peak < 80e9  # they ran
+        assert memory.estimate(config, layout, device="gpu").peak < 80e9  # these jobs ran
 
 
 def test_days_of_training() -> None:
@@ -70,7 +70,7 @@ def test_traffic_of_zero_is_that_of_its_paper() -> None:
 
 
 def predicted() -> list[dict[str, int]]:
-    """Bytes that a rank of two sends in three micro-batches, by stage, as `zero` has it."""
+    """Return a rank's bytes sent by stage, of two ranks and three micro-batches."""
     found = []
     for stage in (1, 2, 3):
         options = {"units": []} if stage == 3 else {}
@@ -80,7 +80,7 @@ def predicted() -> list[dict[str, int]]:
 
 
 def test_traffic_of_zero_is_that_of_the_module() -> None:
-    """In float32; without units of its own stage 3 keeps everything from forward to backward."""
+    """In float32; without units, stage 3 keeps the gathered weights from forward to backward."""
     params = memory.parameter_count(PRESETS["nano"])
     for stage, found in zip((1, 2, 3), ranks.run(predicted, 2)[0], strict=True):
         sent = strategy.zero_bytes(params, stage, 2, 3, weight=4, gradient=4)
@@ -114,7 +114,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: in
 
 
 def test_gpt3_on_64_gpus() -> None:
-    """t 8, p 4, d 2: copies alone do not fit into 80 GB; with ZeRO-1 they do, for no more bytes."""
+    """t 8, p 4, d 2: copies alone do not fit into 80 GB; ZeRO-1 fits, and sends no more bytes."""
     layouts = [Layout(2, 8, 4, zero, microbatches=256, sequence_parallel=True) for zero in range(4)]
     assert {(x.ranks, x.batch) for x in layouts} == {(64, 512)}
     peaks = [memory.estimate(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
@@ -155,7 +155,7 @@ def planned(model: str, gpu: str, gpus: int, batch: int) -> Plan:
 @example(("llama-3-70b", 512, 64), "b200", 8e9)  # ZeRO-3 within nodes, whose weights come too late
 def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: float) -> None:
     model, gpus, batch = job
-    machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 fill nodes of eight
+    machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 GPUs fill nodes of eight
     found = strategy.plan(PRESETS[model], machine, gpus, batch)
     if not found.fits:
         with pytest.raises(ValueError, match=f"gpus={gpus}: no layout "):
@@ -166,7 +166,7 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: fl
     assert list(rungs) == [name for name in RUNGS if name in rungs]
     place = RUNGS.index(strategy.rung(chosen.layout))
     alone = [one for one in found.fits if one.layout.cp == 1]
-    for one in alone or found.fits:  # the chart knows no context ranks
+    for one in alone or found.fits:  # the chart has no context parallelism
         name = strategy.rung(one.layout)
         assert rungs[name].seconds <= one.seconds + 1e-6
         wait = rungs[name].prediction.seconds  # for weights that ZeRO-3 gathers, on any rung
@@ -188,14 +188,14 @@ def test_the_chart_by_model_size() -> None:
 
 
 def test_gpt3_on_64_gpus_has_one_answer() -> None:
-    """The plan's, which command, page and lesson print; the chart's is slower."""
+    """The answer of the plan, which command, page and lesson print; the chart's is slower."""
     found = planned("gpt-3-175b", "a100", 64, 64)
     assert str(found.fits[0].layout) == "d 2 · t 4 · p 8, ZeRO-1, recompute ffn, interleaved 4"
     assert strategy.choose(found).seconds == pytest.approx(1.24 * found.fits[0].seconds, rel=0.01)
 
 
 def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
-    """ZeRO-3 is passed over for a cut when its copies wait longer than they compute."""
+    """The plan avoids ZeRO-3 if gathering the weights takes longer than the compute."""
     config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
     found = strategy.plan(config, slow, 64, 512)
     parts = strategy.rungs(found)["recompute"].prediction.seconds
@@ -204,7 +204,7 @@ def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
 
 
 def test_advice_counts_the_states_as_memory_does() -> None:
-    # Experts are dealt out, and their states are shared by fewer ranks: as `memory` counts them.
+    # Experts are distributed, and fewer ranks share their states: as `memory` counts them.
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
     said = strategy.fullness(PRESETS["mixtral-8x7b"], A100, mixed)
     found = memory.estimate(PRESETS["mixtral-8x7b"], mixed, device="gpu")

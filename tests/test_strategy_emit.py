@@ -1,4 +1,4 @@
-"""Layouts as configurations: DeepSpeed runs its own, the others' are held to published names."""
+"""Layouts as configurations: DeepSpeed runs its own; the others use published names."""
 
 import ast
 import copy
@@ -40,20 +40,20 @@ H100, V100 = MACHINES["h100"], MACHINES["v100"]
 ALONG = {"tp": 2, "sequence_parallel": True}
 STEPS = 4
 
-# What an engine and one process add up in another order: in bf16, where the last digit of a sum
-# over cut matrices is 1/256 of it, a loss of 5.5 moves by some 1e-4 (seen: up to 5e-4).
+# An engine adds in another order than one process: in bf16, where the last digit of a sum over cut
+# matrices is 1/256 of it, a loss of 5.5 changes by some 1e-4 (seen: up to 5e-4).
 ROUNDED = 2e-3
 
 
 def windows(micro, share, size, seq):
-    """Tokens and targets, [size, seq]: as the scripts draw them, the same ones in each step."""
+    """Return tokens and targets, [size, seq], the same in each step, as the scripts draw them."""
     draw = torch.Generator().manual_seed(10**3 * micro + share)
     tokens = torch.randint(0, NANO.vocab, (size, seq + 1), generator=draw)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def one_process(layout):
-    """Losses of the same steps without an engine: weights of bf16, which are kept in float32.
+    """Return the losses of the same steps without an engine: bf16 weights with float32 masters.
 
     DeepSpeed's stage 0 begins with a step whose gradients are zero.
     """
@@ -76,7 +76,7 @@ def one_process(layout):
                 value = loss(used(tokens), targets) / (layout.dp * layout.microbatches)
                 value.backward()
                 total += value.item()
-                for weight, kept in pairs:  # each is added up in float32
+                for weight, kept in pairs:  # micro-batches are accumulated in float32
                     kept.grad = weight.grad.float() + (0 if kept.grad is None else kept.grad)
                     weight.grad = None
         torch.nn.utils.clip_grad_norm_(master.parameters(), 1.0)
@@ -89,7 +89,7 @@ def one_process(layout):
 
 
 def references():
-    """`one_process` for each, in a rank: as many threads as the others have."""
+    """Return `one_process` of each layout, on a rank, with as many threads as the engines have."""
     return [one_process(layout) for layout in DEEPSPEED.values()]
 
 
@@ -105,7 +105,7 @@ COURSE = {
 
 
 def test_the_course_s_options_say_the_layout():
-    """That each of these trains as one process does: tests/test_train.py."""
+    """tests/test_train.py checks that each of these layouts trains as one process does."""
     for name, layout in COURSE.items():
         text = re.sub("#.*", "", emit("course", NANO, H100, layout))
         given = take_home.parse(re.search(r"(?s)options=\((.*?)\n\)", text)[1].split())
@@ -135,11 +135,11 @@ DEEPSPEED = {
 
 
 def engine_of(layout, path):
-    """DeepSpeed's engine, which reads the file by itself."""
-    import hjson  # which DeepSpeed brings
+    """Return DeepSpeed's engine, which reads the configuration file itself."""
+    import hjson  # installed with DeepSpeed
 
     ds = start.prepare()
-    de.check(hjson.loads(path.read_text()), optimizer=True)  # each name is one that it knows
+    de.check(hjson.loads(path.read_text()), optimizer=True)  # DeepSpeed knows each name
     torch.manual_seed(0)
     module = GPT(NANO)
     if layout.recompute == "full" and layout.pp == 1:
@@ -209,7 +209,7 @@ TITANS = {
 
 
 def assigned(text):
-    """Field to value of `config.<field> = <value>`; a value that is no constant is None."""
+    """Return field -> value of `config.<field> = <value>`; None if it is no constant."""
     found = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("config."):
@@ -273,7 +273,7 @@ MEGATRONS = {
 
 
 def arguments(text, tmp_path):
-    """What torchrun would be given: its own words, and pretrain_gpt.py's as name to values."""
+    """Return torchrun's own arguments, and pretrain_gpt.py's as name -> values."""
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/bash\nprintf "%s\\n" "cuda=${CUDA_DEVICE_MAX_CONNECTIONS-}" "$@"\n')
     fake.chmod(0o755)
@@ -324,7 +324,7 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
     each = int(re.findall(r"--nproc-per-node=(\d+)", "\n".join(launch))[0])
     assert nodes * each == layout.ranks
-    # Before Blackwell validate_args refuses the one without, and Megatron-FSDP with it.
+    # Before Blackwell validate_args rejects a run without it, and Megatron-FSDP one with it.
     serial = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)
     assert launch[0] == f"cuda={1 if serial else ''}"
 
@@ -371,7 +371,7 @@ def test_slurm_starts_every_rank_of_the_plan(tmp_path):
         errors = (tmp_path / f"train-{job}.err").read_text()
     assert state == "COMPLETED", errors
     said = sorted((tmp_path / f"train-{job}.out").read_text().splitlines())
-    nodes = [line[-1] for line in said]  # whichever comes to the rendezvous first has ranks 0, 1
+    nodes = [line[-1] for line in said]  # the first at the rendezvous has ranks 0, 1
     assert [line[:-2] for line in said] == ["0 0 4", "1 1 4", "2 0 4", "3 1 4"]
     assert nodes in (["0", "0", "1", "1"], ["1", "1", "0", "0"])
 
@@ -383,7 +383,7 @@ def state_of(box, job):
 
 # -------------------------------------------------------------------------------------- refusals
 
-# One thing that each engine has not, or has in another form, and the argument that is named.
+# A feature that each engine lacks, or has in another form, and the argument that is named.
 WRONG = [
     ("nemo", LLAMA, {}, "engine='nemo'"),
     ("slurm", LLAMA, {"dp": 12}, "ranks=12"),

@@ -1,4 +1,4 @@
-"""Whole jobs: their batch files in a real Slurm, their words by the engines' own parsers."""
+"""Whole jobs: their batch files in a real Slurm, their arguments in the engines' own parsers."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def put(texts, folder):
 
 
 def words(text):
-    """What the batch file gives to the engine."""
+    """Return the engine's arguments in the batch file."""
     return text[text.index("srun --cpus") : text.index('"$@" &')].replace("\\\n", " ").split()
 
 

@@ -1,4 +1,4 @@
-"""Steps of today's engines, predicted beside published ones that their rates were not fitted on."""
+"""Predicted step times of engines, compared with published ones that no rate was fitted on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TAKEN = [files.row_measured(row, job)[0] for row, job in zip(ROWS, JOBS, strict=
 
 
 def medians(others: list[float]) -> dict[str, float]:
-    """What each half of the table is predicted by the other: how far off, in the median.
+    """Return the median error of each half of the table, predicted from the other half.
 
-    By what products are computed in, and whether there are experts; and by source.
+    The medians are by dtype of the products and presence of experts, and by source.
     """
     groups = defaultdict(list)
     for row, job, taken, other in zip(ROWS, JOBS, TAKEN, others, strict=True):
@@ -33,10 +33,10 @@ def medians(others: list[float]) -> dict[str, float]:
 
 
 def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
-    """As the table keeps it, for a picture. Medians as measured, a little rounded up: 6, 12, 10 %.
+    """The table stores these predictions for a picture. Median errors, rounded up: 6, 12, 10 %.
 
-    By source 29 at most, NeMo Automodel's: one fitted factor says how long all its eight steps
-    take, and another half gives another one. Over several halves it is 18: see the test below.
+    By source at most 29 %, NeMo Automodel's: one fitted factor sets all its eight step times, and
+    another half gives another factor. Over several halves it is 18 %: see the test below.
     """
     found = medians([float(row["by_others_s"]) for row in ROWS])
     assert found.pop("dense") < 0.08
@@ -48,7 +48,7 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
 
 @pytest.mark.weekly("ten fits")
 def test_so_are_other_halves() -> None:
-    """Five shufflings, of which the first is the table's: the median of each median over them."""
+    """Five random halves, the table's first: the median of each median over them."""
     first, *more = (learn.by_others(ROWS, seed) for seed in range(1, 6))
     assert [float(row["by_others_s"]) for row in ROWS] == pytest.approx(first, rel=2e-3)
     each = [medians(others) for others in (first, *more)]
@@ -69,7 +69,7 @@ def test_the_rates_that_come_with_the_course_are_those_of_the_table() -> None:
 
 
 def test_models_are_what_the_hub_counts() -> None:
-    # MODELS of the table, by the totals of transformers' classes.
+    # MODELS of the table -> the totals of transformers' classes.
     totals = {
         "deepseek-v3": 671_026_404_352, "kimi-k2": 1_026_408_209_408,
         "gpt-oss-20b": 20_914_757_184, "qwen3-30b-a3b": 30_532_122_624,
@@ -84,7 +84,7 @@ def test_models_are_what_the_hub_counts() -> None:
 
 
 def test_eager_compiled_and_captured_are_told_apart() -> None:
-    """torchtitan's Table 1: 8B on eight GPUs, 5,762 tokens/s of each eagerly; compiled 6,667."""
+    """torchtitan's Table 1: 8B on eight GPUs, 5,762 tokens/s each in eager mode, 6,667 compiled."""
     titan, at = PROFILES["torchtitan"], Layout(8, zero=3, micro_batch=2, recompute="norms+ffn")
     config, chip = PRESETS["llama-3-8b"], MACHINES["h100-96"]
     ways = ({"compiled": False, "captured": False}, {"captured": False}, {})

@@ -1,4 +1,4 @@
-"""The stable entries: files in, predictions out, one line for each row, one line for each error."""
+"""The stable interface: files in, predictions out, a line for each row, a line for each error."""
 
 import csv
 import io
@@ -38,7 +38,7 @@ def test_rows_come_back_in_order_with_what_is_predicted(capsys) -> None:
         time = float(line["predicted_seconds"]) / taken
         size = float(line["predicted_memory_gib"]) / float(row["mem_GiB"])
         good += 0.8 < time < 1.25 and 0.8 < size < 1.25
-    assert good >= 30  # units are those of the file; how near they come, test_strategy_predict asks
+    assert good >= 30  # units are those of the file; test_strategy_predict checks the accuracy
 
 
 def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_path) -> None:
@@ -83,7 +83,7 @@ def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) ->
 
 
 def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
-    """Of the sweep, which takes longer: test_strategy_predict."""
+    """test_strategy_predict fits the rates of the sweep, which takes longer."""
     rates = tmp_path / "rates.json"
     status, out, err = run(capsys, "fit", CASES, "--rates", rates, "--profile", "megatron")
     assert status == 0 and not err and "launch" in out and CASES.name in out

@@ -1,4 +1,4 @@
-"""Rates are found again from what they predict, robustly, and no further than a prior allows."""
+"""A robust fit recovers rates from their predictions, and moves no further than a prior allows."""
 
 from math import log
 
@@ -15,7 +15,7 @@ def guess(**values: float) -> Rates:
 
 
 def lines(truth: dict[str, float], noise: list[float]) -> list:
-    """y = a x + b at some x, each off by a factor."""
+    """Return noisy points on y = a x + b."""
     points = []
     for k, factor in enumerate(noise):
         x = 1.0 + k
@@ -41,11 +41,11 @@ def test_one_slow_run_moves_nothing_far() -> None:
 
 
 def test_what_no_step_tells_stays_as_it_was_guessed() -> None:
-    """a + b alone is measured: their sum is found, and each goes as far as its prior lets it."""
+    """Only a + b is measured: the fit finds the sum, and moves each as far as its prior allows."""
     measured = [(lambda r: r["a"] + r["b"], 3.0)] * 5
     found = fit(guess(a=1.0, b=1.0, c=4.0), measured, ["a", "b", "c"], "")
     assert found["a"] + found["b"] == pytest.approx(3.0, rel=0.01)
     assert found["a"] == pytest.approx(found["b"])
     assert found["c"] == pytest.approx(4.0)
-    assert found.all["c"].spread == pytest.approx(0.5)  # as unsure as before
+    assert found.all["c"].spread == pytest.approx(0.5)  # as uncertain as before
     assert found.all["a"].spread < 0.5

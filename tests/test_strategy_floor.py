@@ -1,4 +1,4 @@
-"""A floor lies below every step that anybody measured, and hides what can be hidden."""
+"""The floor is below every measured step, and overlaps all work that can overlap."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_it_is_below_every_published_step() -> None:
         if "tp" not in case["config"]:
             continue
         job = files.case_job(case["config"], PROFILES["megatron"])
-        if not taken and "tflops_per_gpu" in printed:  # SC21: its operations count all pairs
+        if not taken and "tflops_per_gpu" in printed:  # SC21's operations count all pairs of tokens
             tokens = job.layout.batch * job.seq
             work = strategy.flops(job.config, tokens, job.seq, "full", causal=False)
             taken = work / job.layout.ranks / (printed["tflops_per_gpu"] * 1e12)
@@ -62,7 +62,7 @@ def test_it_is_below_every_published_step() -> None:
 def test_no_prediction_exceeds_the_data_sheet(
     name, seen, seq, degrees, recompute, gpu, dtype, profile, faster
 ) -> None:
-    """MFU stays below 1, and no step is faster than its floor, with rates too good by `faster`."""
+    """MFU stays below 1, and no step is below its floor, even with rates too high by `faster`."""
     dp, pp, cp, zero, m = degrees
     model, machine, known_rates = structure(PRESETS[name]), MACHINES[gpu], known(profile).all
     if dtype != "bf16" and not (machine.fp4 if dtype == "nvfp4" else machine.fp8):
@@ -81,7 +81,7 @@ def test_no_prediction_exceeds_the_data_sheet(
 
 
 def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
-    """Sixteen ranks of two nodes: eight cards carry what crosses, not one."""
+    """Sixteen ranks of two nodes: eight network cards share the traffic between the nodes."""
     layout = Layout(tp=16, microbatches=8)
     slow = replace(H100, between=1e9)  # eight of these carry 8 GB/s
     config = replace(PRESETS["llama-3-70b"], heads=64, kv_heads=64)
@@ -100,7 +100,7 @@ def test_what_can_be_hidden_is() -> None:
 
 
 def test_groups_that_repeat_gather_inside_of_a_node() -> None:
-    """HSDP on two nodes of eight: weights stay in the node, shards of gradients leave it."""
+    """HSDP on two nodes of eight: weights stay in the node, gradient shards leave it."""
     every = Layout(16, zero=3, microbatches=4)
     groups = replace(every, replicas=2)
     params = memory.parameter_count(LLAMA)

@@ -1,4 +1,4 @@
-"""A layout says what a job is cut into, and refuses what cannot be."""
+"""A layout holds a job's degrees of parallelism, and refuses invalid ones."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +14,8 @@ def test_ranks_and_shards() -> None:
     layout = Layout(dp=16, tp=8, pp=4, zero=1, cp=2, replicas=4)
     assert layout.ranks == 16 * 8 * 4 * 2
     assert layout.shards == 8  # four copies of a group, two ranks each
-    assert Layout(dp=16, ep=8).ranks == 16  # experts are shared among the copies
-    assert Layout(cp=4, ep=2).shards == 4  # and those that share a sequence
+    assert Layout(dp=16, ep=8).ranks == 16  # copies share the experts
+    assert Layout(cp=4, ep=2).shards == 4  # ranks that share a sequence share the experts, too
 
 
 def test_tensor_ranks_join_the_experts() -> None:

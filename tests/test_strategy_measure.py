@@ -1,4 +1,4 @@
-"""Rates of the machine at hand: found in seconds, written, and good for a plan on it."""
+"""Rates of this machine: measured in seconds, written to a file, and usable for a plan."""
 
 import json
 import time
@@ -30,7 +30,7 @@ from shardtools.strategy.rates import known, read
         ("h100-80", "h100"),
         ("rtx4090", "rtx-4090"),
         ("Tesla V100-SXM2-16GB", None),  # half of the memory that the table has
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a slice of one
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),  # a MIG slice
         ("", None),
     ],
 )
@@ -39,7 +39,7 @@ def test_a_driver_s_names(name: str, key: str | None) -> None:
 
 
 def step_seconds(config, batch: int) -> float:
-    """A step of training in one process, on one thread, as a rank has; the best of five."""
+    """Return the seconds of a training step in one process and one thread; the best of five."""
     model = GPT(config)
     adam = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(config.vocab, (batch, config.seq))
@@ -60,7 +60,7 @@ def step_seconds(config, batch: int) -> float:
 @pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the CPU's rates are asked")
 def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> None:
-    """Within a factor of two and a half, five times tried: two shared cores are never quiet."""
+    """Within a factor of 2.5, with five tries: two shared cores are never quiet."""
     path = tmp_path / "here.json"
     config, apart = PRESETS["micro"], []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A plan: what is first is fastest, what is there fits, what is missing has a reason."""
+"""A plan: its first layout is the fastest, listed layouts fit, and missing ones have a reason."""
 
 import json
 import re
@@ -92,7 +92,7 @@ def test_the_fastest_layout_that_an_engine_runs_is_emitted(capsys) -> None:
     status, out, err = run(capsys, *JOB, part="emit torchtitan")
     assert status == 0 and not err and "Layout: d " in out
     compile(out, "planned.py", "exec")
-    # What the engine has not is passed over, and named.
+    # Layouts that the engine does not support are skipped, with a reason.
     status, out, err = run(capsys, *JOB, "--dp", "4", part="emit deepspeed")
     assert status == 0 and "Layout: d 4 · p 4" in out
     assert err.count("\n") == 1 and "sequence_parallel=True" in err
@@ -116,7 +116,7 @@ def test_an_engine_s_plan_is_that_of_its_profile(capsys, engine: str, gpu: str, 
 
 
 def test_gradients_of_the_engines_take_what_they_take() -> None:
-    """Whole gradients of four micro-batches, in bytes a parameter: float32 but for DeepSpeed."""
+    """Unsharded gradients of four micro-batches, bytes a parameter: float32 except DeepSpeed's."""
     at = Layout(dp=8, zero=1, microbatches=4)
     config = PRESETS["llama-3-8b"]
     taken = {name: predict(config, H100, at, profile).memory for name, profile in PROFILES.items()}
@@ -131,9 +131,9 @@ def test_weights_that_come_ahead_hide_behind_a_forward_pass() -> None:
     config, at = PRESETS["llama-3-8b"], Layout(dp=64, zero=1, microbatches=4)
     ahead, after = (replace(COURSE, ahead=ahead) for ahead in (True, False))
     waits = [predict(config, H100, at, profile).seconds.data for profile in (ahead, after)]
-    gather = 2 * 8e9 / (0.6 * 8 * 50e9)  # bytes over all cards of a node
+    gather = 2 * 8e9 / (0.6 * 8 * 50e9)  # bytes over all network cards of a node
     assert waits[1] - waits[0] == pytest.approx(0.8 * gather, rel=0.05)
-    # A forward pass too short to hide them: 128 tokens, of which the CPU launches 32 layers.
+    # A forward pass too short to hide the gathers: 128 tokens, 32 layers launched by the CPU.
     waits = [predict(config, H100, at, profile, seq=128).seconds.data for profile in (ahead, after)]
     assert waits[1] - waits[0] == pytest.approx(32 * 2e-3 / 3, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Predicted seconds and bytes, beside measured ones, of runs that a rate was not fitted on."""
+"""Predicted seconds and bytes, compared with measured runs that no rate was fitted on."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +31,13 @@ def test_rates_that_come_with_the_course_are_those_of_the_sweep() -> None:
 
 @pytest.mark.weekly("fits 340 rows")
 def test_cells_that_were_left_out() -> None:
-    """Every other cell, a model on a number of nodes, at rates of the rest; and 300 rows by 40.
+    """Every other cell (a model on a number of nodes) is predicted from the others; 300 rows by 40.
 
-    Seconds are off by less than 7 % in the median, bytes of rank 0 by 3.5 %; the layout that is
-    called the fastest of its cell takes 10 % longer than the fastest in one cell at most.
+    The median error of the seconds is below 7 %, of the bytes on rank 0 below 3.5 %; the layout
+    predicted as the fastest of its cell takes at most 10 % longer than the fastest, in one cell.
 
-    Judged are runs on up to 32 nodes that the file calls steady, and that are not half as fast as
-    predicted or slower: such are held up by something else, most of them by their messages.
+    Only runs on up to 32 nodes count that the file calls steady, and that take less than twice the
+    predicted time: slower ones are held up by something else, mostly by their messages.
     """
     cells = sorted({(row["model"], row["nodes"]) for row in ROWS})
     halves = [[row for row in ROWS if (row["model"], row["nodes"]) in cells[k::2]] for k in (0, 1)]
@@ -134,7 +134,7 @@ def zero_bubble(name: str, m: int, schedule: str, chunks: int = 1) -> Job:
 def test_memory_of_schedules(
     name: str, m: int, schedule: str, chunks: int, gigabytes: float
 ) -> None:
-    """Within 8 %, of the fullest rank: what the prediction is said to reach on published runs."""
+    """Within 8 %, on the rank with most: the stated accuracy on published runs."""
     found = fullest(zero_bubble(name, m, schedule, chunks), guesses("megatron").values_of())
     assert found.allocated / 1e9 == pytest.approx(gigabytes, rel=0.08)
 
@@ -145,9 +145,9 @@ def test_memory_of_schedules(
      ("28.3B", 256, 0.88, 0.96)],
 )  # fmt: skip
 def test_what_a_split_backward_gains(name: str, m: int, before: float, after: float) -> None:
-    """Samples a second of ZB-1p over 1F1B.
+    """Compare the samples a second of ZB-1p with 1F1B.
 
-    Two printed digits leave 1 %; that messages lengthen 1F1B's bubble, which is not counted, 2 %.
+    Two printed digits leave 1 %; messages that lengthen 1F1B's bubble, and are not counted, 2 %.
     """
     times = [
         of_job(zero_bubble(name, m, schedule), known("megatron").values_of()).seconds.total
@@ -157,7 +157,7 @@ def test_what_a_split_backward_gains(name: str, m: int, before: float, after: fl
 
 
 def test_a_layer_keeps_what_korthikanti_count() -> None:
-    """Table 2, for each of its six ways, in bytes."""
+    """Table 2, for each of its six settings, in bytes."""
     config, rates = Config(51_200, 2048, 1, 96, 12_288), guesses("megatron").values_of()
     for sequence in (False, True):
         for recompute in ("none", "selective", "full"):
@@ -165,7 +165,7 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
             job = Job(config, A100, layout, MEGATRON, 2048)
             stage = layout.parts(config)[0]
             want = memory.korthikanti_layer(2048, 1, 12_288, 96, 8, sequence, recompute)
-            if recompute == "full" and sequence:  # the table does not cut what is kept then
+            if recompute == "full" and sequence:  # the table does not cut these tensors
                 want /= 8
             assert activations(job, rates, stage) == pytest.approx(want)
 
@@ -190,7 +190,7 @@ def test_parts_add_up_and_answer_to_their_cause() -> None:
     assert predicted(node=1.2).seconds.tensor == pytest.approx(base.seconds.tensor / 2)
     assert predicted(replace(LAYOUT, pp=1, microbatches=16)).seconds.bubble == 0
     assert predicted(replace(LAYOUT, recompute="full")).seconds.products == pytest.approx(
-        base.seconds.products * 4 / 3, rel=0.05  # the head is not computed again
+        base.seconds.products * 4 / 3, rel=0.05  # the head is not recomputed
     )  # fmt: skip
     offloaded = predicted(replace(LAYOUT, offload="optimizer"))
     assert offloaded.memory.optimizer == 0 and base.memory.optimizer > 0
@@ -224,7 +224,7 @@ def test_rates_are_written_and_read(tmp_path: Path) -> None:
 
 
 def test_stages_scatter_gradients_once_a_step() -> None:
-    """ZeRO-2 sends as ZeRO-1 does where a pipeline adds gradients up; without one, m times."""
+    """If a pipeline accumulates gradients, ZeRO-2 sends as much as ZeRO-1; else m times."""
     shape = PRESETS["llama-3-8b"]
 
     def waits(zero: int, **cut: int) -> float:
@@ -253,8 +253,8 @@ MIXED = replace(MIXTRAL, dense_layers=3, shared_experts=1, expert_ffn=2048)
     ],
 )
 def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
-    """States to the byte. Of layers it leaves out a number or two a row, rotary tables, and the
-    router, and has 8 bytes for each token and width outside of the cut matrices.
+    """States agree to the byte. The plan omits small tensors of a layer, rotary tables and the
+    router; outside of the cut matrices it differs by 8 bytes for each token and width.
     """
     job, rates = Job(config, H100, layout, COURSE, 4096), guesses("course").values_of()
     for k, stage in enumerate(layout.parts(config)):
@@ -265,7 +265,7 @@ def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
         kept = memory.activations(config, layout, 4096, device="gpu", stage=k)
         assert found.activations == pytest.approx(kept.all_layers, rel=0.03)
         assert found.activations < kept.all_layers and kept.layers == stage.layers
-        if layout.zero == 3:  # whole weights and gradients; memory has 16 bytes a token beside them
+        if layout.zero == 3:  # memory counts 16 bytes a token beside them
             assert found.buffers == want.buffers - 16 * 4096
 
 
@@ -274,16 +274,16 @@ def test_what_experts_cost() -> None:
     assert base.seconds.experts > 0
     alone = strategy.predict(MIXTRAL, H100, replace(DEALT, ep=1), seq=4096)
     assert alone.seconds.experts == 0 and alone.memory.weights > 2.5 * base.memory.weights
-    # Each rank's eight experts get as many rows as its one did, and their states are as shared.
+    # Each rank's eight experts get as many rows as its one did, and share states alike.
     assert alone.memory.optimizer == pytest.approx(base.memory.optimizer)
     far = strategy.predict(MIXTRAL, replace(H100, per_node=4), DEALT, seq=4096)
     assert far.seconds.experts > 2 * base.seconds.experts  # half of the rows leave the node
-    # An expert that gets 128 rows waits for its weights longer than for their products.
+    # Loading the weights of an expert with 128 rows takes longer than its products.
     few = strategy.predict(MIXTRAL, H100, DEALT, seq=64)
     assert few.seconds.products / 64 > 1.2 * base.seconds.products / 4096
 
 
 def test_mixtral_s_work_is_that_of_two_experts() -> None:
-    """6 operations for each of 12.9 billion active parameters, less the embedding's."""
+    """6 operations for each of 12.9 billion active parameters, without the embedding's."""
     found = strategy.flops(MIXTRAL, 1, 1, causal=False)
     assert found / 6 == pytest.approx(12.9e9 - 32_000 * 4096, rel=2e-3)

@@ -1,4 +1,4 @@
-"""What a plan searches, what it says of that, and where layouts that ran stand in it."""
+"""Search space of a plan, its description, and the rank of published layouts in it."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ MEGATRON, RATES = today(PROFILES["megatron"]), rates_today(known("megatron"))
 
 
 def ran_as(gpus: int, batch: int, tp: int, pp: int, cp: int, chunks: int, layers: int) -> Layout:
-    """A published layout: micro-batches of one sequence, a distributed optimizer."""
+    """Return a published layout: micro-batches of one sequence, a distributed optimizer."""
     dp = gpus // tp // pp // cp
     rule = "equal" if layers % pp == 0 else "megatron"
     return Layout(
@@ -49,13 +49,13 @@ PUBLISHED = [
 
 
 def beside(row: tuple) -> tuple[Planned, Plan, float]:
-    """A published layout as predicted, the plan of its job, and the seconds that it took."""
+    """Return a published layout's prediction, the plan of its job, and its measured seconds."""
     model, gpus, batch, seq, dtype, degrees, said = row
     config = PRESETS[model]
     at = ran_as(gpus, batch, *degrees, config.layers)
     found = alone(config, H100, at, seq, MEGATRON, RATES, dtype)
     one = found.fits[0] if found.fits else found.nearest
-    if said < 1:  # of the operations that the mask leaves
+    if said < 1:  # an MFU, of operations under the causal mask
         taken = flops(config, batch * seq, seq) / (said * gpus * H100.flops)
     else:
         taken = batch * seq / gpus / said
@@ -70,15 +70,15 @@ def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
         longer.append(one.seconds / found.fits[0].seconds)
         places.append(sum(other.seconds < one.seconds for other in found.fits) + 1)
         assert len(found.fits) > 300
-        # Of 80 GiB, which are 85.9 GB, they needed no more; predicted are 70 to 101 GB.
+        # They needed no more than 80 GiB, or 85.9 GB; the predictions are 70 to 101 GB.
         assert 69e9 < one.reserved < 101e9
     assert [round(x, 2) for x in ratios] == [0.9, 0.94, 0.96, 1.05, 0.89, 0.99, 0.99]
-    # Within the fifth by which the rates may be off; of hundreds that fit, among the first 25.
+    # Within the fifth that rates may be off; among the first 25 of hundreds of feasible layouts.
     assert max(longer) < 1.17 and max(places) <= 25
 
 
 def test_the_memory_of_405b_as_it_ran_part_by_part() -> None:
-    """97 GB were predicted for what ran in 80 GiB (85.9 GB): masks, and gradients kept whole."""
+    """97 GB are predicted for a run in 80 GiB (85.9 GB): masks, and unsharded gradients."""
     at = ran_as(16_384, 2048, 8, 16, 1, 8, 126)
     old = predict(BIG, H100, at, MEGATRON, known("megatron"), 8192).memory
     new = predict(BIG, H100, at, MEGATRON, RATES, 8192).memory
@@ -120,7 +120,7 @@ def test_uneven_chunks_fill_a_pipeline_by_the_largest() -> None:
 
 
 def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
-    """Each part of the space that a plan passes over, asked for by name, has no faster layout."""
+    """No faster layout is in any part of the space that a plan skips, when searched explicitly."""
     profile = PROFILES["course"]
     job = PRESETS["mixtral-8x7b"], H100, 16, 16, 4096, profile
     found = plan(*job)
@@ -147,7 +147,7 @@ def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
 
 
 def test_tensor_ranks_beyond_the_heads_of_keys_are_for_engines_that_copy_them() -> None:
-    """Qwen3-30B-A3B has four of them."""
+    """Qwen3-30B-A3B has four key/value heads."""
     for name in ("course", "megatron", "torchtitan", "fsdp2", "deepspeed"):
         job = PRESETS["qwen3-30b-a3b"], H100, 16, 128, 4096, today(PROFILES[name])
         found = {one.layout.tp for one in plan(*job).fits}
@@ -177,7 +177,7 @@ def test_messages_of_context_ranks_hide_behind_attention() -> None:
         assert short > 0
 
 
-# --- What is said of it ------------------------------------------------------------------------
+# --- Description of the search ----------------------------------------------------------------
 
 
 def run(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
@@ -201,7 +201,7 @@ def test_a_published_layout_is_entered_whole(capsys) -> None:
 
 
 def test_what_may_be_reserved_is_what_runs_do() -> None:
-    """pytorch/torchtitan#1789, of H100s of 80 GB: 73.32 GiB are 92.70 %, and all goes on."""
+    """pytorch/torchtitan#1789, on H100s of 80 GB: 73.32 GiB are 92.70 %, and the run continues."""
     its, own = (known(name) for name in ("megatron", "nanotron"))
     for each in (room(H100), room(H100, its.values_of())):
         assert each == pytest.approx(73.32 * 2**30, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A plan, run: what is cut for this machine, and that it equals one process."""
+"""Trial of a plan: the layout is shrunk for this machine, and equals one process."""
 
 import re
 from collections import Counter
@@ -41,7 +41,7 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
         for fields in shapes(space, base)
     ]
     plan = data.draw(st.sampled_from(tried or [Layout()]))
-    job, left_out = small(config, plan)  # Job refuses what a mesh does not train
+    job, left_out = small(config, plan)  # Job refuses layouts that a mesh does not train
     found = job.layout
     assert 1 <= found.ranks <= 8
     for axis in set(AXES) - {"cp"}:  # an axis goes only where a machine has no rank left for it
@@ -61,7 +61,7 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
 
 
 def test_a_plan_is_run_and_equals_one_process(capsys, monkeypatch):
-    monkeypatch.setattr(trial, "MOST_RANKS", 4)  # on two cores
+    monkeypatch.setattr(trial, "MOST_RANKS", 4)  # as on two cores
     asks = "--model mixtral-8x7b --gpu h100 --gpus 16 --tp 4 --pp 1 --recompute full"
     assert main(["strategy", "run", *asks.split()]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends, holds and refuses; it equals one process: `rows.tensors`."""
+"""Messages, memory and refusals of tensor parallelism; equality: `rows.tensors`."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def batch(config, step=0, size=3):
 
 
 def own(tensor, dimension, group):
-    """This rank's part of a whole tensor."""
+    """Return this rank's part of an unsharded tensor."""
     if dimension is None:
         return tensor
     part = tp.shard_slice("size", tensor.shape[dimension], group)
@@ -40,7 +40,7 @@ def own(tensor, dimension, group):
 
 
 def losses():
-    """The loss beside F.cross_entropy: large logits, 16 bits, sums, and what it sends."""
+    """Compare the loss with F.cross_entropy: large logits, 16 bits, sums, and bytes sent."""
     group, size = world(), dist.get_world_size()
     torch.manual_seed(0)
     worst = {}
@@ -78,7 +78,7 @@ def test_the_loss_never_gathers_logits(size):
 
 
 def counted(config):
-    """All-reduces and bytes of a step, and bytes of states, beside the formulas."""
+    """Compare a step's all-reduces and bytes, and bytes of states, with the formulas."""
     t, tokens = dist.get_world_size(), batch(config, size=2)
     model = tp.parallelize(plain_model(config, torch.float32), world())
     optimizer = adamw(model)
@@ -109,7 +109,7 @@ def counted(config):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_reduces_bytes_and_states_are_as_predicted(size):
     mixed = {"experts": 4, "expert_ffn": 8, "shared_experts": 1, "dense_layers": 1}
-    # Four ranks have one head of keys and values twice.
+    # Four ranks have one key/value head twice.
     today = replace(LLAMA, kv_heads=2, head=12, qk_norm=True, bias=True)
     latent = replace(LLAMA, kv_heads=None, head=8, latent=16, query_latent=20, rotary=4, value=10)
     configs = (
@@ -120,13 +120,13 @@ def test_all_reduces_bytes_and_states_are_as_predicted(size):
         for config, (found, predicted) in zip(configs, results, strict=True):
             assert found == predicted, config
     few, many = (tp.predicted_calls(replace(GPT2, layers=n), size) for n in (1, 4))
-    more = 3 * 2 if size > 1 else 0  # two all-reduces in each block, and two on the way back
+    more = 3 * 2 if size > 1 else 0  # two all-reduces in each block, and two more in backward
     assert {n: many[n] - few[n] for n in few} == {"forward": more, "loss": 0, "backward": more}
     assert tp.on_wire(1000, 4) == 1500 and tp.on_wire(1000, 1) == 0
 
 
 class Order(TorchDispatchMode):
-    """The products and messages of what runs inside, in order."""
+    """Recorder of products and messages, in order."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +198,7 @@ def states_there_and_back():
         tp.load_full_state_dict(tp.parallelize(empty, group), wanted)
         assert all(map(torch.equal, empty.parameters(), model.parameters()))
         assert (empty.head.weight is empty.embedding.weight) == config.tied
-        # Its shards take a t-th of the bytes: nothing keeps a whole matrix alive.
+        # Its shards take a t-th of the bytes: no view keeps an unsharded matrix alive.
         held = count.bytes_of(empty.parameters())
         assert held == 2 * tp.predicted_states(config, size)["parameters"]
         assert held == count.bytes_of(model.parameters())
@@ -226,7 +226,7 @@ def initialized(config):
     assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
     assert (model.head.weight is model.embedding.weight) == config.tied
     largest = max(p.nbytes for p in plain.parameters())
-    assert held.peak <= held.now + 2 * largest  # drawn whole, one after the other
+    assert held.peak <= held.now + 2 * largest  # drawn unsharded, one after the other
 
 
 def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
@@ -234,7 +234,7 @@ def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():
 
 
 def dropped():
-    """Masks of attention's equal heads differ between ranks; generators agree afterwards."""
+    """Check that ranks' equal heads have different dropout masks; generators agree afterwards."""
     model = tp.parallelize(plain_model(replace(GPT2, dropout=0.5)), world())
     attention = model.blocks[0].attention
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tensor types: what passes has right gradients, what is wrong is refused; one test per promise."""
+"""Tensor types: accepted programs have right gradients, wrong ones are refused."""
 
 from itertools import product
 
@@ -22,12 +22,12 @@ def world():
 
 
 def grown(*shape, **words):
-    """Random numbers that are trained, with their words."""
+    """Return random numbers that are trained, with their types."""
     return tt.declare(torch.randn(*shape).requires_grad_(), **words)
 
 
 def refused(step, **degrees):
-    """What the checker says of a step that it has to refuse."""
+    """Return the checker's message for a step that it must refuse."""
     verdict = tt.check(step, **(degrees or {"tp": 2}))
     assert not verdict, f"{step.__name__} passes"
     return verdict.message
@@ -39,7 +39,7 @@ def passes(step, **degrees):
     return verdict
 
 
-# Equal: of random programs, what passes is right by finite differences.
+# Accepted random programs are right by finite differences.
 
 
 def judged(chosen):
@@ -57,7 +57,7 @@ def sound(number, seed):
     assert wrong[0] == wrong[1]
     passed = [names for names, why in zip(wrong[0], said, strict=True) if not why]
     assert passed == [[]] * len(passed)
-    # Most of what is refused is wrong; the rest is right in ways that a word cannot say.
+    # Most refused programs are wrong; the rest is right for reasons that types cannot express.
     others = [names for names, why in zip(wrong[0], said, strict=True) if why]
     return len(passed), sum(map(bool, others)), len(others)
 
@@ -70,16 +70,16 @@ def test_of_random_programs_all_that_pass_are_right():
 @pytest.mark.weekly("takes a minute")
 @pytest.mark.timeout(500)
 def test_of_1500_random_programs_all_that_pass_are_right():
-    assert sound(1500, seed=0) == (452, 832, 1048)  # the lesson says so
+    assert sound(1500, seed=0) == (452, 832, 1048)  # the numbers of the lesson
 
 
 def test_a_wrong_gradient_is_found_by_finite_differences():
-    """The test of the test: f forgotten, g twice, and the same program as it should be."""
+    """The test of the test: f forgotten, g twice, and the correct program."""
     chosen = [("*V",), ("split", "g"), ("f", "*V")]
     assert ranks.run(judged, 2, chosen)[0] == [["x"], ["x"], []]
 
 
-# The words of the course's operators, by numbers.
+# Types of the course's operators, by numbers.
 
 EDGES = {
     "copy_to": (tp_.copy_to, "I -> R", -1),
@@ -105,7 +105,7 @@ def test_numbers_leave_each_operator_one_pair_of_words():
 
 
 class Forgets(torch.autograd.Function):
-    """f whose backward forgets its all-reduce."""
+    """Operator f whose backward forgets its all-reduce."""
 
     words = "I -> R"
 
@@ -126,14 +126,14 @@ def wrong_operator():
 
 def test_numbers_find_a_backward_that_does_not_fit():
     fits, why = ranks.run(wrong_operator, 2)[0]
-    # Without its all-reduce f is the identity, on whatever word.
+    # Without its all-reduce f is the identity, for any type.
     assert fits == ["I -> I", "R -> R", "V -> V", "P -> P"]
     assert any("dx differs from rank to rank" in line for line in why)
 
 
-# The table: what goes with what.
+# The table of allowed combinations.
 
-TABLE = [  # words, how, result; None: refused
+TABLE = [  # types, operation, result; None: refused
     ("II", "other", "I"), ("RR", "other", "R"), ("VV", "other", "V"), ("RV", "other", "V"),
     ("IR", "sum", None), ("IV", "product", None), ("IP", "product", None), ("IP", "sum", None),
     ("PP", "sum", "P"), ("PR", "sum", None), ("PV", "sum", None), ("P", "other", None),
@@ -206,11 +206,11 @@ def test_a_mistake_in_forward_is_refused_with_what_would_be_right(name):
 def test_the_right_network_passes_also_with_a_plain_sum_behind():
     verdict = passes(forward(tp_.copy_to, tp_.reduce_from))
     assert (verdict.backwards, verdict.sent) == (1, 2) and verdict.judged > 5
-    passes(forward(tp_.copy_to, raw))  # backward has nothing to do there
+    passes(forward(tp_.copy_to, raw))  # backward has no all-reduce there
 
 
 class Silent(torch.autograd.Function):
-    """f without words."""
+    """Operator f without types."""
 
     forward = staticmethod(lambda ctx, x, group: x.view_as(x))
     backward = staticmethod(lambda ctx, dx: (dx, None))
@@ -277,7 +277,7 @@ def test_a_loss_is_one_of_all_ranks_or_an_addend():
 
 
 def trained(after):
-    """A data-parallel step; `after` is what follows backward."""
+    """Run a data-parallel step; `after` runs after backward."""
 
     def step(dp):
         model = nn.Linear(4, 4)

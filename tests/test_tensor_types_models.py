@@ -1,4 +1,4 @@
-"""The checker passes every parallel model of the course, and finds the mistakes of its lessons."""
+"""The checker accepts every parallel model of the course, and finds the mistakes of its lessons."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ def batch(**words):
 
 
 def stepped(model):
-    """Plain gradient descent: torch's optimizers import a compiler first, which takes a second."""
+    """Step by plain gradient descent: importing torch's optimizers takes a second."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
@@ -46,7 +46,7 @@ def step(
     dp, tp, config=GPT2, edges=tp_.REPLICATED, words=tp_.words, prepare=None, logits=nothing,
     loss=tp_.loss, finish=None, tokens="R", after=None,
 ):  # fmt: skip
-    """A step on copies of a cut model, as lessons take it; every argument can be a mistake."""
+    """Run a step on copies of a cut model, as lessons do; every argument can be a mistake."""
     model = tp_.parallelize(GPT(config), tp, edges)
     if prepare:
         prepare(model, tp)
@@ -58,7 +58,7 @@ def step(
 
 
 def addend(value, dp, tp):
-    return tt.declare(value, dp="P")  # of the joint loss
+    return tt.declare(value, dp="P")  # a share of the joint loss
 
 
 def update(model, dp, tp, sums=None, times=1, group=None, clip=tp_.clip_grad_norm_):
@@ -120,7 +120,7 @@ def test_context_parallel_models_pass(attention, layout):
 
 
 def wrapped(kind):
-    """On real ranks: what the wrappers do within backward is believed."""
+    """Run on real ranks: the checker trusts the wrappers' work in backward."""
     group = dist.group.WORLD
     model = getattr(zero, kind)(GPT(GPT2), group) if "Zero" in kind else dp_.DataParallel(
         GPT(GPT2), group
@@ -132,7 +132,7 @@ def wrapped(kind):
         x, y = [tt.declare(z, dp="V") for z in tokens]
         tt.declare(loss(model(x), y), dp="P").backward()
         for parameter in model.parameters():
-            if "Zero" in kind:  # a piece, which one rank has
+            if "Zero" in kind:  # a piece, which only one rank has
                 tt.believe(parameter, dp="V")
             if parameter.grad is not None:
                 tt.believe(parameter.grad, dp="V" if "Zero" in kind else "R")
@@ -146,7 +146,7 @@ def test_wrappers_of_data_parallelism_pass():
     assert ranks.run(lambda: list(map(wrapped, kinds)), 2) == [[1] * 4] * 2
 
 
-# The mistakes of the course's lessons, and what the checker says of them.
+# Mistakes of the course's lessons, and the checker's messages.
 
 
 def clip_by_rank(model, limit):
@@ -165,7 +165,7 @@ def hook_on_parameter(model, dp, tp):
 
 
 def summed(over):
-    """The loss is added up "to log it", before backward."""
+    """All-reduce the loss for logging before backward."""
 
     def finish(value, dp, tp):
         dist.all_reduce(value, group=tp if over == "tp" else dp)
@@ -175,7 +175,7 @@ def summed(over):
 
 
 def bias_in_each_rank(model, _):
-    """The bias within the product, as one writes it first."""
+    """Add the bias inside each rank's product, a typical first version."""
     for module in model.modules():
         if isinstance(module, tp_.RowLinear):
 
@@ -186,7 +186,7 @@ def bias_in_each_rank(model, _):
 
 
 def norms_outside(model, _):
-    """Weights of heads' norms used as they are: each rank's gradient is of its own heads."""
+    """Use weights of the heads' norms unwrapped: each rank's gradient covers only its own heads."""
     for block in model.blocks:
         for name in ("query_norm", "key_norm"):
             norm = nn.RMSNorm(12)
@@ -195,7 +195,7 @@ def norms_outside(model, _):
 
 
 def positions_outside(model, _):
-    """The narrow part of latent attention as the plain model has it."""
+    """Use the narrow part of latent attention as in the plain model."""
     for block in model.blocks:
         del block.attention.compress
 
@@ -205,17 +205,17 @@ def invariant(model):
 
 
 def slice_of_gradient(x, group):
-    """Gathers forward, and keeps its slice in backward."""
+    """Gather in forward, and keep a slice in backward."""
     return tp_.gather_last(x.transpose(1, 2), group).transpose(1, 2)
 
 
 def gathered_for_all(x, group):
-    """Along the last dimension as if it were the sequence: gathers forward, adds up backward."""
+    """Gather along the last dimension like a sequence: all-gather in forward, sum in backward."""
     return sp.ALONG_SEQUENCE.enter(x.transpose(1, 2), group).transpose(1, 2)
 
 
 ALONG = {"edges": sp.ALONG_SEQUENCE}
-MISTAKES = {  # name: options, words of the message
+MISTAKES = {  # name -> options, words of the message
     "f forgotten": ({"edges": tp_.Edges(nothing, tp_.reduce_from)}, "linear("),
     "g forgotten": ({"edges": tp_.Edges(tp_.copy_to, nothing)}, "I meets V"),
     "f and g exchanged": ({"edges": tp_.Edges(tp_.reduce_from, tp_.copy_to)}, "it makes"),

@@ -1,4 +1,4 @@
-"""The checker and the production library say the same of random programs."""
+"""The checker and the production library agree on random programs."""
 
 import importlib.util
 import warnings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def both(chosen):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # its names of torch's collectives
+    warnings.filterwarnings("ignore", category=FutureWarning)  # about names of torch's collectives
     group = dist.group.WORLD
     for operator in (_CopyTo, _ReduceFrom, _GatherLast, _SplitLast):
         library.attach(operator)

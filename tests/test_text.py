@@ -27,7 +27,7 @@ def test_targets_are_the_next_tokens():
     tokens_S, targets_S = windows[5]
     assert tokens_S.dtype == torch.int64 and tokens_S.shape == (32,)
     assert torch.equal(tokens_S[1:], targets_S[:-1])
-    assert targets_S[-1] == windows[6][0][0]  # windows touch
+    assert targets_S[-1] == windows[6][0][0]  # windows overlap by the target
     assert int(tokens_S.max()) < text.VOCAB
 
 

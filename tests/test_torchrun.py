@@ -17,7 +17,7 @@ from shardlab.common import show
 PAGE = (show.ROOT / "book/setup.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
-# The others install, build or serve, or want several machines.
+# The others install, build or serve, or need several machines.
 HERE = [c for c in COMMANDS if c.startswith(".venv/bin/python") or "--standalone" in c]
 LONG = pytest.mark.weekly("runs a whole lesson, as the tests of scripts and lessons do")
 HERE = [pytest.param(c, marks=LONG) if "code/lessons" in c else c for c in HERE]
@@ -28,7 +28,7 @@ TORCHRUN += ["--local-addr=127.0.0.1"]
 
 
 def under_torchrun(folder: Path, processes: int, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` on so many processes; the lines that they printed may come in any order."""
+    """Run `script` on `processes` processes; return their output lines, which come in any order."""
     path = folder / "job.py"
     head = """
         import os, sys, time, torch, torch.distributed as dist
@@ -105,7 +105,7 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "ValueError: of its own" in line]
     assert len(said) == 1 and "rank 1 of 3" in said[0] and said[0].count("[rank") == 0
-    assert done.stderr.count("in fails") == 1  # where, and no rank's complaint beside it
+    assert done.stderr.count("in fails") == 1  # one location, and no other rank's error
 
 
 def test_a_process_that_hangs_ends_the_job_with_the_cause(tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_a_process_that_hangs_ends_the_job_with_the_cause(tmp_path: Path) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", HERE)
 def test_set_ups_commands_run_as_printed(command: str, tmp_path: Path) -> None:
-    """In a plain shell, and without Jupyter, too."""
+    """Run in a plain shell, and without Jupyter, too."""
     for name, target in ((".venv", sys.prefix), ("code", show.ROOT / "code")):
         (tmp_path / name).symlink_to(target)
     (tmp_path / "train.py").write_text(TRAIN, "utf-8")
     environment = without_jupyter(tmp_path)
-    environment["PATH"] = "/usr/bin:/bin"  # a plain shell: the environment is not activated
+    environment["PATH"] = "/usr/bin:/bin"  # a plain shell without the environment
     done = subprocess.run(
         command,
         shell=True,
@@ -159,7 +159,7 @@ def test_set_ups_commands_run_as_printed(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [2, 4, 8])
 @pytest.mark.parametrize("topic", build.lessons(show.ROOT))
 def test_lessons_run_under_torchrun(topic: str, processes: int, tmp_path: Path) -> None:
-    """It ends with 0, and what its cells assert holds: equalities, and what they measure."""
+    """The script ends with 0, and its cells' assertions hold: equalities, and measurements."""
     script = show.ROOT / "code/lessons" / f"{topic}.py"
     command = [*TORCHRUN, "--nproc-per-node", str(processes), str(script)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Each step of the training script, and the script to take home, equal one process."""
+"""Each step of the training script, and code/train.py, equal one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from shardlab.train.take_home import Options, Refused, Training, checkpoints
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
 # 16 ranks. Two epochs begin.
 SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
-# Sums in another order: a last digit of a loss near 5, and AdamW takes steps of 1e-3 times the sign
-# of gradients near 0, so a weight may differ by a few hundredths of a step.
+# Sums in another order: the last digit of a loss near 5 differs, and AdamW takes steps of 1e-3
+# times the sign of gradients near 0, so that a weight may differ by some hundredths of a step.
 LOSS, WEIGHT = 5e-6, 2e-4
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after the last step, whichever way they were saved."""
+    """Return the weights after the last step, from any kind of checkpoint."""
     if (folder / "last.pt").exists():
         found = torch.load(folder / "last.pt", "cpu")
         return found
@@ -47,15 +47,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def saved(folder: Path, state: dict) -> dict:
-    """What the last checkpoint has of `state`."""
+    """Return `state` in the last checkpoint."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this process is alone
+        warnings.simplefilter("ignore")  # this process is alone
         dcp.load({"state": state}, checkpoint_id=checkpoints(folder)[-1])
     return state
 
 
 def trained(script, size: int, folder: Path, **changes) -> list[list[float]]:
-    """The losses of each rank; the script to take home trains the course's model."""
+    """Return the losses of each rank; code/train.py trains the course's model."""
 
     def main():
         if script is take_home:
@@ -83,14 +83,14 @@ def apart(a: list[float], b: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of one process."""
+    """Return losses and weights of one process."""
     folder = tmp_path_factory.mktemp("one")
     (losses,) = trained(one_gpu, 1, folder)
     return losses, weights(folder)
 
 
 def test_the_whole_script_equals_one_process(one, tmp_path):
-    """On four ranks; the lesson itself takes two, and the steps on the way, too."""
+    """On four ranks; the lesson itself takes two, as do the steps before this one."""
     losses = trained(core, 4, tmp_path)
     assert apart(losses[0], one[0]) < LOSS
     assert all(own == losses[0] for own in losses)  # all ranks report one loss
@@ -115,7 +115,7 @@ def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch
     original, calls = Training.clip, []
 
     def clip(self):
-        if self.done + 1 == during and dist.get_rank() == 1:  # one rank alone
+        if self.done + 1 == during and dist.get_rank() == 1:  # on one rank only
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(self)
 
@@ -173,7 +173,7 @@ def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
 
 def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
     trained(take_home, 2, tmp_path, steps=5)
-    for path in (tmp_path / "step-000005").iterdir():  # as far as a killed save of step 7 got
+    for path in (tmp_path / "step-000005").iterdir():  # the files of a killed save of step 7
         (tmp_path / ".step-000007").mkdir(exist_ok=True)
         (tmp_path / ".step-000007" / path.name).write_bytes(path.read_bytes()[:100])
     assert apart(trained(take_home, 4, tmp_path, strategy="fsdp2")[0], one[0][5:]) < LOSS
@@ -206,14 +206,14 @@ def test_a_strategy_equals_one_process_and_goes_on(changes, one, tmp_path):
 
 
 def on_a_rank(build=lambda: GPT(PRESETS["nano"]), **options) -> Training:
-    """On a rank: a training that has not begun."""
+    """Return a training that has not begun, on a rank."""
     chosen, device = Options(folder=options.pop("folder", "/tmp/none"), **options), ranks.device()
     torch.manual_seed(0)
     return Training(chosen, take_home.spread(build(), chosen, device), device)
 
 
 def test_every_token_that_counts_weighs_the_same(tmp_path):
-    """The last texts are short, and the very last ones say nothing: a rank's whole share."""
+    """The last texts are short, and the very last ones have no targets: a rank's whole share."""
     generator = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(256, (2, 16, 64), generator=generator)
     targets[8:, 8:], targets[12:] = -100, -100
@@ -242,12 +242,12 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
     def kept():
         training = on_a_rank(strategy=strategy, micro=1, folder=str(tmp_path))
         whole = sum(4 * p.numel() for p in training.model.parameters())
-        training.backward(*text.batch(32, 2), torch.tensor(64.0))  # allocates what stays
+        training.backward(*text.batch(32, 2), torch.tensor(64.0))  # allocates the buffers that stay
         training.optimizer.zero_grad()
         between = []
 
         def look(value, *_):  # after the first backward, in the second's forward
-            time.sleep(0.2)  # until gloo's thread lets go of the last block it gathered
+            time.sleep(0.2)  # until gloo's thread releases the last gathered block
             between.append(held.now)
             return original(value, *_)
 
@@ -326,7 +326,7 @@ def test_workers_change_nothing(one, tmp_path):
     assert apart(losses, one[0]) < LOSS
 
 
-# The take-home script as a job: processes of torchrun's, signals, kills.
+# code/train.py as a job: processes of torchrun, signals, kills.
 
 SCRIPT = show.ROOT / "code/train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
@@ -334,7 +334,7 @@ TORCHRUN += ["--local-addr=127.0.0.1"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 # Without it, restarted ranks may read the addresses of dead ones (torch 2.13).
 ENVIRONMENT |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"PYTHONUNBUFFERED": "1"}  # an error is the last line, behind what was printed
+ENVIRONMENT |= {"PYTHONUNBUFFERED": "1"}  # an error is the last line, after all prints
 SHORT = ["--limit", str(SMALL["limit"]), "--every", "5", "--report", "1"]
 
 
@@ -361,7 +361,7 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def unbroken(folder: Path, steps: int) -> list[float]:
-    """The losses of a job that nobody stops."""
+    """Return the losses of a job that is not stopped."""
     options = Options(folder=str(folder), limit=SMALL["limit"], every=5, steps=steps)
     return ranks.run(lambda: take_home.main(options), 1, show=False, device="cpu")[0]
 
@@ -380,7 +380,7 @@ def rank_processes(process: subprocess.Popen[str]) -> list[int]:
 
 
 def alone(folder: Path, *options: str) -> tuple[int, str]:
-    """Exit status and output of the script on one rank, in a fork."""
+    """Run the script on one rank, in a fork; return exit status and output."""
 
     def main() -> None:
         sys.argv = [str(SCRIPT), "--folder", str(folder), *SHORT, *options]
@@ -396,8 +396,8 @@ def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
     until(folder, 8)
     os.kill(rank_processes(first)[1], signal.SIGKILL)
     killed_after = max(lines_of(folder, "loss"))
-    until(folder, killed_after + 6)  # torchrun has started all ranks again
-    os.kill(random.Random(0).choice(rank_processes(first)), signal.SIGUSR1)  # one rank alone
+    until(folder, killed_after + 6)  # torchrun has restarted all ranks
+    os.kill(random.Random(0).choice(rank_processes(first)), signal.SIGUSR1)  # one rank only
     output = ended(first)
     assert (folder / "stopped").exists()
     assert "\r" not in output  # a progress bar is for terminals
@@ -406,7 +406,7 @@ def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
 
     second = begin(folder, 2, "--steps", "100000", "--strategy", "fsdp2")
     until(folder, made + 5)
-    second.send_signal(signal.SIGTERM)  # to torchrun, which hands it on, and then fails itself
+    second.send_signal(signal.SIGTERM)  # torchrun forwards it, and then fails itself
     ended(second, status=1)
     assert (folder / "stopped").exists()
     made = max(lines_of(folder, "loss"))
@@ -415,7 +415,7 @@ def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
     assert status == 0 and not (folder / "stopped").exists(), output
     found = lines_of(folder, "loss")
     assert list(found) == list(range(1, max(30, made + 1) + 1))
-    assert apart([found[n + 1] for n in range(30)], whole) < 2e-5  # three kinds of sums in a row
+    assert apart([found[n + 1] for n in range(30)], whole) < 2e-5  # three orders of sums in a row
 
 
 def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
@@ -427,7 +427,7 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
         assert status == 2 and repr(str(tmp_path / "job")) in line
         assert f"process {first.pid} on" in line
     finally:
-        first.kill()  # nothing is cleared away
+        first.kill()  # without clean-up
         first.communicate()
     made = max(lines_of(tmp_path / "job", "loss"))
     assert alone(tmp_path / "job", "--steps", str(made + 2))[0] == 0
@@ -435,7 +435,7 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
 
 
 def test_ranks_that_disagree_are_told(tmp_path):
-    """Each rank finds its own options, as with a wrong script around it."""
+    """Each rank has its own options, as with a wrong launcher script."""
 
     def entered(*own):
         with take_home.entered(Options(folder=str(tmp_path), steps=own[dist.get_rank()])):
@@ -477,7 +477,7 @@ def test_what_a_job_is_given_and_cannot_be_is_one_line(tmp_path):
 
 
 def test_the_script_to_take_home_runs_where_there_is_nothing_but_torch(tmp_path):
-    """In another folder, without the course, on a text of the reader's."""
+    """Run in another folder, without the course, on the reader's text."""
     (tmp_path / "train.py").write_bytes(SCRIPT.read_bytes())
     (tmp_path / "book.txt").write_text(
         "It was the best of times, it was the worst of times. " * 500

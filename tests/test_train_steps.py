@@ -1,4 +1,4 @@
-"""Each step from one GPU to many is asked for by its sentence, once those before are made."""
+"""Each step from one GPU to many is requested in a sentence, when the steps before are made."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardtools import steps
 SCRIPTS = {m.__name__.rpartition(".")[2]: m for m in (core, ddp, fsdp, one_gpu, sampler)}
 STEP = 'torch.save(model.module.state_dict(), folder / "last.pt")'
 BEST, LOAD = STEP.replace("last", "best"), 'torch.load(folder / "best.pt", device)'
-FILES = {  # named in torch's other ways
+FILES = {  # written with torch's other names
     STEP: 'torch.save(obj=model.module.state_dict(), f=folder / "last.pt")',
     BEST: 'torch.save(model.module.state_dict(), open(folder / "best.pt", "wb"))',
     LOAD: 'torch.load(f=folder / "best.pt", map_location=device)',
 }
-# Script, what is replaced in it by what; how many steps are made, and words of what is said then.
+# Script, replacements in it; number of steps that are made, and words of the message.
 ROWS = [
     ("one_gpu", {}, 0, "Each process trains alone"),
     ("core", {"    dist.destroy_process_group()\n": ""}, 1, "left open"),

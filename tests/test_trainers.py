@@ -1,4 +1,4 @@
-"""Loss scaling: as torch's, and alike on all ranks. Lightning: in a real Slurm, on two nodes."""
+"""Loss scaling: as torch's, equal on all ranks. Lightning: in a real Slurm, on two nodes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def run(fn, *args, timeout=60.0):
 
 
 def each(wrapper: str, kinds: tuple[str, ...], steps: int):
-    """What `trained` returns, by kind and rank: one start of ranks for all kinds."""
+    """Return the results of `trained` by kind and rank: one run of ranks for all kinds."""
     return zip(*run(lambda: [trained(wrapper, kind, steps) for kind in kinds]), strict=True)
 
 
 def trained(wrapper: str, kind: str, steps: int):
-    """On a rank: losses of all ranks, scales and weights of a GPT in float16, doubled every 3."""
+    """Return all ranks' losses, scales (doubled every 3 steps) and weights of a GPT in float16."""
     torch.manual_seed(0)
     model, rank = GPT(PRESETS["nano"]), dist.get_rank()
     if wrapper == "fsdp2":
@@ -125,7 +125,7 @@ def test_with_shards_one_all_reduce_decides():
 
 
 def test_alone_with_zero_the_ranks_part_ways():
-    """Whoever skips a step sends no new weights, and the others wait for them."""
+    """A rank that skips a step sends no new weights, and the others wait for them."""
     with pytest.raises(ranks.RankError, match="parted ways"):
         run(trained, "zero2", "alone", 12, timeout=6)
     (_, scales, _), (_, others, _) = run(trained, "zero2", "together", 6)
@@ -133,7 +133,7 @@ def test_alone_with_zero_the_ranks_part_ways():
 
 
 def placed(*kinds):
-    """On a rank: the scale after one step, in which rank 1's shard of one gradient overflows."""
+    """Return a rank's scale after one step in which a gradient shard of rank 1 overflows."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     parameters = [
         torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [kind])) for kind in kinds
@@ -149,7 +149,7 @@ def placed(*kinds):
 
 
 def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
-    """From torch's scaler it does: the lesson shows it."""
+    """With torch's scaler it hides the overflow: the lesson shows it."""
     orders = (Shard(0), Replicate()), (Replicate(), Shard(0))
     assert run(lambda: [placed(*kinds) for kinds in orders]) == [[512, 512]] * 2
 
@@ -164,7 +164,7 @@ def test_bad_input_of_lightning_is_named():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Start the script with Lightning as a process of its own; the step where it begins."""
+    """Start the script with Lightning in a process of its own; return the step where it begins."""
     L = pytest.importorskip("pytorch_lightning")
     from shardlab.trainers import core
 
@@ -190,7 +190,7 @@ def started(monkeypatch):
 def test_a_start_goes_on_from_the_newest_checkpoint(started, tmp_path):
     assert started(tmp_path / "own", "--steps=2", "--every=1") == 0
     assert started(tmp_path / "other", "--steps=3", "--every=1") == 0
-    # As Lightning saves at SIGUSR1, a step after the last validation.
+    # Lightning saves at SIGUSR1, a step after the last validation.
     shutil.move(tmp_path / "other/last.ckpt", tmp_path / "own/hpc_ckpt_1.ckpt")
     assert started(tmp_path / "own", "--steps=4", "--every=1") == 3
     assert started(tmp_path / "own", "--steps=5", "--every=1") == 4  # from the validation since
@@ -201,7 +201,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
     from shardlab.trainers import beside, core
 
     class Signals(core.SaveTogether):
-        """In the place of Lightning's handler, which saves under Slurm: the step is noted."""
+        """Stand-in for Lightning's signal handler, which saves under Slurm: it records the step."""
 
         def on_train_start(self, trainer, module):
             self.saved = []
@@ -247,7 +247,7 @@ def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request)
             return re.search(r"JobState=(\w+)", said)[1]
 
         until((tmp_path / "runs/last.ckpt").exists)  # 50 steps are made
-        box.run(["scancel", "--signal=USR1", job])  # what --signal sends, without the clock
+        box.run(["scancel", "--signal=USR1", job])  # the signal of --signal, sent directly
         until(lambda: state() == "PENDING")
         saved = [path.name for path in (tmp_path / "runs").glob("hpc_ckpt_*")]
         time.sleep(2)
@@ -257,6 +257,6 @@ def test_lightning_on_two_nodes_saves_is_requeued_and_goes_on(tmp_path, request)
     last = torch.load(tmp_path / "runs/last.ckpt", weights_only=False)
     assert last["global_step"] == 150
     assert "Starting with 2 processes" in out.read_text()
-    assert "hpc_ckpt_1" in out.read_text()  # where the second start went on
+    assert "hpc_ckpt_1" in out.read_text()  # the second start resumes there
     tables = sorted((tmp_path / "runs/lightning_logs").glob("*/metrics.csv"), key=os.path.getmtime)
     assert float(tables[-1].read_text().splitlines()[-1].split(",")[-1]) < 4  # validation

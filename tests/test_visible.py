@@ -1,4 +1,4 @@
-"""What a reader sees of a lesson is the technique, and how long it takes to read is counted."""
+"""Visible code of a lesson is mostly technique, and reading time is counted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LESSONS = sorted((ROOT / "lessons").glob("*.md"))
 PAGES = index.read(ROOT).pages
 PROOF = 0.08  # of the visible lines
 CORE = 0.60  # of the core file's lines
-# The command, the figures and the many checks of these are no part of what they teach.
-# What `cluster` teaches are batch scripts, and commands that look at a job.
+# The command, the figures and the many checks are not what these topics teach.
+# `cluster` teaches batch scripts, and commands that inspect a job.
 WITHOUT_CORE = {"cluster", "model_parallelism"}
 
 

@@ -51,13 +51,13 @@ def test_the_planner_s_commands_run_and_say_what_the_page_says(
 
 
 def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
-    """Each row of its table, for torchtitan; and for the script, as the page says to ask."""
+    """Each row of the page's table, for torchtitan; and for the script, as the page suggests."""
     asked = words(next(line for line in PLANS if "--tokens" in line)) + ["--json"]
     script = re.search(r"script has no stages.*`(.+)`", PAGE)[1].split()
     script = [*asked[: asked.index("--profile")], *script, "--json"]
     for engine, line in {"torchtitan": asked, "course": script}.items():
         profile = line[line.index("--profile") + 1]
-        assert PROFILES[profile].recipe.gradients == 4  # sums in float32, as both have them
+        assert PROFILES[profile].recipe.gradients == 4  # both accumulate in float32
         best = json.loads(ran(capsys, *line)[1])["best"]
         assert best
         for row in best:
@@ -94,7 +94,7 @@ def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
                     assert engine == "course" and option in options
             if engine == "deepspeed" and re.fullmatch(r"[\w.]+", knob):
                 assert all(f'"{part}"' in settings for part in knob.split(".")), knob
-    # A config's pipeline.stages is never read: the program's own class takes their number.
+    # A config's pipeline.stages is never read: the program's own class sets the number.
     its = Path(find_spec("deepspeed").origin).parent / "runtime/pipe"
     assert "num_stages" in advice.KNOBS["twice the stages"]["deepspeed"]
     assert "num_stages=None" in (its / "module.py").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""What ZeRO sends, holds and survives, one test per promise; it equals: `rows.zero`."""
+"""Messages, memory and errors of ZeRO, one test per promise; equality: `rows.zero`."""
 
 import copy
 
@@ -26,17 +26,17 @@ def run(fn, size, *args, device="auto", timeout=100, show=True):
 
 
 def sharded(plain, stage, **options):
-    """`plain`, sharded over all ranks, in several buckets or units."""
+    """Return `plain`, sharded over all ranks, in several buckets or units."""
     if stage < 3:
         options = SMALL | options
     elif isinstance(plain, Toy):
-        # What a rank may leave out can be no unit of its own: `left` and `right` are the rest.
+        # Unused parameters cannot be a unit of their own: `left` and `right` are in the rest.
         options = {"units": [plain.frozen]} | options
     return zero.shard(plain, dist.group.WORLD, stage, **options)
 
 
 def test_the_calculator_of_the_memory_lesson_says_the_same():
-    config = PRESETS["nano"]  # everything in it divides by 2
+    config = PRESETS["nano"]  # all its sizes divide by 2
 
     def predicted(stage, dtype):
         return zero.predicted_states(sharded(GPT(config), stage, compute_dtype=dtype))
@@ -58,7 +58,7 @@ def test_the_calculator_of_the_memory_lesson_says_the_same():
 
 
 def predicted_and_held(model, optimizer):
-    """Predicted states are those that are there (a backward has to have been, and a step)."""
+    """Return predicted and held bytes of states, after a backward and a step."""
     predicted = zero.predicted_states(model)
     held = count.states(model, optimizer)
     if model.compute_dtype is not None and not isinstance(model, zero.Zero3):
@@ -71,7 +71,7 @@ def predicted_and_held(model, optimizer):
 
 
 def held_and_sent():
-    """States to the byte, and every byte that is sent, for models whose shards are not equal."""
+    """Check states and sent messages to the byte, for models with unequal shards."""
     rank = dist.get_rank()
     for stage, dtype in [(s, d) for s in STAGES for d in (None, torch.bfloat16)]:
         for plain in (here(Toy()), here(GPT(PRESETS["nano"]))):
@@ -86,11 +86,11 @@ def held_and_sent():
                         tokens, targets = here(text.batch(32, 2, start=2 * rank))
                         loss(model(tokens), targets).backward()
                 optimizer.step()
-            if isinstance(plain, GPT):  # all of it is used: every piece has a gradient
+            if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient
                 assert predicted_and_held(model, optimizer)
             predicted = zero.predicted_sent(model)
             assert sent.bytes == predicted["gradients"], (stage, dtype)
-            own = sent.collectives["all_gather_into_tensor"][1]  # goes to each other rank
+            own = sent.collectives["all_gather_into_tensor"][1]  # sent to each other rank
             others = dist.get_world_size() - 1
             assert own * others == predicted["parameters"], (stage, dtype)
             trained = sum(p.requires_grad for p in model.parameters())
@@ -99,15 +99,15 @@ def held_and_sent():
 
 
 def test_states_and_messages_are_as_predicted_to_the_byte():
-    # Counted message by message: on a GPU the library's reduce-scatter is taken.
+    # Counted by messages: on a GPU ZeRO calls the library's reduce-scatter.
     run(held_and_sent, 3, device="cpu")
 
 
 def states_and_back():
-    """Full weights out of four ranks' shards, into two ranks' shards of another stage."""
+    """Load the full weights from four ranks' shards into two ranks' shards of another stage."""
     rank, toy = dist.get_rank(), here(Toy())
     with torch.no_grad():
-        toy.left.weight.fill_(rank)  # all start as rank 0 does
+        toy.left.weight.fill_(rank)  # all start with rank 0's weights
         toy.seen.fill_(rank)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     for stage in STAGES:
@@ -117,7 +117,7 @@ def states_and_back():
         optimizer.step()
         state = model.full_state_dict()
         assert list(state) == list(Toy().state_dict())
-        assert state["seen"] == 4  # buffers too
+        assert state["seen"] == 4  # buffers, too
         assert torch.equal(state["head.weight"], state["embedding.weight"])
         for other in STAGES:
             second = zero.shard(here(Toy()), pair, other)
@@ -138,7 +138,7 @@ def test_full_weights_go_out_and_in_between_stages_and_groups():
 
 
 class Chain(nn.Module):
-    """Blocks in a row, with an input that may be given by keyword and outputs that are a dict."""
+    """Blocks in a row, with an input that may be passed by keyword and outputs in a dict."""
 
     def __init__(self, width=8):
         super().__init__()
@@ -159,7 +159,7 @@ class Chain(nn.Module):
 
 
 class Link(nn.Module):
-    """Two layers, one of them frozen, and one that nobody uses."""
+    """Model with two layers, one of them frozen, and an unused layer."""
 
     def __init__(self, width):
         super().__init__()
@@ -181,7 +181,7 @@ CALLS = {
 
 
 def ways_through():
-    """Every way to go through the units of stage 3, with every setting, against autograd alone."""
+    """Compare every use of stage 3's units, with every setting, to autograd without ZeRO."""
     serial = here(Chain())
     x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
     settings = [
@@ -203,7 +203,7 @@ def ways_through():
             for r in range(dist.get_world_size()):
                 share = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
                 (expected(share, **call).square().mean() / dist.get_world_size()).backward()
-            if number % 2:  # a look in between does no harm
+            if number % 2:  # summoning the weights in between does no harm
                 with torch.no_grad():
                     model(x)
             model(x, **call).square().mean().backward()
@@ -226,7 +226,7 @@ def test_units_in_any_order_twice_or_recomputed():
 
 
 def under_way():
-    """What is on its way, and what is in full, while something else is computed."""
+    """Return the messages in flight and the gathered units during other computations."""
     tokens = here(torch.zeros(2, 64, dtype=torch.int64))
     sent = []
     for stage in STAGES:
@@ -236,7 +236,7 @@ def under_way():
             lambda _, m=model: sent.append(len(m.reducer.sent))
         )
         loss(model(tokens), tokens).backward()
-        assert model.reducer.sent == []  # all over
+        assert model.reducer.sent == []  # all finished
     states = []
     for prefetch in (True, False):
         model = zero.Zero3(here(GPT(PRESETS["nano"])), dist.group.WORLD, prefetch=prefetch)
@@ -266,7 +266,7 @@ def test_gradients_leave_and_units_come_while_others_are_computed():
 
 
 def interrupted():
-    """After an error in backward a forward is asked for, and the next step is right."""
+    """After an error in backward, a forward is required, and the next step is right."""
     found = []
     for stage in STAGES:
         x = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank())))
@@ -277,7 +277,7 @@ def interrupted():
         other = model(x).sum()
         with pytest.raises(ZeroDivisionError):
             model(x, fail=True).sum().backward()
-        with pytest.raises(RuntimeError, match="forward"):  # its gradients would be its own alone
+        with pytest.raises(RuntimeError, match="forward"):  # its gradients would be only local
             other.backward()
         model.zero_grad()
         model(x).sum().backward()
@@ -291,7 +291,7 @@ def test_an_interrupted_backward_leaves_nothing_behind():
 
 
 def by_hand():
-    """A step without an optimizer, announced and not, beside one process."""
+    """Compare steps without an optimizer, declared to ZeRO or not, with one process."""
     rank = dist.get_rank()
     for stage in STAGES:
         model, plain = sharded(here(Chain()), stage), here(Chain())

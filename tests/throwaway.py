@@ -1,4 +1,4 @@
-"""A small book in a temporary folder, with this course's configuration and extensions."""
+"""Small book in a temporary folder, with this course's configuration and extensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forked import forked
 from shardcourse import build
 from shardlab.common import show
 
-# What a build imports, half of its time, once for all builds.
+# Imports of a build, half of its time, made once for all builds.
 for _name in (
     *("jupyter_book.cli.main", "jupyter_book.sphinx", "sphinx.builders.dirhtml"),
     *("jupytext.myst", "myst_nb.sphinx_ext"),
@@ -70,7 +70,7 @@ PAGES = {
     "book/references.bib": "",
     "figures/boxes.svg": BOXES,
     "lessons/small.md": HEADER + LESSON,
-    # No torch and no ranks: a kernel starts in a second. The lesson reaches `second` through
+    # No torch and no ranks: a kernel starts in a second. The lesson imports `second` through
     # `first`, and `third` not at all.
     "code/shardlab/__init__.py": '"""A stand-in for the course\'s package."""\n',
     "code/shardlab/first.py": "from .second import VALUE\n\n\ndef answer():\n    return VALUE\n",
@@ -80,7 +80,7 @@ PAGES = {
 
 
 class Book:
-    """The book in `root`; `log` is what its last build printed."""
+    """Book in the folder `root`; `log` is the output of its last build."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -99,7 +99,7 @@ class Book:
         path.write_text(text, "utf-8")
 
     def edit(self, name: str, old: str, new: str) -> None:
-        """Replace `old`, which must be there, in a file of the book."""
+        """Replace `old`, which must exist, in a file of the book."""
         text = (self.root / name).read_text("utf-8")
         assert old in text
         self.write(name, text.replace(old, new))
@@ -107,7 +107,7 @@ class Book:
     def build(self, **environment: str) -> int:
         """Build the book as `make book` does; return the exit status.
 
-        In a fork of this process, which has imported Jupyter Book: that takes a third of the time.
+        A fork of this process builds, without importing Jupyter Book again: a third of the time.
         """
         clean = {k: v for k, v in os.environ.items() if k not in ("RECORDED", "BOOK_REPOSITORY")}
         environment = {**clean, **environment}
@@ -116,27 +116,27 @@ class Book:
         return status
 
     def built(self, **environment: str) -> Book:
-        """Build, and fail with the log when that fails."""
+        """Build; fail with the log if the build fails."""
         assert self.build(**environment) == 0, self.log
         return self
 
     @property
     def executed(self) -> list[str]:
-        """The lessons that the last build executed."""
+        """Return the lessons that the last build executed."""
         lines = re.findall(r"^executed \d+ of \d+: (\S+), \d+ s", self.log, re.MULTILINE)
         return sorted(lines)
 
     def page(self, name: str = "lessons/small") -> str:
-        """A page of the site."""
+        """Return a page of the site."""
         return (self.root / "_build/html" / f"{name}.html").read_text("utf-8")
 
     @property
     def recording(self) -> Path:
-        """Where the lesson's recording stands."""
+        """Path of the lesson's recording."""
         return self.root / build.RECORDED / "small.ipynb"
 
     def record(self, device: str = "", output: str = "") -> nbformat.NotebookNode:
-        """Record the lesson; then claim `device` and replace what its last cell printed."""
+        """Record the lesson; then set `device` and replace the output of its last cell."""
         lesson = build.execute("small", self.root)
         about = lesson.metadata["shardlab"]
         if device:

@@ -1,11 +1,11 @@
-"""What a test asserts of times that it has measured. Such a test carries the mark `alone`.
+"""Assertions on measured times, for tests with the mark `alone`.
 
     with on_time():
         assert ours < theirs
 
-An assertion that fails in there raises NotSeen: the test runs again, three times at most
-(conftest.py). If it still fails, the test has failed, but for a machine that other work keeps busy:
-there it is skipped, and says why. No load excuses an assertion outside, an equality for instance.
+An assertion that fails inside raises NotSeen: the test runs again, three times at most
+(conftest.py). If it still fails, the test has failed, unless other programs keep the machine busy:
+then the test is skipped, with the reason. Assertions outside, such as equalities, have no excuse.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardlab.common.show.timed import UNSEEN, unseen
 
 
 class NotSeen(AssertionError):
-    """Measured times are not what was claimed of them."""
+    """Failure of a claim on measured times."""
 
 
 @contextmanager
 def on_time() -> Iterator[None]:
-    """Make of an AssertionError a NotSeen that says how busy the machine is just now."""
+    """Turn an AssertionError into a NotSeen that says how busy the machine is."""
     try:
         yield
     except AssertionError as error:

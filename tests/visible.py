@@ -1,11 +1,11 @@
-"""What a reader sees of a lesson: how much of its code is technique, how long it takes to read.
+"""Visible code of a lesson: the share of technique in it, and its reading time.
 
     python tests/visible.py lessons/zero.md      # figures, and the lines that count as proof
 
-A cell's code is visible unless it carries `hide-input`; exercises and solutions are apart. A line
-is proof when it belongs to a statement that asserts, compares with a reference, or makes a table:
-`assert`, `raise AssertionError`, `show.table`, `show.figure`, what fills `rows` or `head`, numbers
-put into a format, a print of several lines.
+A cell's code is visible unless it has the tag `hide-input`; exercises and solutions do not count. A
+line is proof when it belongs to a statement that asserts, compares with a reference, or makes a
+table: `assert`, `raise AssertionError`, `show.table`, `show.figure`, assignments to `rows` or
+`head`, formatted numbers, a print of several lines.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from shardcourse.build.pace import imported, outside, sections, shown
 from shardlab.common import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-_MADE = {"rows", "head", "caption", "cells"}  # by the lessons' custom: parts of a table
+_MADE = {"rows", "head", "caption", "cells"}  # by the lessons' convention: parts of a table
 _SHOWS = {"show.table", "show.figure"}
 _COMPARES = {"torch.testing.assert_close", "torch.allclose"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell: its source without options, its tags."""
+    """Code cell: its source without options, its tags."""
 
     source: str
     tags: frozenset[str]
 
     @property
     def folded(self) -> bool:
-        """Whether the page shows one line of it, until it is clicked."""
+        """True if the page folds the cell to one line."""
         return bool(self.tags & {"hide-input", "hide-cell"})
 
 
 def cells(text: str) -> list[Cell]:
-    """The code cells of a lesson outside its exercises and solutions."""
+    """Return the code cells of a lesson outside its exercises and solutions."""
     code = [part for part in outside(text) if part.kind == "code"]
     return [Cell(part.text, frozenset(part.cell.metadata.get("tags", []))) for part in code]
 
 
 def proof_lines(source: str) -> set[int]:
-    """The numbers of the lines of a cell that assert, compare or make a table."""
+    """Return the line numbers of a cell that assert, compare or make a table."""
     lines: set[int] = set()
     for statement in ast.parse(source).body:
         lines |= _proof(statement)
@@ -79,7 +79,7 @@ def _proof(node: ast.stmt) -> set[int]:
 
 
 def share_of_proof(text: str) -> tuple[int, int]:
-    """(lines of proof, lines) of a lesson's visible code; blank lines do not count."""
+    """Return (lines of proof, lines) of a lesson's visible code, without blank lines."""
     proof = total = 0
     for cell in cells(text):
         if not cell.folded:
@@ -89,7 +89,7 @@ def share_of_proof(text: str) -> tuple[int, int]:
 
 
 def share_of_core(text: str, core: Path) -> tuple[int, int]:
-    """(lines of the file `core` that the lesson shows, its lines), blank ones apart."""
+    """Return (lines of the file `core` that the lesson shows, its lines), without blank lines."""
     sources = [cell.source for cell in cells(text)]
     names = imported(sources)
     lines = {line for source in sources for line in shown(source, names)}
@@ -98,12 +98,12 @@ def share_of_core(text: str, core: Path) -> tuple[int, int]:
 
 
 def words(text: str) -> int:
-    """Words of prose outside of code and exercises."""
+    """Count the words of prose outside of code and exercises."""
     return sum(section.words for section in sections(text))
 
 
 def minutes(text: str) -> float:
-    """How long the lesson takes to read, its exercises apart: prose, and code that is visible."""
+    """Return the reading time of a lesson without exercises: prose, and visible code."""
     return sum(section.minutes for section in sections(text))
 
 

@@ -1,4 +1,4 @@
-"""The command: see `lessons`."""
+"""Command `python -m rehearsal`: see `lessons`."""
 
 import sys
 

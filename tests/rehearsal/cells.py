@@ -1,7 +1,7 @@
-"""python cells.py SCRIPT RESULTS: execute a lesson's script cell by cell, and go on after a fault.
+"""python cells.py SCRIPT RESULTS: execute a lesson's script cell by cell, continuing after errors.
 
 RESULTS gets a line of JSON for each cell: its first line's number, its source, seconds, and its
-error. Cells that measure run without their assertions: times of a pretended GPU say nothing.
+error. Cells that measure run without their assertions: times on a pretended GPU mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _WithoutAssertions(ast.NodeTransformer):
 def _execute(script: Path, results: Path) -> None:
     source = script.read_text("utf-8")
     starts = [match.start() for match in CELL.finditer(source)]
-    # Ranks get what a script defines by value, from `__main__`.
+    # Ranks get objects of a script by value, from `__main__`.
     scope = sys.modules["__main__"].__dict__
     scope["__file__"], sys.argv = str(script), [str(script)]
     sys.path[0] = str(script.parent)
@@ -53,4 +53,4 @@ if __name__ == "__main__":
     os.environ.setdefault("MPLBACKEND", "agg")
     _execute(*map(Path, sys.argv[1:]))
     sys.stdout.flush()
-    os._exit(0)  # threads of the lesson's own may still stand somewhere
+    os._exit(0)  # the lesson's own threads may still run

@@ -1,6 +1,6 @@
-"""A clock that is read while the GPU still computes says nothing about the GPU.
+"""Clock that detects times read while the GPU still computes, which measure nothing of the GPU.
 
-Only differences say something, so a reading is looked at when it is subtracted from a later one.
+Only differences are used, so a reading is checked when it is subtracted from a later one.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from .machine import HERE, note, ours
 
-perf_counter = time.perf_counter  # the real one
+perf_counter = time.perf_counter  # the real clock
 
 
 class Reading(float):
-    """Seconds, and what the GPU had been given and had not done at that moment."""
+    """Seconds, and the GPU's launched and unfinished operations at that moment."""
 
     launched: int
     unfinished: int
@@ -28,11 +28,11 @@ class Reading(float):
         return float.__sub__(self, other)
 
     def __reduce__(self) -> tuple[type, tuple[float]]:
-        return float, (float(self),)  # what travels is a number
+        return float, (float(self),)  # pickled as a number
 
 
 def read() -> float:
-    """time.perf_counter(), for the course and its readers."""
+    """Return time.perf_counter() as a Reading for the course and its readers, else as a float."""
     now = perf_counter()
     code = (frame := sys._getframe(1)).f_code.co_filename
     if ours(code) or "site-packages" in code or "/lib/python3" in code:

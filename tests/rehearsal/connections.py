@@ -1,6 +1,6 @@
-"""nccl's connections: made when the first message goes, and both ends' hosts wait for that.
+"""Connections of nccl: made with the first message, while both ends' hosts wait.
 
-A collective or a batch connects the whole group; a message on its own connects its pair, in a
+A collective or a batch connects the whole group; a single message connects its pair, in a
 communicator of the pair's own, where messages go one after another. A batch is one call: its
 messages wait for their pairs together.
 """
@@ -23,7 +23,7 @@ _batch = threading.local()
 
 
 def backends(group: Any) -> Mapping[str, str]:
-    """The backend for each kind of device."""
+    """Return the backend for each kind of device."""
     config = dist.distributed_c10d._world.pg_backend_config.get(group, "")
     return dict(pair.split(":") for pair in str(config).split(",") if ":" in pair)
 
@@ -40,7 +40,7 @@ def meet(group: Any, name: str, args: Any, kwargs: Any) -> None:
 
 
 def _connect(group: Any, meetings: Mapping[str, list[int]], role: str) -> None:
-    """Announce this rank at the meetings that have not been yet, then wait for the others."""
+    """Announce this rank for its new connections, then wait for the other ranks."""
     made = _made.setdefault(group, set())
     new = {name: members for name, members in meetings.items() if name not in made}
     made.update(new)
@@ -67,7 +67,7 @@ def _connect(group: Any, meetings: Mapping[str, list[int]], role: str) -> None:
 
 
 class Missed(Exception):
-    """Two ends that do not come together: nccl would wait for ever."""
+    """Error for two ends that do not connect: nccl would wait for ever."""
 
 
 def _missed(group: Any, name: str, me: int, absent: list[int], role: str) -> None:
@@ -81,7 +81,7 @@ def _named(group: Any) -> str:
 
 
 def install() -> None:
-    """See batches, and barriers, which connect a group that has nccl."""
+    """Watch batches, and barriers, which connect a group that has nccl."""
     c10d, C = dist.distributed_c10d, dist.ProcessGroup
     plain_batch, plain_barrier = c10d.batch_isend_irecv, C.barrier
 

@@ -1,4 +1,4 @@
-"""torch.cuda's face, and torch.accelerator's."""
+"""Replacement for the interface of torch.cuda and torch.accelerator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ids = count()
 
 
 class Stream:
-    """A stream: here, everything is done in order anyway."""
+    """Stream: all operations are done in order here anyway."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.device = normal(KIND if device is None else device)
@@ -52,7 +52,7 @@ class Stream:
 
 
 class Event:
-    """An event; its time is that of the process."""
+    """Event, with the time of the process."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: Any = 0):
         self.timing, self.at, self.seen = enable_timing, 0.0, False
@@ -110,7 +110,7 @@ def _exchange(index: int) -> int:
 
 
 def _initialized() -> bool:
-    if HERE.forking:  # everybody has used CUDA, but the launcher is not to know
+    if HERE.forking:  # every process has used CUDA, but the launcher must not see it
         return not sys._getframe(1).f_code.co_filename.endswith("shardlab/ranks/__init__.py")
     return HERE.initialized and not HERE.forked
 
@@ -191,7 +191,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 FACE: dict[str, Any] = {
-    # what there is
+    # existence
     "is_available": lambda: HERE.gpus > 0,
     "device_count": lambda: HERE.gpus,
     "is_initialized": _initialized,
@@ -205,7 +205,7 @@ FACE: dict[str, Any] = {
     "get_arch_list": lambda: ["sm_80"],
     "is_bf16_supported": lambda *_, **__: True,
     "can_device_access_peer": lambda a, b: True,
-    # which one
+    # current device
     "current_device": _current_device,
     "set_device": _set_device,
     "device": _Device,
@@ -248,13 +248,13 @@ FACE: dict[str, Any] = {
 
 
 def install() -> None:
-    """Give torch this face."""
+    """Replace torch's functions by this interface."""
     import torch.cuda.nccl
 
     cuda, accelerator = torch.get_device_module(KIND), torch.accelerator
     for name, value in FACE.items():
         if KIND == "cuda" or hasattr(cuda, name):  # torch.xpu has fewer
-            getattr(cuda, name)  # AttributeError: torch has it no more
+            getattr(cuda, name)  # AttributeError: torch has removed it
             setattr(cuda, name, value)
     cuda.default_generators = tuple(GENERATORS)
     for name in ("get_rng_state", "set_rng_state", "manual_seed_all"):

@@ -1,4 +1,4 @@
-"""New tensors, on the device that was asked for; and each device's own random numbers."""
+"""New tensors, on the requested device, and random numbers of each device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAWN = ("rand", "randint", "randn", "randperm", "normal")
 
 
 class Generator(torch._C.Generator):
-    """torch.Generator, which knows where it would be."""
+    """torch.Generator with a pretended device."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls)
@@ -61,17 +61,17 @@ class Generator(torch._C.Generator):
         return self
 
 
-GENERATORS: list[Generator] = []  # of each GPU, its default one
+GENERATORS: list[Generator] = []  # default generator of each GPU
 
 
 def generator_device(generator: Any) -> torch.device:
-    """Where a generator is."""
+    """Return a generator's device."""
     return getattr(generator, "paint", CPU)
 
 
 @contextmanager
 def own_numbers(device: torch.device) -> Iterator[None]:
-    """Inside, random numbers come from the default generator of `device`."""
+    """Draw random numbers from the default generator of `device` inside the context."""
     host, own = torch.default_generator, GENERATORS[device.index]
     state = host.get_state()
     host.set_state(torch._C.Generator.get_state(own))
@@ -86,12 +86,12 @@ def own_numbers(device: torch.device) -> Iterator[None]:
 
 
 def faking() -> bool:
-    """Whether torch's FakeTensorMode is active."""
+    """Return True if torch's FakeTensorMode is active."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _default() -> torch.device:
-    """The default device: that of `with torch.device(...)`, or the CPU."""
+    """Return the default device: that of `with torch.device(...)`, or the CPU."""
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if type(mode).__name__ == "DeviceContext":
             return mode.device
@@ -99,7 +99,7 @@ def _default() -> torch.device:
 
 
 def _bytes(name: str, args: Any, kwargs: Any) -> int:
-    """What a large new tensor takes: it is refused before it is made."""
+    """Return the bytes of a large new tensor, so that it is refused before it is allocated."""
     if name not in ("empty", "zeros", "ones", "rand", "randn", "full"):
         return 0
     sizes = args[:1] if name == "full" else args
@@ -160,7 +160,7 @@ def _made(
             result = original(*args, **kwargs)
     else:
         result = original(*args, **kwargs)
-    # backward(GradientEdge) makes its ones where C++ says that the output is.
+    # backward(GradientEdge) creates its ones on the output's device in C++
     caller = sys._getframe(2).f_code.co_filename
     guessed = asked and device == CPU and caller.endswith("torch/autograd/__init__.py")
     if plain(result) and "out" not in kwargs and not guessed:

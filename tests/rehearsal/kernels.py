@@ -1,7 +1,7 @@
-"""Operators that CUDA computes in another way: the same numbers, with what its kernels return.
+"""Operators with other kernels on CUDA: the same numbers, with the outputs of CUDA's kernels.
 
-Autograd saves what a kernel returns, so shapes and memory layouts are the GPU's; and where random
-numbers are drawn, a fused kernel draws others than the operators that it stands for.
+Autograd saves a kernel's outputs, so that shapes and memory layouts are the GPU's; a fused kernel
+draws other random numbers than the separate operators that it replaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 def empty(shape: Any, dtype: torch.dtype) -> Tensor:
-    """Memory without paint, which no mode sees."""
+    """Allocate memory without paint, invisible to all modes."""
     return torch._C._VariableFunctions.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -56,7 +56,7 @@ def _gradients(
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """As the kernels lay their outputs out: [B, S, A, D] in memory."""
+    """Return a copy with the kernels' output layout: [B, S, A, D] in memory."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -120,7 +120,7 @@ def _flash_backward(
 
 
 def _attend(original: Any) -> Any:
-    """scaled_dot_product_attention, with the kernel that a GPU would choose."""
+    """Return scaled_dot_product_attention with the kernel that a GPU would choose."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         if torch.overrides.has_torch_function(args[:3]):
@@ -165,13 +165,13 @@ def _attend(original: Any) -> Any:
 
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    """The fused kernel. It keeps what `rand` puts at p or above, as `bernoulli_` does not."""
+    """Compute the fused kernel: it keeps values where `rand` >= p, unlike `bernoulli_`."""
     mask = torch.rand(x.shape, dtype=torch.float32) >= p
     return x * mask / (1 - p), mask
 
 
 def _dropout(original: Any) -> Any:
-    """Out of place, CUDA takes the fused kernel; in place, it does not."""
+    """Return dropout with CUDA's choice: the fused kernel out of place, not in place."""
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:
         fused = train and 0 < p < 1 and plain(input) and device_of(input).type == KIND
@@ -192,6 +192,6 @@ EMULATED = {
 
 
 def install() -> None:
-    """Put them in torch's place."""
+    """Replace torch's operators."""
     F.scaled_dot_product_attention = _attend(F.scaled_dot_product_attention)
     torch._VF.dropout = torch.dropout = _dropout(torch.dropout)

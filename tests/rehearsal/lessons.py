@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LOGS = ROOT / "_build/rehearsal"
-# What cannot be rehearsed: the lesson, a text in its cell, and why.
+# Cells that cannot be rehearsed: the lesson, a text in its cell, and the reason.
 NOT_REHEARSED = [
     (
         "context_parallel",
@@ -25,17 +25,17 @@ NOT_REHEARSED = [
     ("tensor_parallel", "profiled", "a profiler counts c10d's operators twice under a mode"),
 ]
 LIMIT = 1500  # seconds for a lesson
-MEMORY = 12 * 2**30  # bytes of addresses for a process: what runs away ends here, alone
+MEMORY = 12 * 2**30  # bytes of address space for a process: a runaway process ends alone
 
 
 def environment(gpus: int, root: Path = ROOT, **settings: str) -> dict[str, str]:
-    """The environment of a rehearsal on `gpus` GPUs, with the course in `root`."""
+    """Return the environment of a rehearsal on `gpus` GPUs, with the course in `root`."""
     paths = [str(HERE / "site"), str(root / "code")]
     return os.environ | {"REHEARSE": str(gpus), "PYTHONPATH": os.pathsep.join(paths)} | settings
 
 
 def rehearse(lesson: str, gpus: int) -> tuple[int, list[str], list[str]]:
-    """Run a lesson's cells in a process: the number of good ones, those left out, and faults."""
+    """Run a lesson's cells in a process; return the number of good cells, skipped ones, errors."""
     stem = LOGS / f"{lesson}.{gpus}"
     results = stem.with_suffix(f".{gpus}.cells")
     results.write_text("")
@@ -73,7 +73,7 @@ def rehearse(lesson: str, gpus: int) -> tuple[int, list[str], list[str]]:
 
 
 def main() -> int:
-    """Print a line for each lesson; 1 when a cell failed."""
+    """Print a line for each lesson; return 1 if a cell failed."""
     every = sorted(path.stem for path in (ROOT / "code/lessons").glob("*.py"))
     parser = argparse.ArgumentParser(prog="make rehearse", description=__doc__)
     parser.add_argument("lessons", nargs="*", metavar="lesson", help=", ".join(every))

@@ -1,4 +1,4 @@
-"""The machine that is pretended, and what is done with a finding."""
+"""Pretended machine, and the handling of findings."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _DRIVES = str(Path(__file__).parent / "drives")
 _LIBRARIES = ("site-packages", "/lib/python3", "<frozen", "shardlab/ranks/worker.py")
 
 
-KIND = os.environ.get("REHEARSE_DEVICE", "cuda")  # what torch calls these GPUs: "xpu" for Intel's
-CARRIER = {"cuda": "nccl", "xpu": "xccl"}[KIND]  # what moves their messages
+KIND = os.environ.get("REHEARSE_DEVICE", "cuda")  # torch's name of these GPUs: "xpu" for Intel's
+CARRIER = {"cuda": "nccl", "xpu": "xccl"}[KIND]  # the backend of their messages
 
 
 class Refused(Exception):
-    """What a GPU gets wrong in silence. Not a RuntimeError: nobody shall take it for nccl's own."""
+    """Error for a fault that a GPU does not report. It is no RuntimeError, which nccl raises."""
 
 
 class Machine:
-    """What is known of the pretended GPUs by this process."""
+    """State of the pretended GPUs in this process."""
 
     gpus = 1
     capability = (8, 0)
     total = 16 * 10**9  # bytes of each GPU
-    flops = 3e10  # products above have a shape, and no numbers
-    patience = 30.0  # seconds for which one end of a connection waits for the other
+    flops = 3e10  # larger products have a shape, and no numbers
+    patience = 30.0  # seconds that one end of a connection waits for the other
     forking = bool(os.environ.get("REHEARSE_FORK"))
     current = 0  # the current device
     initialized = False  # this process has used CUDA
-    forked = False  # its parent had
-    launched = 0  # operations that went to a GPU
-    unfinished = 0  # of them, those that the host has not waited for
+    forked = False  # its parent had used CUDA
+    launched = 0  # operations launched on a GPU
+    unfinished = 0  # launched operations that the host has not waited for
 
     def touch(self) -> None:
-        """CUDA is used: it cannot be when the parent had used it before it forked."""
+        """Use CUDA; raise an error if the parent process used it before the fork."""
         if self.forking:
             return
         if self.forked:
@@ -50,7 +50,7 @@ class Machine:
         self.initialized = True
 
     def launch(self) -> None:
-        """An operation goes to the GPU."""
+        """Launch an operation on the GPU."""
         self.launched += 1
         self.unfinished += 1
 
@@ -62,7 +62,7 @@ HERE = Machine()
 
 
 def find(kind: str, text: str, error: Callable[[str], Exception] = RuntimeError) -> NoReturn:
-    """A fault: log it, and raise it as CUDA or nccl would, with its kind ahead."""
+    """Report a fault: log it, and raise it as CUDA or nccl would, with its kind first."""
     if path := os.environ.get("REHEARSE_LOG"):
         places = " < ".join(places_of_the_reader()[:4])
         with open(path, "a") as file:
@@ -73,12 +73,12 @@ def find(kind: str, text: str, error: Callable[[str], Exception] = RuntimeError)
 
 
 def note(kind: str, text: str) -> None:
-    """A fault that CUDA would pass over in silence."""
+    """Report a fault that CUDA would not notice."""
     find(kind, text, Refused)
 
 
 def places_of_the_reader() -> list[str]:
-    """The lines of the course, or of who uses it, that led here; innermost first."""
+    """Return the lines of the course, or of its user, that led here; innermost first."""
     frame: FrameType | None = sys._getframe(1)
     found = []
     while frame:
@@ -90,12 +90,12 @@ def places_of_the_reader() -> list[str]:
 
 
 def place() -> str:
-    """The innermost of them."""
+    """Return the innermost line of these."""
     return next(iter(places_of_the_reader()), "an unknown place")
 
 
 def ours(file: str) -> bool:
-    """Whether a file belongs to the rehearsal; drives are its users."""
+    """Return True if a file belongs to the rehearsal; drives count as its users."""
     return file.startswith(_OURS) and not file.startswith(_DRIVES)
 
 
@@ -105,14 +105,14 @@ _listeners: list[list[str]] = []
 
 
 def host_waits() -> None:
-    """The host waits for the GPU here."""
+    """Record that the host waits for the GPU here."""
     for listener in _listeners:
         listener.append(place())
 
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Collect the places at which the host waits for a GPU inside: none, on a hot path."""
+    """Collect the places where the host waits for a GPU inside: none, on a hot path."""
     found: list[str] = []
     _listeners.append(found)
     try:

@@ -1,9 +1,9 @@
-"""Tensors under way: what a group reads or writes until somebody waits, and copies on their own.
+"""Tensors in flight: buffers that a group reads or writes until a wait, and asynchronous copies.
 
-Byte ranges, not storages: rings send one slice of a buffer while another one comes.
+Conflicts are found by byte ranges: rings send one slice of a buffer while they receive another.
 
-nccl's `wait()` stops the stream and not the process. So does this one, where gloo works in the
-buffers themselves: a thread waits for gloo, and the process goes on until the host reads something,
+nccl's `wait()` stops the stream and not the process. So does this one, although gloo works in the
+buffers themselves: a thread waits for gloo, and the process goes on until the host reads a value,
 or an operator touches the buffer.
 """
 
@@ -25,7 +25,7 @@ from . import connections
 from .machine import CARRIER, HERE, KIND, find, host_waits, note, place
 from .paint import CPU, device_of, leaves, paint_of, paintable
 
-Span = tuple[int, int, int]  # storage, first byte, the byte after the last
+Span = tuple[int, int, int]  # storage, first byte, byte after the last
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[Span]:
@@ -44,12 +44,12 @@ def _meet(some: list[Span], others: list[Span]) -> bool:
 
 
 class Flight:
-    """Memory in use by something that the host has started and not waited for."""
+    """Memory in use by an operation that the host has started and not waited for."""
 
     def __init__(self, what: str, reads: list[Tensor], writes: list[Tensor], work: Any = None):
         self.what, self.place = what, place()
         self.reads, self.writes = _spans(reads), _spans(writes)
-        # No address of it is used again meanwhile; and gloo drops what nobody holds.
+        # Keeps the buffers, so that no address is reused; and gloo drops works without references.
         self.kept = [t.untyped_storage() for t in (*reads, *writes)], work
         self.work, self.nccl = work, False
         self.over: threading.Event | None = None  # once somebody waited: set when it is over
@@ -58,7 +58,7 @@ class Flight:
         FLIGHTS[self.key] = self
 
     def conflict(self, reads: list[Span], writes: list[Span]) -> str:
-        """What is wrong with using these meanwhile."""
+        """Return the error in using these tensors meanwhile."""
         if _meet(reads, self.writes):
             return f"reads what {self.what} (started at {self.place}) writes"
         if _meet(writes, self.writes):
@@ -68,7 +68,7 @@ class Flight:
         return ""
 
     def order(self, wait: Any) -> None:
-        """nccl's wait(): the stream waits, and the process goes on."""
+        """Do nccl's wait(): the stream waits, and the process goes on."""
         if self.over is None:
             self.over = threading.Event()
             _thread.start_new_thread(self._finish, (wait, self.over))
@@ -78,12 +78,12 @@ class Flight:
             wait(self.work)
             _over.add(self.work)
             FLIGHTS.pop(self.key, None)
-        except Exception as error:  # whoever needs the buffer hears of it
+        except Exception as error:  # raised by the next use of the buffer
             self.error = error
         over.set()
 
     def join(self) -> None:
-        """Stand here until it is over."""
+        """Block until the operation is over."""
         assert self.over is not None
         self.over.wait()
         if self.error is not None:
@@ -98,7 +98,7 @@ _over: weakref.WeakSet[Any] = weakref.WeakSet()  # nccl's works; gloo waits for 
 def check(
     what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], in_stream: bool = False
 ) -> None:
-    """`what` uses these tensors now; or once the stream comes to it, after all earlier copies."""
+    """Check that `what` may use these tensors now, or in the stream, after all earlier copies."""
     if not FLIGHTS:
         return
     read, written = _spans(reads), _spans(writes)
@@ -113,7 +113,7 @@ def check(
 
 
 def copying(target: Tensor, source: Tensor, free: bool, to: torch.device | None = None) -> None:
-    """A copy begins; `free`: the host is told to run ahead of it. It can, from pinned memory."""
+    """Begin a copy; `free`: non_blocking, which is asynchronous from pinned memory."""
     source_at, target_at = paint_of(source), to or paint_of(target)
     if source_at is None or target_at is None or source_at.type == target_at.type:
         return
@@ -129,7 +129,7 @@ def copying(target: Tensor, source: Tensor, free: bool, to: torch.device | None 
 
 
 def synchronized(everything: bool = False) -> None:
-    """The host waits for the current stream, or for all of them."""
+    """Record that the host waits for the current stream, or for all streams."""
     host_waits()
     for flight in list(FLIGHTS.values()):
         if flight.work is None:
@@ -178,14 +178,14 @@ METHODS = [
 
 
 def _carrier(group: Any, name: str, tensors: list[Tensor]) -> str:
-    """The backend that takes these tensors; raise what it would."""
+    """Return the backend for these tensors; raise the error that it would raise."""
     backends = connections.backends(group)
     devices = {device_of(t) for t in tensors}
     if len(devices) > 1:
         find("group", f"{name}: tensors on {', '.join(sorted(map(str, devices)))}")
     device = devices.pop()
     if not backends:
-        return ""  # not one of torch's: the group that it uses will tell
+        return ""  # not one of torch's groups: the group that it uses reports
     backend = backends.get(device.type)
     if backend is None:
         find("group", f"{name}: No backend type associated with device type {device.type}")
@@ -208,7 +208,7 @@ def _carrier(group: Any, name: str, tensors: list[Tensor]) -> str:
 
 
 def _sides(name: str, args: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a group's method reads, and what it writes."""
+    """Return the tensors that a group's method reads, and those that it writes."""
     given = [tensors for tensors in (list(leaves([a])) for a in args) if tensors]
     first, second = [*given, [], []][:2]
     if name == "send":
@@ -261,7 +261,7 @@ def install() -> None:
         if flight.nccl and flight.what in IN_PLACE:
             flight.order(_wait)
             return True
-        del FLIGHTS[flight.key]  # first: gloo's reduce-scatter copies its result while it waits
+        del FLIGHTS[flight.key]  # first: gloo's reduce-scatter copies its result during the wait
         return _wait(self, *args, **kwargs)
 
     C.Work.wait = wait

@@ -1,6 +1,6 @@
-"""Every operator, as it passes: what a GPU would refuse, and where its results would be.
+"""Dispatch mode that checks every operator: refusals of a GPU, and the device of the results.
 
-One dispatch mode in every thread, entered for good: it sees each ATen operator, backward's too.
+One mode is entered for good in every thread: it sees each ATen operator, also in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .factories import faking, generator_device, own_numbers
 from .machine import HERE, KIND, find
 from .paint import CPU, device_of, leaves, paint, paint_of, paintable, reserve
 
-# In native_functions.yaml they have a kernel for the CPU, none for CUDA, and are not composed.
+# Operators of native_functions.yaml with a CPU kernel, no CUDA kernel, and no composition.
 CPU_ONLY = {
     "_scaled_dot_product_flash_attention_for_cpu", "histogram", "_histogramdd_bin_edges",
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_histogramdd_from_bin_cts", "_spdiags",
@@ -29,19 +29,19 @@ INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torc
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "addmv", "mv", "addbmm", "_addmm_activation"}
 COPIES = {"copy_", "_to_copy", "copy", "set_", "_copy_from", "is_same_size", "_foreach_copy_", "to"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-# Beside the pointwise ones, these take a number that is a tensor on the CPU.
+# Besides pointwise ones, these accept a scalar tensor on the CPU.
 WITH_NUMBERS = {
     "fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_", "where", "lerp",
     "_foreach_mul", "_foreach_mul_", "_foreach_div", "_foreach_div_", "_foreach_add",
     "_foreach_add_", "full_like", "new_full", "clamp", "_local_scalar_dense", "index_put",
     "index_put_",
 }  # fmt: skip
-# The size of what they return depends on data, or it is a number: the host waits for it.
+# The size of their result depends on data, or the result is a number: the host waits for it.
 WAITING = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
     "unique_consecutive", "bincount", "repeat_interleave", "is_nonzero",
 }  # fmt: skip
-# They look at shapes, not at what is in the memory.
+# They read shapes, not memory.
 BLIND = {
     "empty_like", "new_empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
     "full_like", "rand_like", "randn_like", "new_empty_strided", "resize_", "set_", "is_same_size",
@@ -60,7 +60,7 @@ class Call:
         self.gpus = {p for p in self.paints if p is not None and p.type == KIND}
 
     def sides(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What it reads, and what it writes."""
+        """Return the tensors that the call reads, and those that it writes."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         for index, name, written in _arguments(self.func):
@@ -71,7 +71,7 @@ class Call:
 
 @functools.cache
 def _arguments(func: Any) -> list[tuple[int, str, bool]]:
-    """Place, name, and whether it is written, of an operator's arguments."""
+    """Return place, name, and whether it is written, of an operator's arguments."""
     return [
         (index, a.name, bool(a.alias_info and a.alias_info.is_write))
         for index, a in enumerate(func._schema.arguments)
@@ -79,16 +79,16 @@ def _arguments(func: Any) -> list[tuple[int, str, bool]]:
 
 
 class Rehearsal(TorchDispatchMode):
-    """Operators pass through here: seen first, then computed on the CPU, then painted."""
+    """Mode that checks each operator, computes it on the CPU, then paints its results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if faking():  # a mode of torch's own is next
+        if faking():  # a mode of torch's own comes next
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # a wrapper: the operators inside come back here
+            return NotImplemented  # a wrapper: its inner operators come back here
         call = Call(func, args, kwargs)
         aten = call.space == "aten"
         if messages.FLIGHTS and not func.is_view and call.name not in BLIND:
@@ -104,7 +104,7 @@ class Rehearsal(TorchDispatchMode):
         result = _computed(call, device) if aten else func(*args, **kwargs)
         if aten:
             for t, colour in zip(call.tensors, call.paints, strict=True):
-                # What has no colour yet takes that of its company.
+                # Tensors without a colour take the colour of the other arguments.
                 if colour is None and (t.dim() if call.name not in COPIES else t is args[0]):
                     paint(t, device)
         return _painted(result, device)
@@ -144,7 +144,7 @@ def _computed(call: Call, device: torch.device) -> Any:
 
 
 def _checked(call: Call) -> torch.device:
-    """The device of what comes out; raise what a GPU would."""
+    """Return the device of the results; raise the error that a GPU would raise."""
     name, func = call.name, call.func
     device = next(iter(call.gpus))
     if name in CPU_ONLY:
@@ -161,10 +161,10 @@ def _checked(call: Call) -> torch.device:
     host = [t for t, p in zip(call.tensors, call.paints, strict=True) if p == CPU]
     if not host:
         return device
-    if name in INDEXING and call.paints[0] == device:  # indices are brought there
+    if name in INDEXING and call.paints[0] == device:  # indices are copied to the GPU
         indices = {id(t) for t in leaves(call.args[1])}
         host = [t for t in host if id(t) not in indices]
-    # TensorIterator's rule: one number from the CPU at most, and never as what is written.
+    # TensorIterator's rule: at most one scalar from the CPU, and never as an output.
     pointwise = torch.Tag.pointwise in func.tags
     written = {id(t) for t in call.sides()[1]}
     lone = pointwise and name not in WITH_NUMBERS and "foreach" not in name and len(host) > 1
@@ -177,12 +177,12 @@ def _checked(call: Call) -> torch.device:
 
 
 def _crosses(call: Call) -> bool:
-    """Whether a call is a copy between the host and a GPU, which the GPU's stream does."""
+    """Return True if a call is a copy between host and GPU, in the GPU's stream."""
     return call.name == "copy_" and len({device_of(t).type for t in call.args[:2]}) == 2
 
 
 def _wait_if_it_waits(call: Call) -> None:
-    """The host waits for numbers, for sizes, and for copies that it is not told to run ahead of."""
+    """Record a wait for numbers, for sizes, and for copies without non_blocking."""
     if call.name in WAITING:
         return messages.synchronized()
     if call.name in INDEXING and call.paints[0] is not None and call.paints[0].type == KIND:

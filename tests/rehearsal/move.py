@@ -1,4 +1,4 @@
-"""From device to device, and what the host reads: torch.Tensor's own words for it."""
+"""Moves between devices, and reads by the host: replacements for torch.Tensor's methods."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _moved(
     x = x.detach()
     reserve(x.nbytes, device)
     memory_format = memory_format or torch.preserve_format
-    # C's own factory: the mode paints what it makes like `x`, which it is not.
+    # The mode paints the result of C's factory like `x`, which is wrong here.
     y = torch._C._VariableFunctions.empty_like(x, dtype=dtype, memory_format=memory_format)
     paint_storage(y.untyped_storage(), device)
     if non_blocking and device == CPU:
-        y.untyped_storage().pinned = True  # torch pins what it copies to without waiting
+        y.untyped_storage().pinned = True  # torch pins the target of a copy without waiting
     with torch.no_grad():
         return y.copy_(x, non_blocking=non_blocking)
 
@@ -49,7 +49,7 @@ def move(
     copy: bool = False,
     memory_format: Any = None,
 ) -> Tensor:
-    """`x` on `device`, as torch.Tensor.to."""
+    """Move `x` to `device`, as torch.Tensor.to does."""
     device = device_of(x) if device is None else normal(device)
     if device == device_of(x):
         more = {} if memory_format is None else {"memory_format": memory_format}
@@ -67,7 +67,7 @@ def _is_device(value: Any) -> bool:
 
 
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch.Tensor.to: (device, dtype), (dtype) or (other), then non_blocking and copy."""
+    """Do torch.Tensor.to: (device, dtype), (dtype) or (other), then non_blocking and copy."""
     if faking() and not plain(self):
         return _to(self, *args, **kwargs)
     if not paintable(self):
@@ -90,7 +90,7 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Of a meta tensor, or of a wrapper such as DTensor, which moves what it wraps."""
+    """Move a meta tensor, or a wrapper such as DTensor, which moves its inner tensors."""
     given = [v for v in (*args, kwargs.get("device")) if _is_device(v)]
     device = torch.device(given[0]) if given else None
     if plain(self):
@@ -103,7 +103,7 @@ def _to_of_others(self: Tensor, args: Any, kwargs: Any) -> Tensor:
     dtype = next((v for v in (*args, kwargs.get("dtype")) if isinstance(v, torch.dtype)), None)
     if not plain(inner) or normal(device) == device_of(self):
         return _to(self, dtype or self.dtype)
-    # C++ thinks that it is there already, and would not copy.
+    # C++ would find it on the target already, and would not copy.
     result = self.clone() if dtype is None else _to(self, dtype, copy=True)
     messages.copying(result._local_tensor, inner, False, normal(device))
     paint_storage(result._local_tensor.untyped_storage(), normal(device))
@@ -149,7 +149,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def install() -> None:
-    """Replace torch.Tensor's."""
+    """Replace torch.Tensor's methods."""
     Tensor.device = property(device_of)
     setattr(Tensor, f"is_{KIND}", property(lambda self: device_of(self).type == KIND))
     Tensor.is_cpu = property(lambda self: device_of(self).type == "cpu")

@@ -1,11 +1,11 @@
-"""Paint: where a tensor would be; and the bytes that it would take there.
+"""Paint: the pretended device of a tensor, and the bytes that it would take there.
 
-Three colours: cuda:i; cpu, asked for in Python; and none yet, made inside of C++ from another
-tensor's options (autograd's gradients, DDP's buckets). What has none takes that of its company:
-without the third colour, everything that C++ allocates would be a false alarm.
+Three colours: cuda:i; cpu, if requested in Python; and none yet, for tensors made inside C++ from
+another tensor's options (autograd's gradients, DDP's buckets). A tensor without a colour takes that
+of the other arguments: otherwise, everything that C++ allocates would be a false alarm.
 
 The storage's Python object carries the paint. It lives as long as the storage, so that views,
-`.data` and Parameters have it for free.
+`.data` and Parameters share it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 from .machine import HERE, KIND, find
 
 CPU = torch.device("cpu")
-_device = Tensor.device  # C's own, before `cuda.install` replaces it
+_device = Tensor.device  # C's own property, before `cuda.install` replaces it
 
 
 def real(t: Tensor) -> torch.device:
-    """Where C++ says that it is."""
+    """Return the tensor's device in C++."""
     return _device.__get__(t)
 
 
 def plain(t: Any) -> bool:
-    """Whether it is a tensor with memory of its own, not a subclass that wraps others."""
+    """Return True for a tensor with memory of its own, not a subclass that wraps others."""
     return isinstance(t, Tensor) and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def paintable(t: Any) -> bool:
-    """Whether it has memory on the real CPU."""
+    """Return True for a tensor with memory on the real CPU."""
     return plain(t) and real(t).type == "cpu" and t.layout == torch.strided
 
 
 def paint_of(t: Tensor) -> torch.device | None:
-    """cuda:i, cpu, or None; of a wrapper, that of what it wraps."""
+    """Return cuda:i, cpu, or None; for a wrapper, the paint of its inner tensor."""
     if not plain(t):
         inner = getattr(t, "_local_tensor", None)
         if inner is None and type(t).__name__ == "AsyncCollectiveTensor":
@@ -51,12 +51,12 @@ def paint_of(t: Tensor) -> torch.device | None:
 
 
 def device_of(t: Tensor) -> torch.device:
-    """Its device, as the reader is told."""
+    """Return the tensor's device, as user code sees it."""
     return paint_of(t) or CPU
 
 
 def normal(device: Any) -> torch.device:
-    """A device with its index, from what people write."""
+    """Normalize a device: add its index."""
     if isinstance(device, int) and not isinstance(device, bool):
         device = torch.device(KIND, device)
     device = torch.device(device)
@@ -70,7 +70,7 @@ def normal(device: Any) -> torch.device:
 
 
 def leaves(values: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Yield the tensors among an operator's arguments or results."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, Tensor):
             yield value
@@ -82,20 +82,20 @@ def leaves(values: Any) -> Iterator[Tensor]:
 
 
 class Memory:
-    """Bytes on one GPU. Torch keeps what is freed, until its cache is emptied."""
+    """Bytes on one GPU. Torch keeps freed memory until its cache is emptied."""
 
     def __init__(self) -> None:
         self.now = self.peak = self.reserved = 0
 
     def add(self, size: int) -> None:
-        """`size` bytes more, or fewer."""
+        """Add `size` bytes, or remove them."""
         self.now += size
         self.peak = max(self.peak, self.now)
         self.reserved = max(self.reserved, self.now)
 
 
 MEMORY = [Memory() for _ in range(64)]
-_sizes: dict[int, tuple[int, int]] = {}  # a storage's address in C++: its GPU and its bytes
+_sizes: dict[int, tuple[int, int]] = {}  # a storage's address in C++ -> its GPU and its bytes
 
 
 def reserve(size: int, device: torch.device) -> None:
@@ -111,7 +111,7 @@ def reserve(size: int, device: torch.device) -> None:
 
 
 def paint(t: Any, device: torch.device) -> Any:
-    """Give `t`, if it can take it, the colour of `device`; return it."""
+    """Give `t`, if possible, the colour of `device`; return `t`."""
     if paintable(t):
         paint_storage(t.untyped_storage(), device)
     return t
@@ -133,7 +133,7 @@ def paint_storage(storage: torch.UntypedStorage, device: torch.device) -> None:
 
 
 def resized(storage: torch.UntypedStorage) -> None:
-    """A storage has another size now."""
+    """Update the bytes of a storage after a resize."""
     if storage._cdata in _sizes:
         index, old = _sizes[storage._cdata]
         MEMORY[index].add(storage.nbytes() - old)

@@ -22,7 +22,7 @@ CODE = Path(__file__).parents[2] / "code"
 
 @dataclass(frozen=True)
 class Seed:
-    """In `file` of code/, `seeded` stands in the place of `honest`."""
+    """Fault: in `file` of code/, `seeded` replaces `honest`."""
 
     name: str
     file: str
@@ -34,7 +34,7 @@ class Seed:
 
 
 def finding(kind: str) -> str:
-    """What a finding of this kind begins with."""
+    """Return the beginning of a finding of this kind."""
     return f"[rehearsal: {kind}]"
 
 
@@ -153,7 +153,7 @@ def _copy(seed: Seed, folder: str) -> None:
 
 
 def _try(seed: Seed, folder: str) -> str:
-    """In a fork that has torch, and not shardlab yet: run the drive on the copy."""
+    """Run the drive on the copy, in a fork that has imported torch, and not yet shardlab."""
     from rehearsal import drives, machine
 
     sys.path.insert(0, folder)
@@ -169,7 +169,7 @@ def _try(seed: Seed, folder: str) -> str:
 
 
 def main() -> None:
-    """Try all seeds, or those that are named, one after another."""
+    """Try all seeds, or the named ones, one after another."""
     import torch  # noqa: F401 - the rehearsal comes with it, and every fork has both
 
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""Files with tensors in them: they name the device of each storage, and put it back there."""
+"""Files of tensors: they store the pretended device of each storage, and restore it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _untyped(storage: Any) -> torch.UntypedStorage:
 
 
 def install() -> None:
-    """Replace torch.serialization's two functions for that."""
+    """Replace torch.serialization's two functions."""
     module = torch.serialization
     plain_tag, plain_restore = module.location_tag, module.default_restore_location
 

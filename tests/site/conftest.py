@@ -1,4 +1,4 @@
-"""The built site in a real browser: Debian's Chromium, or Chrome, driven by Playwright."""
+"""Fixtures for the built site in a real browser: Debian's Chromium, or Chrome, with Playwright."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SWITCHES = [
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The path of a Chromium or Chrome of this machine; without one, the test is skipped."""
+    """Return the path of this machine's Chromium or Chrome; skip the test if there is none."""
     found = next((path for path in map(shutil.which, NAMES) if path), None)
     if found is None:
         pytest.skip("needs a browser: none of " + ", ".join(NAMES) + " is installed")
@@ -33,16 +33,16 @@ def chromium() -> str:
 
 @pytest.fixture(scope="session")
 def address(chromium: str, site: Path) -> Iterator[str]:
-    """Where the site is served, with gzip: "http://127.0.0.1:40123/"."""
+    """Serve the site with gzip; return its address, "http://127.0.0.1:40123/"."""
     with serve(site) as where:
         yield where
 
 
 # One for each file, not for the session: while Playwright runs, its event loop is this thread's,
-# and what executes notebooks in other tests could not run its own.
+# and other tests that execute notebooks could not run their own.
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
-    """The browser, without a page."""
+    """Return the browser, without a page."""
     switches = SWITCHES + (["--no-sandbox"] if os.geteuid() == 0 else [])
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=switches)
@@ -54,8 +54,8 @@ def browser(chromium: str) -> Iterator[Browser]:
 def visit(browser: Browser, address: str) -> Iterator[Callable[..., Visit]]:
     """Open pages of the site: `visit("lessons/zero.html", width=360, scheme="dark")`.
 
-    What is given beside `width`, `height` and `scheme` goes to Playwright's `new_context`
-    (`java_script_enabled=False`, `has_touch=True`, …). All of them are closed after the test.
+    Arguments other than `width`, `height` and `scheme` go to Playwright's `new_context`
+    (`java_script_enabled=False`, `has_touch=True`, …). All pages are closed after the test.
     """
     opened: list[Visit] = []
 
@@ -71,5 +71,5 @@ def visit(browser: Browser, address: str) -> Iterator[Callable[..., Visit]]:
 
 @pytest.fixture
 def page(visit: Callable[..., Visit]) -> Page:
-    """The landing page, 1280 px wide, in the light."""
+    """Open the landing page, 1280 px wide, in the light theme."""
     return visit("book/index.html").page

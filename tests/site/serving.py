@@ -1,4 +1,4 @@
-"""A folder as a web site on a free port of this machine, compressed as real servers do."""
+"""Server of a folder as a web site on a free local port, compressed as by real servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPRESSED = (".html", ".css", ".js", ".json", ".svg", ".xml", ".txt", ".ipynb",
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Files of a folder; text goes out compressed, and nothing is printed."""
+    """Request handler that compresses text and prints nothing."""
 
     protocol_version = "HTTP/1.1"
 
@@ -23,11 +23,11 @@ class Handler(SimpleHTTPRequestHandler):
         self.answer(body=True)
 
     def do_HEAD(self) -> None:
-        """Send a file's head alone."""
+        """Send only a file's headers."""
         self.answer(body=False)
 
     def answer(self, body: bool) -> None:
-        """Send what `self.path` names; a folder is its index.html."""
+        """Send the file `self.path`; for a folder, its index.html."""
         path = Path(self.translate_path(self.path))
         if path.is_dir():
             path /= "index.html"
@@ -48,12 +48,12 @@ class Handler(SimpleHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: the tests look from the browser's side."""
+        """Print nothing: the tests observe the browser."""
 
 
 @contextlib.contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serve `folder` while the context lasts; its address is "http://127.0.0.1:<port>/"."""
+    """Serve `folder` while the context lasts; yield its address, "http://127.0.0.1:<port>/"."""
     handler = partial(Handler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True

@@ -1,10 +1,10 @@
-"""Lighthouse on the landing page and the longest lesson, as a phone on a slow line sees them.
+"""Lighthouse on the landing page and the longest lesson, simulating a phone on a slow connection.
 
 The version is pinned in package-lock.json, beside this file; npm puts it into pytest's cache.
-Scores for accessibility, best practices and search engines depend on the page alone. The one for
-speed depends on the machine as well, though Lighthouse computes the line and the phone. Other work
-on the machine only ever lowers it, so the best of three runs counts, and the first one is enough if
-it is good. Bytes, which no machine changes, have their own limit.
+Scores for accessibility, best practices and search engines depend on the page alone. The score for
+speed depends on the machine as well, although Lighthouse simulates connection and phone. Other
+programs can only lower it, so the best of three runs counts, and one run is enough if it is good.
+Bytes do not depend on the machine, and have their own limit.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-WANTED = 95  # for what depends on the page alone
-FAST = 90  # for speed, when the first run says so
-FAST_ENOUGH = 85  # for speed, the best of three runs
-LOADED = 600_000  # bytes over the line, everything that the page asks for
+WANTED = 95  # for scores that depend on the page alone
+FAST = 90  # for speed, in the first run
+FAST_ENOUGH = 85  # for speed, in the best of three runs
+LOADED = 600_000  # bytes sent, for everything that the page loads
 NODE = 18
 
 
 @pytest.fixture(scope="module")
 def lighthouse(request, chromium) -> Path:
-    """Lighthouse's program; without npm, Node.js or a network to fetch it, the test is skipped."""
+    """Return Lighthouse's program; skip the test without npm, Node.js or a network to fetch it."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if not node or not npm:
         pytest.skip("needs Node.js and npm, which are not installed")
@@ -51,7 +51,7 @@ def lighthouse(request, chromium) -> Path:
 
 
 def run(program: Path, browser: str, address: str, *more: str) -> dict:
-    """Lighthouse's report on one page, with its own settings for a phone."""
+    """Return Lighthouse's report on a page, with its own settings for a phone."""
     flags = "--headless=new --disable-gpu --disable-dev-shm-usage --disable-background-networking"
     flags += " --no-sandbox" if os.geteuid() == 0 else ""
     done = subprocess.run(
@@ -66,12 +66,12 @@ def run(program: Path, browser: str, address: str, *more: str) -> dict:
 
 
 def score(report: dict, category: str) -> float:
-    """A score, 0 to 100."""
+    """Return a score, 0 to 100."""
     return 100 * (report["categories"][category]["score"] or 0)
 
 
 def longest(site: Path) -> str:
-    """The lesson with the most words."""
+    """Return the lesson with the most words."""
 
     def words(path: Path) -> int:
         return len(re.sub(r"<[^>]+>", " ", path.read_text("utf-8")).split())

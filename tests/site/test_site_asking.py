@@ -31,7 +31,7 @@ def test_a_number_comes_before_its_table_by_keyboard(visit):
     cells = [text.strip() for text in table.locator("td").all_inner_texts()]
     assert value in [cell.replace(",", "").removesuffix(".00") for cell in cells]
     assert said.inner_text() == f"You said 62.82, and it is {value}: you said 2.0 times as much."
-    page.reload()  # it stays in this browser
+    page.reload()  # the answer is stored in this browser
     assert box.locator("table.table").is_visible() and field.input_value() == "62.82"
     box.get_by_role("button", name="Hide").press("Enter")
     assert not table.is_visible() and field.input_value() == ""

@@ -1,6 +1,6 @@
-"""Calculators in a browser: the course's Python answers there, as it does in a terminal.
+"""Calculators in a browser: the course's Python answers there as in a terminal.
 
-Loading Python takes seconds, so tests share one tab for each calculator.
+Loading Python takes seconds, so that tests share one tab for each calculator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardlab.common.shapes import PRESETS
 from shardlab.pipeline import NAMES
 
 KINDS = {"memory": "memory", "schedule": "pipeline", "strategy": "strategy"}  # where they stand
-SLOW = 60_000  # ms: until Python is there, where tests share two cores
+SLOW = 60_000  # ms: until Python is loaded, where tests share two cores
 
 spec = importlib.util.spec_from_file_location(
     "calculators", show.ROOT / "book/_ext/browser/calculators.py"
@@ -29,13 +29,13 @@ spec.loader.exec_module(calculators)
 
 
 def answer(kind: str, given: dict) -> dict:
-    """What this Python answers."""
+    """Return the answer of this process's Python."""
     return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
 
 
 @pytest.fixture(scope="module")
 def opened(browser, address):
-    """A page with a calculator, and the calculator: `opened("memory")`, the same tab each time."""
+    """Return a function that opens a calculator, `opened("memory")`, in the same tab each time."""
     tabs: dict[str, Visit] = {}
 
     def opened(kind: str):
@@ -58,13 +58,13 @@ def fill(form, **values: str) -> None:
 
 
 def fill_all(form, given: dict[str, str]) -> None:
-    """These values, and in all other fields what the command takes by default."""
+    """Enter these values, and the command's defaults in all other fields."""
     names = "(all) => all.map((field) => [field.dataset.name, field.dataset.default])"
     fill(form, **{**dict(form.locator("[data-name]").evaluate_all(names)), **given})
 
 
 def calculate(form) -> list[list[str]]:
-    """Press the button; the rows of the table, as soon as it is there."""
+    """Press the button; return the rows of the table as soon as it exists."""
     form.get_by_role("button", name="Calculate").click()
     expect(form.get_by_role("button", name="Stop")).to_be_hidden(timeout=SLOW)
     return form.locator("tbody tr").evaluate_all(
@@ -112,7 +112,7 @@ def test_a_schedule_is_that_of_python_and_drawn(opened, given):
 
 
 def test_answers_are_those_of_python(opened):
-    """Thirty questions, good and bad ones, put to the browser's Python itself."""
+    """Ask the browser's Python thirty questions, valid and invalid ones."""
     chance = random.Random(16)
     pick = chance.choice
     job = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8"}
@@ -127,7 +127,7 @@ def test_answers_are_those_of_python(opened):
         given |= {"forward": pick(["1", "0.37", "1,2"]), "hop": pick(["0", "0.1", "-1"])}
         questions.append(("schedule", given))
     _, form = opened("memory")
-    calculate(form)  # Python is loaded
+    calculate(form)  # loads Python
     found = form.page.evaluate(
         """async (questions) => {
           const text = new Blob([coursePython], { type: "text/javascript" });
@@ -242,7 +242,7 @@ def test_it_fits_a_phone_and_nothing_is_against_it(opened, kind, field, scheme):
     assert calculate(form)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert form.evaluate("e => e.scrollWidth <= e.clientWidth")
-    page.wait_for_timeout(300)  # boxes that scroll have got their place among the tabs
+    page.wait_for_timeout(300)  # scrolling boxes get their place in the tab order meanwhile
     page.evaluate(AXE)
     against = """(rules) => axe.run("form.calculator", { runOnly: rules })
       .then((all) => all.violations.map((one) => [one.id, one.nodes.map((n) => n.html)]))"""

@@ -8,7 +8,7 @@ from visiting import Visit
 
 @pytest.fixture
 def offline(browser, site):
-    """A tab that may load files alone."""
+    """Return a tab that can load only files."""
     tab = Visit(browser, f"{site.as_uri()}/", offline=True)
     yield tab
     tab.close()

@@ -1,4 +1,4 @@
-"""A lesson in JupyterLab, in a real browser: what is folded, answered, interrupted, restarted."""
+"""A lesson in JupyterLab, in a real browser: folded, answered, interrupted, restarted cells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ranks.run(wait, 2)"""
 
 @contextlib.contextmanager
 def jupyter(folder: Path) -> Iterator[str]:
-    """JupyterLab over `folder`, without the settings of whoever runs the tests; its address."""
+    """Start JupyterLab on `folder`, without the user's settings; yield its address."""
     home = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
     options = ["--no-browser", "--allow-root", "--expose-app-in-browser", "--port=0"]
     options += ["--IdentityProvider.token="]
@@ -40,7 +40,7 @@ def jupyter(folder: Path) -> Iterator[str]:
     environment = {**os.environ, **home, "IPYTHONDIR": str(folder / "ipython")}
     server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
     try:
-        # The page to open is written last, after the file that names the address.
+        # JupyterLab writes the page to open last, after the file with the address.
         until(lambda: list((folder / "RUNTIME").glob("jpserver-*-open.html")))
         (file,) = (folder / "RUNTIME").glob("jpserver-*.json")
         yield json.loads(file.read_text())["url"] + "lab"
@@ -53,7 +53,7 @@ def until(true: Callable[[], object]) -> None:
     """Wait until `true` returns something true."""
     deadline = time.monotonic() + SLOW
     while True:
-        with contextlib.suppress(OSError):  # nobody answers there yet
+        with contextlib.suppress(OSError):  # the server does not answer yet
             if true():
                 return
         assert time.monotonic() < deadline
@@ -62,7 +62,7 @@ def until(true: Callable[[], object]) -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, root: Path, browser: Browser) -> Iterator[Page]:
-    """JupyterLab with the lesson on products, its exercises alone, and a run that never ends."""
+    """Open JupyterLab with the lesson on products, its exercises alone, and an endless run."""
     book = reading("gemm", root, beside=True)
     code = [n for n, cell in enumerate(book.cells) if cell.cell_type == "code"]
     first = next(n for n, c in enumerate(book.cells) if c.source.startswith("### Exercise 1"))
@@ -84,7 +84,7 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
     shown = page.locator(".jp-Notebook")
     solution, folded = shown.locator("details"), shown.locator(".jp-InputPlaceholder")
     assert not solution.evaluate("node => node.open")
-    folded.nth(1).wait_for()  # JupyterLab draws a cell when there is time
+    folded.nth(1).wait_for()  # JupyterLab renders a cell when it has time
     assert folded.count() == 2 and "# Solution to exercise 1" in folded.nth(1).inner_text()
     assert "2 * 3 / 4" not in shown.inner_text()  # the solution's number
 
@@ -101,9 +101,9 @@ def test_a_lesson_is_read_answered_interrupted_and_started_again(page: Page, tmp
         for path in met:
             path.unlink()
         do("notebook:interrupt-kernel")
-        until(lambda: "KeyboardInterrupt" in page.evaluate(OUTPUTS)[3])  # comes last
+        until(lambda: "KeyboardInterrupt" in page.evaluate(OUTPUTS)[3])  # it comes last
         _, asked, solved, waited = page.evaluate(OUTPUTS)
-        assert asked and solved and asked != solved  # the check's two verdicts
+        assert asked and solved and asked != solved  # two verdicts of the check
         assert "Interrupted: " in waited and "Traceback" not in waited
         said = page.locator(".jp-RenderedText[data-mime-type$=stderr]").last
         until(lambda: len(said.inner_text().strip().splitlines()) == 3)  # noqa: B023

@@ -1,6 +1,6 @@
-"""Every page in a browser: it loads, it fits, and WCAG 2.1 AA has nothing against it.
+"""Every page in a browser: it loads, it fits, and it satisfies WCAG 2.1 AA.
 
-Where its links lead, tests/test_book.py follows in the files.
+tests/test_book.py follows the links in the files.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from playwright.sync_api import Page
 
 from shardlab.common import show
 
-# The root is the landing page again; of the pages of source files, a short and a long one.
+# The root is the landing page again; a short and a long page of source files.
 OTHERS = ["index", "search", "genindex", "code/shardlab/common/shapes", "tests/test_book"]
 AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 COLOURS = ("color-contrast", "link-in-text-block")
-# Nearly all of axe's time goes into colours, word by word: of words that stand in the same
-# elements of the same classes, the first two stand for all, and those of a page where nothing was
-# wrong for those of later ones: all have one style sheet, and what some have besides, for pictures
-# in steps and for calculators, is of classes of their own.
+# Most of axe's time goes into colours, word by word. Of words in the same elements of the same
+# classes, only the first two are checked; words of a page without errors also count for later
+# pages, since all have one style sheet: further style sheets, for pictures in steps and for
+# calculators, have classes of their own.
 FEWER_WORDS = """(good) => {
   const seen = new Map(good.map((path) => [path, 2]));
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -62,7 +62,7 @@ LOOK = """async () => {
       .filter((name) => name.split(" ").length < 4 || /[.](svg|png)$/.test(name)),
   };
 }"""
-# What reaches over the right edge, unless a box around it scrolls: then the box is what counts.
+# Elements beyond the right edge; inside a scrolling box, the box counts instead.
 TOO_WIDE = """() => {
   const all = document.documentElement;
   if (all.scrollWidth <= innerWidth) return [];
@@ -77,18 +77,18 @@ TOO_WIDE = """() => {
     ...wide.slice(0, 5).map((one) => one.outerHTML.slice(0, 120))];
 }"""
 
-LIMIT = 600_000  # bytes over the line for a page, with its fonts and the program for mathematics
+LIMIT = 600_000  # bytes sent for a page, with its fonts and the program for mathematics
 WEIGHT = "performance.getEntries().reduce((sum, one) => sum + (one.transferSize ?? 0), 0)"
 
 
 def pages() -> list[str]:
-    """The names of all pages of the table of contents, and of the others."""
+    """Return the names of all pages of the table of contents, and of the other pages."""
     toc = yaml.safe_load((show.ROOT / "_toc.yml").read_text("utf-8"))
     return [toc["root"], *(c["file"] for part in toc["parts"] for c in part["chapters"]), *OTHERS]
 
 
 def violations(page: Page, *rules: str) -> list[str]:
-    """What axe has against a page: by WCAG 2.1 A and AA without COLOURS, or by `rules` alone."""
+    """Return axe's violations: of WCAG 2.1 A and AA without COLOURS, or of `rules` alone."""
     options: dict = {"resultTypes": ["violations"], "preload": False}
     if rules:
         options["runOnly"] = {"type": "rule", "values": rules}
@@ -107,11 +107,11 @@ def violations(page: Page, *rules: str) -> list[str]:
 
 @pytest.mark.parametrize("name", pages())
 def test_page_is_sound(visit, site, name):
-    """All in one visit: a long page takes seconds to open."""
+    """One visit for all checks: a long page takes seconds to open."""
     assert (site / f"{name}.html").is_file()
-    visited = visit(f"{name}.html", reduced_motion="reduce")  # no colour is on its way to another
+    visited = visit(f"{name}.html", reduced_motion="reduce")  # no colours in transition
     page = visited.page
-    page.wait_for_timeout(400)  # boxes that scroll are given a place in the tab order
+    page.wait_for_timeout(400)  # scrolling boxes get their place in the tab order meanwhile
     weight = page.evaluate(WEIGHT)
     description = page.locator("meta[name=description]").get_attribute("content")
     seen = page.evaluate(LOOK)
@@ -140,7 +140,7 @@ def test_page_is_sound(visit, site, name):
 
 
 def test_these_tests_would_see_what_is_wrong(visit):
-    """Each of the looks above finds what it is for."""
+    """Each of the checks above finds its fault."""
     visited = visit("genindex.html")
     page = visited.page
     page.evaluate(

@@ -1,4 +1,4 @@
-"""What helps reading a long page: folds that say what they hold, contents that follow, words."""
+"""Reading aids of a long page: folds with titles, a contents list that follows, search words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_contents_follow_the_reader_who_jumps(visit):
     headings = page.locator("article h2, article h3")
     for number in (3, 7, 2):
         marked = page.locator("#pst-page-toc-nav a.active")
-        page.wait_for_function(  # again, if what stands above has grown since: a picture that came
+        page.wait_for_function(  # again if the text above has grown meanwhile: a picture was loaded
             """(heading) => {
               scrollTo(0, heading.getBoundingClientRect().top + scrollY - 100);
               const marked = document.querySelector('#pst-page-toc-nav a.active');
@@ -63,7 +63,7 @@ def test_a_word_of_the_glossary_is_a_link_where_it_is_first_used(site):
         assert all(f'id="{end}"' in glossary for end in ends), path.name
 
 
-# What people type, and what they have to find: each of these among the first three.
+# Typical queries, each with a section that must be among the first three results.
 QUERIES = {
     "OOM": ["out-of-memory-oom", "what-out-of-memory-looks-like"],
     "cuda out of memory": ["out-of-memory-oom", "what-out-of-memory-looks-like"],

@@ -1,4 +1,4 @@
-"""The decks: their numbers are the pages', they fit, a hall can read them, and the notes open."""
+"""Decks: their numbers are the pages', they fit, an audience can read them, and the notes open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import deck
 TOPICS = build.lessons(show.ROOT)
 DAILY = ("cluster", "pipeline", "zero")  # long code, steps, formulas
 READY = "ready.then(() => true)"
-# On each slide, after its last step (of pictures in steps after each): what reaches over its edge,
+# On each slide, after its last step (with pictures in steps, after each): elements beyond the edge,
 # and the smallest text, in pixels, of the slide and of its pictures.
 LOOK = """() => {
   const found = [];
@@ -60,7 +60,7 @@ LOOK = """() => {
   }
   return found.slice(0, 10);
 }"""
-# All slides at once, one below the other, for who reads all of a page.
+# All slides at once, one below the other.
 SPREAD = """() => {
   Reveal.destroy();
   for (const one of document.querySelectorAll("section")) {
@@ -74,7 +74,7 @@ SPREAD = """() => {
 
 @pytest.fixture
 def opened(visit):
-    """A deck of the site, ready: `opened("zero", scheme="dark")`."""
+    """Return a function that opens a deck of the site: `opened("zero", scheme="dark")`."""
 
     def opened(topic: str, **options) -> Visit:
         seen = visit(f"slides/{topic}.html", height=720, reduced_motion="reduce", **options)
@@ -85,13 +85,13 @@ def opened(visit):
 
 
 def slides(site, topic: str) -> list[str]:
-    """What a hall sees of each slide, as HTML."""
+    """Return the visible HTML of each slide."""
     text = (site / f"slides/{topic}.html").read_text("utf-8")
     return [part.partition("<aside")[0] for part in text.split("<section")[1:]]
 
 
 def words(html: str) -> str:
-    """The text of HTML without blanks."""
+    """Return the text of HTML without blanks."""
     return "".join(unescape(re.sub(r"<[^>]+>", "", html)).split())
 
 

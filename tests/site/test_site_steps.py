@@ -1,10 +1,10 @@
-"""Pictures in steps, in a browser: clicked, by keyboard, without a script, on paper."""
+"""Pictures in steps, in a browser: by mouse, by keyboard, without JavaScript, on paper."""
 
 from __future__ import annotations
 
 import pytest
 
-COUNTS = {  # steps of each picture, in the order of its page
+COUNTS = {  # page -> number of steps of each picture, in order
     "collectives": [7],
     "zero": [10],
     "data_parallel": [8],
@@ -16,7 +16,7 @@ SHOWN = "e => [...e.querySelectorAll('li')].map(x => getComputedStyle(x).visibil
 
 
 def shown(box) -> list[int]:
-    """The numbers of the steps that can be seen, from 1."""
+    """Return the numbers of the visible steps, from 1."""
     return [i for i, seen in enumerate(box.evaluate(SHOWN), 1) if seen]
 
 
@@ -39,7 +39,7 @@ def test_buttons_lead_through_the_steps(visit):
             assert forth.bounding_box()["y"] - box.bounding_box()["y"] == place
             assert box.bounding_box()["height"] == high
         assert forth.get_attribute("aria-disabled") == "true"
-        forth.click(force=True)  # Playwright takes it for disabled, a reader may click
+        forth.click(force=True)  # Playwright considers it disabled, a reader may click
         assert shown(box) == [count]
         back.click()
         assert shown(box) == [count - 1]
@@ -69,7 +69,7 @@ def test_keys_lead_through_the_steps(visit):
     ):
         page.keyboard.press(key)
         assert shown(box) == [step], key
-    # The focus stays where it was, on a button that does nothing at the moment, too.
+    # The focus stays on the button, even while the button does nothing.
     assert page.evaluate("document.activeElement.textContent") == "Next"
 
 
@@ -79,7 +79,7 @@ def test_what_changes_is_read_out(visit):
     assert box.get_attribute("aria-label") == "1F1B on four stages, six micro-batches, in steps"
     assert box.locator(".steps-count").get_attribute("aria-live") == "polite"
     assert box.locator("ol").get_attribute("aria-live") == "polite"
-    assert box.get_by_role("img").count() == 1  # the others are hidden from everybody
+    assert box.get_by_role("img").count() == 1  # the others are hidden from screen readers, too
     box.get_by_role("button", name="Next").click()
     assert box.get_by_role("img").get_attribute("aria-label").startswith("Time 1 to 4.")
 

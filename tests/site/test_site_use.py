@@ -1,4 +1,4 @@
-"""What readers do with the site: search, change its colours, use the keyboard alone."""
+"""Use of the site: search, colour themes, keyboard alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Page
 
 LESSON = "lessons/data_parallel.html"
-# What a keyboard should reach: all that can be pressed or followed and is there to be seen.
+# Elements that a keyboard should reach: visible, and to be pressed or followed.
 REACHABLE = """() => {
   const all = "a[href], button, summary, input, select, textarea, [tabindex='0']";
   const seen = (one) => one.checkVisibility({ visibilityProperty: true })
@@ -14,7 +14,7 @@ REACHABLE = """() => {
   return [...document.querySelectorAll(all)].filter((one) => seen(one) && !one.disabled
     && one.tabIndex >= 0).map((one, number) => (one.dataset.number = number, number)).length;
 }"""
-# Where the keyboard is: its number, its place in the page, and whether something shows it.
+# The focused element: its number, its place in the page, and whether its focus is visible.
 FOCUSED = """() => {
   const one = document.activeElement, box = one.getBoundingClientRect();
   const styles = [getComputedStyle(one)], over = getComputedStyle(one, "::after");
@@ -36,7 +36,7 @@ FOCUSED = """() => {
 
 
 def tour(page: Page, most: int = 600) -> list[dict]:
-    """Press Tab until the keyboard leaves the page; where it was, in order."""
+    """Press Tab until the keyboard leaves the page; return the focused elements, in order."""
     stops: list[dict] = []
     for _ in range(most):
         page.keyboard.press("Tab")
@@ -51,7 +51,7 @@ def tour(page: Page, most: int = 600) -> list[dict]:
 def test_tab_reaches_everything_and_shows_where_it_is(visit, path, width):
     visited = visit(path, width=width, reduced_motion="reduce")
     before, count = None, visited.page.evaluate(REACHABLE)
-    while before != count:  # boxes that scroll join the order after the page has loaded
+    while before != count:  # scrolling boxes join the tab order after the page has loaded
         visited.page.wait_for_timeout(1000)
         before, count = count, visited.page.evaluate(REACHABLE)
     stops = tour(visited.page)

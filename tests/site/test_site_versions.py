@@ -1,4 +1,4 @@
-"""The line with the version, in a browser: alone, and with sites of releases beside it."""
+"""Version line in the footer, in a browser: alone, and beside sites of releases."""
 
 from __future__ import annotations
 

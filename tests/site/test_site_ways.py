@@ -1,5 +1,5 @@
-"""The ways into the course: the landing page's first screen, its map, and a lesson's first and last
-lines.
+"""Entry points of the course: the landing page's first screen, its map, and a lesson's first and
+last lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A browser's page that writes down what goes wrong on it."""
+"""Browser page that records all errors on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from playwright.sync_api import Browser, ConsoleMessage, Request, Response
 
 
 class Visit:
-    """One tab in a browser profile of its own; `page` is Playwright's, `wrong` what went wrong.
+    """One tab in a browser profile of its own; `page` is Playwright's, `wrong` lists the errors.
 
-    `address` is where the site is served. `width` and `height` are CSS pixels, `scheme` is what
-    the system prefers, "light" or "dark"; `options` go to Playwright's `new_context`.
+    `address` is the site's address. `width` and `height` are CSS pixels, `scheme` is the system's
+    preference, "light" or "dark"; `options` go to Playwright's `new_context`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self.wrong.append(f"script: {error}"))
 
     def go(self, path: str) -> Visit:
-        """Open a page of the site (or any address) and wait until all of it is laid out."""
+        """Open a page of the site (or any address) and wait until its layout is complete."""
         self.page.goto(path if "://" in path else self.address + path, wait_until="load")
         self.page.evaluate(
             "async () => { await document.fonts.ready; if (window.setMaths) await setMaths();"
@@ -45,7 +45,7 @@ class Visit:
         return self
 
     def close(self) -> None:
-        """Close the tab and forget its profile."""
+        """Close the tab and delete its profile."""
         self.context.close()
 
     def _console(self, message: ConsoleMessage) -> None:

@@ -23,7 +23,7 @@ def said(layout: Layout, axis: str, node: int) -> str:
 
 
 def packed(groups: list[list[int]]) -> list[list[list[int]]]:
-    """Groups in as few rows as let none pass over another."""
+    """Arrange groups in as few rows as possible, so that no two groups in a row overlap."""
     rows: list[list[list[int]]] = []
     for group in sorted(groups):
         free = [row for row in rows if row[-1][-1] < group[0]]
@@ -54,7 +54,7 @@ def panels(
     size: float = 24.0,
     gap: float = 5.0,
 ) -> Panels:
-    """`groups` along each axis under its title, joined by lines, on nodes of `node` ranks."""
+    """Lay out the groups of each axis under its title, on nodes of `node` ranks."""
 
     def left(rank: int) -> float:
         return 9 + rank * (size + gap) + rank // node * 15

@@ -17,7 +17,7 @@ MANY = 16  # above which cells have no numbers
 
 
 def draw(layout: Layout, node: int) -> Figure:
-    """A panel for each axis, innermost first, and a column for each rank.
+    """Draw a panel for each axis, innermost first, with a column for each rank.
 
     Ranks of a group are joined by a line, which is dashed where it leaves a node of `node` ranks.
     Raises ValueError for nodes that the ranks do not fill, and for more ranks than can be drawn.
@@ -56,7 +56,7 @@ def draw(layout: Layout, node: int) -> Figure:
 
 
 def alt(layout: Layout, node: int) -> str:
-    """What `draw` shows, in words."""
+    """Describe in words what `draw` shows."""
     told = [
         f"{said(layout, axis, node)}: " + ", ".join(str(group) for group in layout.groups(axis)[:8])
         for axis in reversed(layout.order)

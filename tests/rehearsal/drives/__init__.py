@@ -13,7 +13,7 @@ TOPICS = [
 
 
 def drives(topic: str) -> dict[str, Callable[[], Any]]:
-    """The drives of a topic, by name: `topic.function`."""
+    """Return the drives of a topic, by name: `topic.function`."""
     module = importlib.import_module(f"{__name__}.{topic}")
     named = vars(module) | getattr(module, "DRIVES", {})
     found = {n: f for n, f in named.items() if getattr(f, "__module__", 0) == module.__name__}
@@ -21,12 +21,12 @@ def drives(topic: str) -> dict[str, Callable[[], Any]]:
 
 
 def numbers(drive: Callable[[], Any], whole: bool = True) -> tuple[int, ...]:
-    """The numbers of GPUs on which a drive runs: all, or those of each day."""
+    """Return the numbers of GPUs on which a drive runs: all, or those of each day."""
     return getattr(drive, "gpus", (1, 2)) if whole else getattr(drive, "daily", (2,))
 
 
 def result(drive: Callable[[], Any], gpus: int) -> str:
-    """Run a drive on so many pretended GPUs; return "" or what went wrong."""
+    """Run a drive on `gpus` pretended GPUs; return "" or the error."""
     from shardlab import ranks
 
     try:
@@ -40,4 +40,4 @@ def result(drive: Callable[[], Any], gpus: int) -> str:
 
 
 def _quietly(drive: Callable[[], Any]) -> None:
-    drive()  # and nothing to send back
+    drive()  # without results to send back

@@ -1,4 +1,4 @@
-"""The doctor: links by nccl's rules, times that are the GPU's."""
+"""The doctor: links by nccl's rules, and the GPU's times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .common import on, world
 
 
 class _Alone:
-    """A meeting of those who are in a group anyway."""
+    """Meeting of ranks that are in a group anyway."""
 
     def set_step(self, words, waiting=False): ...
 
 
 @on(1, 2, 4, daily=(2, 4))
 def links():
-    """Every pair meets once, in rounds that nccl can connect."""
+    """Check that every pair meets once, in rounds that nccl can connect."""
     group, rank, size = world()
     found = pairs.measure(_Alone(), group, ranks.device(), ["here"] * size)
     assert sorted(link["pair"][1] for link in found) == list(range(rank + 1, size))

@@ -1,12 +1,12 @@
-"""What drives share: small models, batches, and comparisons with one process.
+"""Parts shared by drives: small models, batches, and comparisons with one process.
 
 A drive is a public function of a topic's file. It runs on every rank, on one pretended GPU (two
-ranks share it, gloo) and on two (nccl), and asserts what it promises. `@on(1, 2, 4)` runs it on
-four as well; `@on_caller` runs it once, in the process that starts ranks.
+ranks share it, gloo) and on two (nccl), and asserts its promises. `@on(1, 2, 4)` runs it on four as
+well; `@on_caller` runs it once, in the process that starts ranks.
 
-Each day a drive runs on the most GPUs that it is for: what is wrong on a shared one is wrong on
-two, but for what passes messages, which go through the host there, or asks whose a GPU is. Such a
-drive says so, `@on(1, 2, daily=(1, 2))`; all numbers have their turn with --whole.
+Each day a drive runs only on the largest of its numbers of GPUs, because most faults on a shared
+GPU also occur on two. Exceptions are drives with messages, which go through the host on a shared
+GPU, and drives that depend on the GPU's owner: `@on(1, 2, daily=(1, 2))`. --whole runs all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Drive = Callable[[], Any]
 
 
 def on(*gpus: int, daily: tuple[int, ...] = ()) -> Callable[[Drive], Drive]:
-    """The numbers of GPUs on which a drive runs, and those on which it does so each day."""
+    """Set the numbers of GPUs on which a drive runs, and those on which it runs each day."""
 
     def mark(drive: Drive) -> Drive:
         drive.gpus, drive.daily = gpus, daily or (max(gpus),)
@@ -39,44 +39,44 @@ def on(*gpus: int, daily: tuple[int, ...] = ()) -> Callable[[Drive], Drive]:
 
 
 def on_caller(drive: Drive) -> Drive:
-    """A drive that starts ranks itself."""
+    """Mark a drive that starts ranks itself."""
     drive.on_caller = True
     return drive
 
 
 def world() -> tuple[dist.ProcessGroup, int, int]:
-    """The group of all ranks, this rank's number, and how many there are."""
+    """Return the group of all ranks, this rank's number, and the number of ranks."""
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
 def model(config: Config = GPT2, dtype: torch.dtype = torch.float32) -> GPT:
-    """The same model on every rank's device."""
+    """Return the same model on every rank's device."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device(), dtype)
 
 
 def batch(config: Config = GPT2, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step, the same on all ranks; [4, seq] each."""
+    """Return tokens and targets of a step, the same on all ranks; [4, seq] each."""
     generator = torch.Generator().manual_seed(step)
     tokens, targets = torch.randint(config.vocab, (2, 4, config.seq), generator=generator)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
 def local_batch(tensor: Tensor) -> Tensor:
-    """This rank's part of a batch."""
+    """Return this rank's part of a batch."""
     _, rank, size = world()
     return tensor.chunk(size)[rank]
 
 
 def near(given: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> None:
-    """1e-4: float32 that is added up in another order, through two layers."""
+    """Compare; 1e-4: float32 sums in another order, through two layers."""
     gap = (given.detach().float() - wanted.detach().float()).abs().max().item()
     assert gap <= tolerance, f"differs by {gap}"
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     group, rank, _ = world()
     with tempfile.TemporaryDirectory() as own:
         name = [own]

@@ -1,4 +1,4 @@
-"""A block of attention; for attention over a sequence that lies on many ranks see `contract`."""
+"""A block of attention; `contract` covers attention over a sequence that is cut over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes go: what is counted, beside what the pretended GPU's allocator says."""
+"""Bytes held: the course's counter, compared with the pretended GPU's allocator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held_saved_and_sent():
 
 
 def rates():
-    # Its own sizes are a GPU's.
+    # The sizes of the pretended allocator are a GPU's.
     randn, zeros, seconds = torch.randn, torch.zeros, speed.seconds
     torch.randn = lambda *_, **options: randn(64, 64, **options)
     torch.zeros = lambda *_, **options: zeros(64, **options)

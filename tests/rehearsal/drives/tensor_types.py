@@ -1,4 +1,4 @@
-"""Words of operators, by numbers; a model that is followed while it trains."""
+"""Types of operators, by numbers; a model that is checked while it trains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def words():
 
 
 def followed():
-    """The checker looks at no number, and so needs nothing of the device."""
+    """The checker reads no values, and so needs nothing of the device."""
     group = world()[0]
     mine = tp.parallelize(model(GPT2), group)
     with tt.checking(tp=group) as mode:

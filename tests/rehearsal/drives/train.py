@@ -1,4 +1,4 @@
-"""The training script: its versions and its strategies, beside one process on the CPU."""
+"""The training script: its versions and its strategies, compared with one CPU process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = {"steps": 4, "every": 2, "limit": 64 * 35 + 1}  # 2 steps an epoch
 
 
 def _equal(**changes: Any) -> None:
-    """The script of the lesson, or, with options, the one to take home."""
+    """Compare the lesson's script, or code/train.py with options, with one process."""
     with folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         where = place / f"one-{dist.get_rank()}"

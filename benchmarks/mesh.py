@@ -4,14 +4,14 @@
     python benchmarks/mesh.py --json     # {"rows": [{"case", "against", …}, …], …}
     python benchmarks/mesh.py --quick    # toy sizes, seconds: only a smoke test
 
-Four ranks (an even number) are two tensor groups of half of them each, with ZeRO's stage 3 between
-the two copies. A step is forward, backward, AdamW and zero_grad. (Without clipping: torch 2.13's
-clip_grad_norm_ refuses gradients of which some lie on one axis of a mesh, and some on two.) Every
-rank trains the model in turn: ours; torch's as its tutorials have it, layers cut one by one by
-parallelize_module, then every block and the root sharded by fully_shard along the mesh's other
-axis, told that queries, keys and values share an input, as ours do; a rank's share of all compute,
-which sends nothing; and the messages of a step, which compute nothing. All ranks start a step
-together; the order is reversed from round to round.
+The ranks (an even number) form two tensor-parallel groups, with ZeRO stage 3 between these copies.
+A step is forward, backward, AdamW and zero_grad. (Without clipping: torch 2.13's clip_grad_norm_
+refuses gradients of which some lie on one axis of a mesh, and some on two.) Every rank runs in
+turn: ours; torch's as in its tutorials, with layers cut one by one by parallelize_module, then
+every block and the root sharded by fully_shard along the mesh's other axis, and one shared input
+for queries, keys and values, as in ours; a rank's share of all compute, without messages; and the
+messages of a step, without compute. All ranks start a step together; the order is reversed from
+round to round.
 
 ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
 and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
@@ -21,9 +21,9 @@ floor: the share of the physical floor that ours reaches. With as many ranks as 
 floor is compute alone plus the work of moving the bytes, which takes the cores from computing; with
 fewer, compute plus those messages that nothing can hide (the tensor group's in forward).
 
-What the ratio says on a CPU: what dispatch, unsharding and copies cost beside layers as small as
-these. FSDP2 gets its overlap from CUDA's streams, which a CPU has not, and gloo's reduce-scatter,
-which it uses, is an all-reduce: the ratio does not carry over to GPUs.
+On a CPU the ratio shows the cost of dispatch, unsharding and copies for layers as small as these.
+FSDP2 overlaps by CUDA streams, which a CPU does not have, and gloo implements the reduce-scatter
+that FSDP2 uses as an all-reduce: the ratio does not carry over to GPUs.
 """
 
 from __future__ import annotations

@@ -8,32 +8,32 @@ Every rank trains its stage of one model in turn, step by step: ours and torch's
 interleaved 1F1B and ZB-V, from the same parts; and it computes its parts' passes without a message
 (compute alone). All ranks start a step together, so each contender meets the same load; the order
 is reversed from round to round. A step is zero_grad, forward and backward of all micro-batches, and
-AdamW, and lasts until the slowest rank is done. Torch is spared what ours does not do: merging the
-outputs of the last stage (return_outputs=False).
+AdamW, and lasts until the slowest rank is done. Torch does not merge the outputs of the last
+stage (return_outputs=False), since ours does not either.
 
 ratio: median step of ours over median step of torch's in each repeat of a few rounds; the median
 and the quartiles over the repeats are reported. Other work on the machine comes and goes, and thus
 affects both sides alike.
 
-floor: the share of the physical floor that ours reaches, floor / median step of ours. The floor is
-  compute: the passes of the slowest stage, one after another, without a bubble, where there are
-      more ranks than cores: other stages compute while one waits;
-  the simulated step of the schedule, from each stage's own passes, measured alone, and from what
-      one message takes on the link at hand, where each rank has a core or a GPU.
-To both comes the optimizer. Passes alone are the least of one repeat, the step is its median, and
-the share is the median over the repeats. Alone, all stages compute all the time and share what
-memory gives; in a step some wait: so a share slightly above 1 is possible.
+floor: the share of the physical floor that ours reaches, floor / median step of ours. The floor is,
+plus the optimizer,
+  with more ranks than cores: the passes of the slowest stage, one after another, without a bubble,
+      because other stages compute while one waits;
+  with a core or a GPU for each rank: the simulated step of the schedule, from each stage's own
+      passes, measured alone, and from the time of one message on the link.
+Passes alone are the least of one repeat, the step is its median, and the share is the median over
+the repeats. A share slightly above 1 is possible: stages measured alone share memory bandwidth.
 
-predictions: how far `simulate` is off. The measured cost of a step, the longest that a stage takes
-from its first pass to its last, over the simulated one, minus 1; the median of a few steps, and
-the quartiles. Where each rank has a core or a GPU, stages compute; where there are more ranks than
-cores, these would hold each other up, and so stages sleep. `error`: simulated before, from what
-passes take alone, or are to sleep; it grows with what else the machine does. `error_after`: from
-what the passes of that very step took on average; what is left is order, waiting and messages.
+predictions: the relative error of `simulate`. It is the measured cost of a step (the longest time
+of a stage from its first pass to its last) over the simulated one, minus 1; median and quartiles of
+a few steps. Stages compute if each rank has a core or a GPU; with more ranks than cores they would
+delay each other, so that they sleep instead. `error`: simulated from the times of passes alone, or
+of the sleeps; other programs on the machine increase it. `error_after`: simulated from the step's
+own mean times of passes; the remaining error is order, waiting and messages.
 
-What the ratio says on a CPU: how both do with gloo. A message costs a core there, and a rank that
-waits leaves it to the others. On GPUs a rank needs one of its own: torch's stages send from where
-their tensors lie, and gloo reads the memory of the host alone; so with fewer there is no row.
+The ratio on a CPU compares both with gloo. A message costs a core there, and a rank that waits
+leaves its core to the others. With fewer GPUs than ranks there is no row: torch's stages send
+from the GPU's memory, and gloo reads only the host's.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@
     python benchmarks/tensor_parallel.py --quick    # toy sizes, seconds: only a smoke test
 
 Every rank trains its share of one model in turn, step by step: ours; torch's with ColwiseParallel,
-RowwiseParallel and loss_parallel, once told by PrepareModuleInput that queries, keys and values
-share an input, as ours do, and once as its tutorial has it, where each of them sends a gradient of
-its own; and two that send nothing, a rank's share of all compute, and of it what nothing can be
-computed beside. It sends the messages of a step without a model, too (wire alone). All ranks start
-a step together, so each contender meets the same load; the order is reversed from round to round. A
-step is forward, backward, AdamW and zero_grad, and lasts until the slowest rank is done.
+RowwiseParallel and loss_parallel, once with PrepareModuleInput, so that queries, keys and values
+share an input, as in ours, and once as in torch's tutorial, where each of them sends a gradient of
+its own; and two contenders without messages: a rank's share of all compute, and the chain of it
+that nothing can overlap. A step's messages are also sent without a model (wire alone). All ranks
+start a step together, so each contender meets the same load; the order is reversed from round to
+round. A step is forward, backward, AdamW and zero_grad, and lasts until the slowest rank is done.
 
 ratio: median step of ours over median step of theirs in each repeat of a few rounds; the median
 and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
@@ -34,10 +34,10 @@ and redistributed, results wrapped. Milliseconds of the shortest of a few steps 
 Counted, and so the same however busy the machine is: `operations` on plain tensors, `dispatched` by
 DTensor, and `calls` of Python functions.
 
-What the ratio says on a CPU: how much the dispatch costs beside layers as small as these. It grows
-with the number of operations and not with their size: so the larger the layers, the nearer is the
-ratio to 1, as the case "wide" shows; and a GPU computes while the dispatch runs ahead, as long as
-its kernels take longer than that.
+On a CPU the ratio shows the cost of dispatch for layers as small as these. That cost grows with the
+number of operations and not with their size: the larger the layers, the nearer the ratio is to 1,
+as the case "wide" shows. A GPU computes while the dispatch runs ahead, as long as the kernels take
+longer than the dispatch.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/tensor_types.py --json     # {"rows": [{"case", "against", …}, …]}
     python benchmarks/tensor_types.py --quick    # toy sizes, seconds: only a smoke test
 
-A tensor-parallel GPT, layer by layer, in one process that takes itself for rank 0: nothing is sent.
-Three contenders take turns: the plain forward and backward; the same followed by our checker; the
-same under spmd_types' (0.3.1, its local mode, which knows as much as ours), whose rules are made
-from our operators' words. Both find nothing to refuse.
+A tensor-parallel GPT runs layer by layer in one process, as rank 0 of a fake group: nothing is
+sent. Three contenders take turns: the plain forward and backward; the same followed by our checker;
+the same under spmd_types' (0.3.1, its local mode, which knows as much as ours), whose rules are
+made from our operators' words. Both find nothing to refuse.
 
 ratio: median seconds of ours over theirs, in each repeat; of that the median over the repeats, and
 the quartiles. floor: plain over ours: no check is shorter than what it checks. It is nearer to 1

@@ -17,9 +17,9 @@ ratio: median step of ours over median step of theirs in each repeat of a few ro
 and the quartiles over the repeats are reported. peak_ratio: the same of the largest number of
 bytes held in a step, counted apart from the timing: exact, but for what gloo uses inside.
 
-What the ratio says on a CPU: how the three do with gloo. FSDP2 gets its overlap from CUDA streams,
-which a CPU does not have, so here it waits for each message; and gloo's reduce-scatter, which FSDP2
-and DeepSpeed call, moves as much as an all-reduce. It does not say that they are slow on GPUs. On
+On a CPU the ratio compares the three with gloo. FSDP2 overlaps by CUDA streams, which a CPU does
+not have, so that it waits for each message; and gloo's reduce-scatter, which FSDP2 and DeepSpeed
+call, moves as much as an all-reduce. The ratio does not say that they are slow on GPUs. On
 the emulated link a reduce-scatter costs what a ring's would, whoever calls it.
 
 floor: the share of the physical floor that ours reaches, floor / median step of ours. No step can

@@ -49,7 +49,7 @@ from shardlab.layout import Layout
 
 
 def swapped_sums(module: nn.Module, group: Any) -> None:
-    """On rank 1, sum one matrix where rank 0 sums another matrix of the same size."""
+    """Sum one matrix on rank 1 where rank 0 sums another matrix of the same size."""
     attention = module.blocks[0].attention
     first, second = attention.query.weight, attention.key.weight
     for p in (first, second) if dist.get_rank() == 0 else (second, first):

@@ -73,7 +73,7 @@ def test_every_batch_file_is_made_for_each_site(name):
 
 
 def test_a_container_s_programs_start_in_its_environment():
-    """On LUMI and CSCS, a virtual environment on an image's PyTorch works only inside the image."""
+    """A virtual environment on an image's PyTorch works only inside it, as on LUMI and CSCS."""
     text = SITES["LUMI"].batch((site.JOBS / "torchrun.sbatch").read_text(), launch=False)
     started = text[text.index("\nsrun ") :].replace("\\\n ", "").split()
     order = (

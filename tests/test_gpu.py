@@ -56,7 +56,7 @@ def stand_still(gradient: torch.Tensor) -> None:
 
 
 def test_a_hook_that_hangs_is_found():
-    """On a GPU a backward's hooks run in a thread of autograd's own."""
+    """A backward's hooks run in a thread of autograd's own on a GPU."""
 
     def work() -> None:
         x = torch.ones(3, device=ranks.device(), requires_grad=True)

@@ -191,7 +191,7 @@ def test_the_course_s_layer_beside_korthikanti_s(t: int, sequence: bool) -> None
 
 
 def test_states_are_shared_by_those_that_have_the_same() -> None:
-    """Of 16 copies each expert has four: ZeRO divides its states by 4, all other states by 16."""
+    """Each expert has four of 16 copies: ZeRO divides its states by 4, all other states by 16."""
     layout = Layout(dp=16, zero=1, recompute="full")
     one = memory.estimate(MIXTRAL, layout)
     dealt = memory.estimate(MIXTRAL, replace(layout, ep=4))

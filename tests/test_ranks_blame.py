@@ -92,7 +92,7 @@ def test_with_gloo_a_rank_that_reads_does_not_wait(tmp_path: Path):
 
 
 def test_a_hook_stands_in_a_thread_of_autograd(tmp_path: Path):
-    """On a GPU backward runs in that thread, and the main thread waits for it in C++."""
+    """Backward runs in that thread on a GPU, and the main thread waits for it in C++."""
     from torch.autograd import graph
 
     script = tmp_path / "script.py"

@@ -33,8 +33,8 @@ def test_rates_that_come_with_the_course_are_those_of_the_sweep() -> None:
 def test_cells_that_were_left_out() -> None:
     """Every other cell (a model on a number of nodes) is predicted from the others; 300 rows by 40.
 
-    The median error of the seconds is below 7 %, of the bytes on rank 0 below 3.5 %; the layout
-    predicted as the fastest of its cell takes at most 10 % longer than the fastest, in one cell.
+    The median error of the seconds is below 7 %, of the bytes on rank 0 below 3.5 %; in at most
+    one cell the layout predicted as the fastest takes 10 % longer than the fastest one.
 
     Only runs on up to 32 nodes count that the file calls steady, and that take less than twice the
     predicted time: slower ones are held up by something else, mostly by their messages.

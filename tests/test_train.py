@@ -90,7 +90,7 @@ def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_the_whole_script_equals_one_process(one, tmp_path):
-    """On four ranks; the lesson itself takes two, as do the steps before this one."""
+    """The script runs on four ranks; the lesson itself takes two, as do the earlier steps."""
     losses = trained(core, 4, tmp_path)
     assert apart(losses[0], one[0]) < LOSS
     assert all(own == losses[0] for own in losses)  # all ranks report one loss

@@ -1,7 +1,7 @@
-"""The rows of the contract on pretended GPUs: what is parallel trains as one process does.
+"""Rows of the contract on pretended GPUs: parallel training equals training in one process.
 
-A drive is a technique's rows, of two ranks on one GPU that they share and on two, and of four on
-four. With a GPU for each rank the host waits for none in a step: on one that is shared, messages
+A drive is a technique's rows: of two ranks on one shared GPU and on two GPUs, and of four ranks on
+four GPUs. With a GPU for each rank the host never waits in a step; on a shared GPU, messages
 pass through the host.
 """
 

@@ -279,7 +279,7 @@ def compared(row: Row, theirs: Any, mine: Any, wanted: Any, found: Any, step: in
 
 
 def compared_at_end(row: Row, theirs: Any, mine: Any) -> dict[str, float]:
-    """Compare the weights after a round trip through a state dict, and their outputs."""
+    """Compare the weights and their outputs; check that loading the weights restores them."""
     found, wanted, differences = mine.weights(), theirs.weights(), {}
     if found is not None:
         assert sorted(found) == sorted(theirs.plain.state_dict())

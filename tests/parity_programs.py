@@ -443,7 +443,7 @@ def half_the_loss(side: Any) -> None:
 
 
 def joined(side: Any) -> None:
-    """Return the loss over all tokens with a target, on any rank."""
+    """Set the side's loss to the mean over the tokens with a target on all ranks."""
 
     def mean(part: Any, parts: int) -> Tensor:
         count = int((part[1] != -100).sum())

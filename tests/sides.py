@@ -113,7 +113,7 @@ class Side:
         return plain_loss(self.model(tokens, *more), targets, reduction)
 
     def watched(self) -> AbstractContextManager[list[Any]]:
-        """Record the routing to experts inside, where a step balances them."""
+        """Return a recorder of the routing to experts, if the row balances them."""
         return experts.watch(self.model) if self.row.balanced else nullcontext([])
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
@@ -502,4 +502,4 @@ class Meshed(Side):
         return self.model.full_state_dict()
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Load weights through a checkpoint, which is the only way for a mesh."""
+        """Do nothing: a mesh loads only checkpoints."""

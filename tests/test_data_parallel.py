@@ -43,7 +43,7 @@ def gap(a, b):
 
 
 def joined_or_not():
-    """Average the gradients of two models in separate messages and side by side."""
+    """Average the gradients of two models, in separate messages and in one joined message."""
     models, messages = [here(Toy()), here(Toy())], []
     for model, joined in zip(models, (False, True), strict=True):
         toy_loss(

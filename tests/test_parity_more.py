@@ -114,7 +114,7 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def ddp_without_embedding(model: nn.Module) -> nn.Module:
-    """Return DDP that ignores one parameter's gradient."""
+    """Return DDP that does not average the gradients of the embedding and the head."""
     kind = nn.parallel.DistributedDataParallel
     kind._set_params_and_buffers_to_ignore_for_model(model, ["embedding.weight", "head.weight"])
     return kind(model)

@@ -165,7 +165,7 @@ def hook_on_parameter(model, dp, tp):
 
 
 def summed(over):
-    """All-reduce the loss for logging before backward."""
+    """Return a `finish` that all-reduces the loss, "to log it", before backward."""
 
     def finish(value, dp, tp):
         dist.all_reduce(value, group=tp if over == "tp" else dp)

@@ -203,7 +203,7 @@ def ways_through():
             for r in range(dist.get_world_size()):
                 share = here(torch.randn(3, 8, generator=torch.Generator().manual_seed(r)))
                 (expected(share, **call).square().mean() / dist.get_world_size()).backward()
-            if number % 2:  # summoning the weights in between does no harm
+            if number % 2:  # a forward without a backward in between does no harm
                 with torch.no_grad():
                     model(x)
             model(x, **call).square().mean().backward()
@@ -291,7 +291,7 @@ def test_an_interrupted_backward_leaves_nothing_behind():
 
 
 def by_hand():
-    """Compare steps without an optimizer, declared to ZeRO or not, with one process."""
+    """Step without an optimizer: the forward needs `changed()` first, and equals one process."""
     rank = dist.get_rank()
     for stage in STAGES:
         model, plain = sharded(here(Chain()), stage), here(Chain())

@@ -29,7 +29,7 @@ sys.path.insert(0, "/content/course/code")"""
 
 
 def notebook(topic: str, repository: str) -> nbformat.NotebookNode:
-    """The lesson with its first cell and its pictures' addresses."""
+    """Read a lesson, with its first cell and the addresses of its pictures."""
     book = reading(
         topic, ROOT, picture=lambda path: f"{repository}/raw/main/{path.removeprefix('../')}"
     )

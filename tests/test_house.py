@@ -1,5 +1,6 @@
 """Rules of the repository: pictures, pins, recordings. `make lint` checks the imports."""
 
+import ast
 import json
 import re
 import shutil
@@ -71,3 +72,18 @@ def test_what_is_kept_as_made_on_a_gpu_was_made_on_one() -> None:
         said = json.loads(path.read_text("utf-8"))
         device = said.get("metadata", {}).get("shardlab", said)["device"]
         assert device["kind"] == "cpu" or device["driver"], path
+
+
+# No sentence that says what a function does begins with one of these.
+NO_FIRST_WORDS = re.compile("(Of|What|Whether|How|Who|Whose|Which|Where|By|On|From|Its|Those|As)$")
+
+
+def test_no_docstring_begins_with_a_word_that_leaves_out_its_subject() -> None:
+    found = []
+    for folder in ("code/shardlab", "code/shardtools", "code/shardcourse", "book/_ext", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    first = (ast.get_docstring(node) or "-").split()[0]
+                    found += [f"{path}: {first}"] if NO_FIRST_WORDS.match(first) else []
+    assert found == []

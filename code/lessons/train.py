@@ -84,8 +84,8 @@ for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
 # %% [markdown]
-# Two GPUs were asked for, and each trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
-# The script lacks some forty lines. This lesson adds them one after the other, and checks each.
+# Each of the two GPUs trained the same model on the same text, to the last digit of the loss. The job takes as long as on one GPU, and costs twice as much.
+# The script lacks some forty lines. This lesson adds and checks them one by one.
 #
 # ## The script for one process
 #
@@ -236,8 +236,8 @@ losses = same(ddp, each=True)
 assert losses[0] == losses[1] == one
 
 # %% [markdown]
-# The losses are *bit for bit* those of one process, and that is the second surprise: both ranks still read the same batches.
-# The average of two equal gradients is the same gradient. Two ranks do the same work twice.
+# The losses are still *bit for bit* those of one process, because both ranks read the same batches:
+# the average of two equal gradients is the same gradient.
 #
 # ## Samplers: a share of the data for each rank
 #
@@ -251,7 +251,7 @@ changes(ddp.main, sampler.main)
 #
 # - `set_epoch` makes the order of an epoch from seed and epoch. Without it every epoch has the order of the first.
 # - The loader has a `sampler` and must not have `shuffle=True` as well; PyTorch refuses both. `shuffle` is the sampler's business now.
-# - `drop_last=True`. By default the sampler fills up with windows from the front, so that all ranks get equally many. On two ranks 143 windows become 144. That makes a ninth step in the epoch, where one process has eight, and all later steps read other windows.
+# - `drop_last=True`. By default the sampler repeats windows from the front, so that all ranks get equally many. On two ranks 143 windows become 144. That makes a ninth step in the epoch, where one process has eight, and all later steps read other windows.
 # - `batch // world`: a loader's batch is its rank's share. If it stays 16, four ranks train with batches of 64, at a learning rate that was chosen for 16. On three ranks `16 // 3` would make batches of 15, so a batch that the ranks do not divide is an error.
 #
 # ![The order of an epoch, a row of windows in the colours of the two ranks that get them alternately. Two neighbouring windows of each rank make a batch. The resumed run begins after the second batch; four ranks deal the rest of the order anew.](../figures/train_order.svg)
@@ -271,7 +271,7 @@ assert losses[0] != losses[1]
 #
 # ## Losses: of all ranks
 #
-# A rank's own loss is that of its share of the batch. It varies more than the whole batch's, and nobody wants to watch one rank.
+# A rank's own loss is the loss of its share of the batch, which varies more than the whole batch's.
 # The third step reports the mean over all ranks:
 
 # %%
@@ -282,8 +282,7 @@ show.source(core.averaged)
 #
 # ## Validation: each window once
 #
-# 143 windows cannot be divided into 2, 4 or 8 equal shares. A `DistributedSampler` repeats the first windows until all ranks have as many, and those count twice.
-# The validation loss then depends on the number of ranks. With `drop_last=True` it does, too: then some windows do not count.
+# 143 windows cannot be divided into 2, 4 or 8 equal shares. A `DistributedSampler` repeats the first windows, which then count twice, and with `drop_last=True` some windows do not count: either way the validation loss depends on the number of ranks.
 #
 # The sampler may repeat windows, and should: under FSDP2 each forward is a collective, so all ranks need equally many. But a repeated window gets the targets −100, which cross-entropy ignores. Then two numbers are added up over the ranks, the losses and the tokens that count, and divided once.
 

@@ -82,7 +82,7 @@ style = show.style()
 
 
 # %% [markdown]
-# Here are both, as plain as they come. In the ring every rank sends to the next one only, a piece of its tensor at a time.
+# Here are both in their plainest form. In the ring every rank sends to the next one only, a piece of its tensor at a time.
 # The indices are explained [further below](#the-ring-step-by-step), with pictures.
 
 # %%
@@ -164,7 +164,7 @@ show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"
 # With eight ranks it would be nearly four times.
 # You will be able to say why, and when the ring is the wrong choice.
 #
-# The plain ring is as fast and sends as much as the module's. What it leaves out: a number of elements that $N$ does not divide, and the two halves as calls of their own, which later lessons are built on.
+# The plain ring is as fast and sends as many bytes as the module's ring. It leaves out two things: tensors whose size $N$ does not divide, and separate calls for the two halves, which later lessons use.
 #
 # ## Ranks, groups, and who is who
 #
@@ -258,7 +258,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # ## Seven collectives
 #
 # A *collective* is a call that every rank of a group makes.
-# In the pictures a colour is the rank whose numbers these are; a cell with four stripes is the sum of four ranks' numbers.
+# In the pictures a colour stands for the rank that a number comes from; a cell with four stripes is the sum of four ranks' numbers.
 #
 # ![Broadcast: before, rank 0 alone holds a tensor; after, all four ranks hold it. Reduce: before, each rank holds a tensor of its own; after, rank 0 holds their sum.](../figures/collectives_roots.svg)
 #
@@ -270,7 +270,7 @@ print("rank in the world, in the group:", *ranks.run(number_in_group, 4))
 # **Reduce-scatter** sums, and leaves each rank one piece of the sum.
 # **All-gather** hands every rank everybody's piece.
 # **All-reduce** is one after the other: the sum, on all ranks.
-# Remember this picture: ZeRO is what happens when you do something between its two arrows.
+# Remember this picture: ZeRO does its work between the two arrows.
 #
 # ![All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what each of the ranks had for it, as if rows became columns. Barrier: ranks arrive at different times, and all go on when the last one, rank 1, has arrived.](../figures/collectives_exchange.svg)
 #
@@ -386,7 +386,7 @@ show.source(collectives.broadcast)
 # (ring-parity)=
 # ### Who sends first in a ring
 #
-# In a ring everybody sends and everybody receives. If all send first, each waits for a neighbour that waits for the next one: at the latest with NCCL, where a first message stops both ends until they meet.
+# In a ring everybody sends and everybody receives. If all ranks send first, each waits until its neighbour receives, and nobody receives. With NCCL this always happens, because the first message between two ranks stops both until they meet.
 # Two rules avoid it.
 #
 # - **Parity**: ranks of even number send first and then receive, those of odd number receive first and then send. Then each send finds somebody who receives, whatever $N$ is.
@@ -622,7 +622,7 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # The busiest rank is what matters, because the others wait for it.
 # The naive way makes rank 0 send three times the tensor; in the ring nobody sends more than anybody else.
 #
-# With the number of ranks it grows to twice the tensor, and never beyond.
+# On more ranks the ring's bytes approach twice the tensor, and never exceed that.
 #
 # ```{predict}
 # :row: 1024
@@ -842,7 +842,7 @@ show.figure(
 
 # %% [markdown]
 # On the slow link the line goes through the dots, within a few percent.
-# On loopback it usually misses by many times as much, and by another amount in each run.
+# On loopback the line's error is usually many times as large, and another one in each run.
 # A "message" there is a copy through the kernel's buffers: fast while it fits into the processor's caches, slower above, and slower again when somebody else needs the core.
 # Two parameters cannot follow that.
 # So trust a fitted loopback model within a factor of two or so, and only for the sizes that it was fitted to.
@@ -850,12 +850,12 @@ show.figure(
 #
 # ### When the ring loses
 #
-# Set the two all-reduces equal, and out comes the size from which the ring is faster:
+# Where the two times are equal lies the size $S^*$ from which the ring is faster:
 #
 # $$S^* = \frac{2(N-1) - 2\lceil\log_2 N\rceil}{2\lceil\log_2 N\rceil - 2(N-1)/N} \cdot \frac{\alpha}{\beta}$$
 #
-# Below it, latency counts, and the ring has more of it.
-# For four ranks that is 0.8 times $\alpha/\beta$.
+# Below $S^*$ latency dominates, and the ring has more latencies than the tree.
+# For four ranks $S^*$ is 0.8 times $\alpha/\beta$.
 # On our slow link $\alpha/\beta$ is 500 kB: what the link could have sent during one latency.
 
 # %%
@@ -926,11 +926,11 @@ show.figure(
 # :class: checked
 #
 # Only for large tensors. At 16 KiB the tree takes 20.7 ms and the ring 30.2 ms, predicted; measured, the tree wins as well (the picture above).
-# The crossing at 400 kB is predicted; measured is only that the tree wins at the left end of the picture, and the ring at the right end.
+# The crossing at 400 kB is a prediction. The measurement shows only that the tree wins at the left end of the picture, and the ring at the right end.
 # ````
 #
 # The naive way looks best at the left end: its messages travel at the same time, so it waits for two latencies only.
-# That holds for a wire whose latency is distance. Where latency is work for rank 0, as it mostly is within a machine, it pays for each of its $2(N-1)$ messages.
+# That holds for a wire whose latency is distance. Within a machine latency is mostly work for rank 0, which pays for each of its $2(N-1)$ messages.
 #
 # On a real cluster, with 10 µs and 25 GB/s, $\alpha/\beta$ is 250 kB: everything happens some hundred times faster than here, and the crossing lies nearly in the same place.
 # It moves up with the number of ranks, because the ring's latencies grow with $N$ and the tree's with $\log_2 N$.
@@ -1366,7 +1366,7 @@ check(broadcast_large)
 # ```
 #
 # Gradients are joined into buckets, and a ring all-reduces each of them on `size` ranks. A message takes `latency` seconds and its bytes over `bandwidth`, in bytes per second.
-# Return the smallest bucket, in bytes, of whose all-reduce at most `fraction` is latency: 0.1 for a tenth of its time. Take the pieces as equal.
+# Return the smallest bucket, in bytes, whose all-reduce spends at most `fraction` of its time on latency (0.1: a tenth). Take the pieces as equal.
 # What does that say about buckets on a thousand ranks?
 
 # %%
@@ -1387,7 +1387,7 @@ check(my_bucket_bytes)
 # ```
 #
 # $2(N-1)$ messages, each of an $N$-th of the bucket $n$: latency is $\alpha / (\alpha + \beta n / N)$ of the time, whatever the number of messages.
-# So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times what suits ten, or the ring is the wrong way.
+# So $n = N \frac{\alpha}{\beta} \frac{1 - \text{fraction}}{\text{fraction}}$: on a thousand ranks buckets have to be a hundred times as large as on ten, or the ring is the wrong algorithm.
 
 # %%
 def my_bucket_bytes(size, latency, bandwidth, fraction):

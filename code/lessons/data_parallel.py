@@ -29,7 +29,7 @@
 # Four ranks begin with the same weights and train for five steps, each on its share of the text.
 # A step moves a weight by at most about 0.001. After five steps some weight differs by 0.01 between two ranks.
 # With one more line the largest difference is *exactly* 0.0, and the weights are those that one process computes from the whole batch.
-# The line is easy. Making it cost next to nothing is the rest of the lesson.
+# The line is easy. The rest of the lesson makes it cost next to nothing.
 #
 # ```{quiz} copies-before
 # ```
@@ -238,8 +238,8 @@ show.table(rows, ["optimizer", "weights after five steps differ by"])
 show.source(deal, average_in_buckets)
 
 # %% [markdown]
-# In the bucket itself, `place` makes `parameter.grad` a view into the flat tensor.
-# So gradients are held once, and are averaged in place. The optimizer reads `parameter.grad` as before.
+# `Bucket.place` makes each `parameter.grad` a view into the bucket's flat tensor.
+# So every gradient is stored once and averaged in place, and the optimizer reads `parameter.grad` as before.
 
 # %%
 show.source(Bucket.place, Bucket.launch)
@@ -305,7 +305,7 @@ show.source(DataParallel._arrived, DataParallel._finish)
 #    All gradients are averages, the same on all ranks. So all optimizers make the same step, and the weights are the same again.
 # :::
 #
-# This is what it gains. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
+# This is what overlap gains. Both timelines are from one real run, and show one of two ranks with an emulated link of 1 Gbit/s between them.
 # Backward is drawn in pieces: each ends where a bucket became full.
 #
 # ![Timeline of one training step on two ranks over a slow link, twice. Above, the gradients are sent after the backward pass, and the ranks wait for them. Below, each bucket of gradients is sent while the backward pass still computes the next ones, and the step ends sooner.](../figures/data_parallel_overlap.svg)
@@ -381,10 +381,10 @@ show.table(rows, head, caption="Largest differences over five steps")
 
 # %% [markdown]
 # How close is close enough?
-# That 1e-6 looks small proves nothing. The test is this: float64 has nine more digits, and every difference gets smaller by as many.
-# The error of a wrong formula would be as large in float64.
+# That 1e-6 looks small proves nothing. Float64 does: with its nine more digits every difference that comes from rounding is nine digits smaller,
+# while the error of a wrong formula would stay as large.
 #
-# And why not equal? Because $(a+b)+c$ and $a+(b+c)$ round differently.
+# And why is the difference not zero? Because $(a+b)+c$ and $a+(b+c)$ round differently.
 # On two ranks every sum is $a+b$, and ours equals torch's bit for bit.
 # On four, a ring begins the sum of each piece of the buffer at another rank.
 # Over thousands of steps such differences grow until the last digits of the losses differ, as they do between two runs on one GPU with different kernels.
@@ -1003,7 +1003,7 @@ print("in one process, from the file: loss", round(value, 1))
 # ### The hook that averages the wrong thing
 #
 # `register_post_accumulate_grad_hook` hands the hook the *parameter*. Its gradient is `parameter.grad`.
-# At least one widely read teaching code has averaged what it is handed.
+# At least one widely read tutorial has averaged the parameter itself.
 
 # %%
 def drift_with_hook(right):

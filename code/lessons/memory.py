@@ -245,7 +245,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 
 # %% [markdown]
 # The parts are right to the byte, but the peak is not their sum: the plain count does not know what is held at the same time.
-# The peak is where backward begins. There, two temporary tensors of the size of the logits are held beside the activations. The gradients are not there yet, but they are smaller than these two.
+# The step reaches its peak where backward begins. There, two temporary tensors of the size of the logits are held beside the activations. The gradients are not there yet, but they are smaller than these two.
 # The plain count also needs a machine on which the model fits.
 # The rest of this lesson predicts each part, and the peak, before anything runs.
 #
@@ -260,7 +260,7 @@ print(f"together: {counted + activations:,}; the step's peak: {most:,} bytes")
 #
 # ![Bytes of states for each parameter, as bars of weights, gradients and optimizer. float32: 16; bfloat16, float32 master: 16; … and float32 gradients: 18; 8-bit moments: 10; bfloat16, momentum: 12; bfloat16, SGD: 8 bytes.](../figures/memory_recipes.svg)
 #
-# Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md): how the states are divided. On one rank they are 1, 1, 1 and 0, and you can skip them.
+# Here is the whole calculation. `Recipe` has the bytes of each kind. `dp`, `tp` and `pp` are numbers of ranks, and `zero` is the stage of [ZeRO](zero.md), which says how the states are divided. This lesson has one rank: `dp`, `tp` and `pp` are 1, and `zero` is 0.
 
 # %%
 show.source(memory.core.Recipe, memory.states, memory.core.states_of)
@@ -319,7 +319,7 @@ for precision, recipe in (("fp32", float32), ("bf16", mixed)):
 # With AdamW the states are 16 bytes per parameter. That is *eight* times a bfloat16 file of the weights, and four times a float32 one. Twice is right for SGD in one precision without momentum, and activations are not in it.
 # ````
 #
-# Others print other numbers, because their recipes differ; each is right for its own.
+# Other sources print other numbers, each right for its own recipe.
 # Hugging Face's guide says 18: 6 for the weights in both precisions, 8 for the moments, 4 for a gradient in float32 {cite}`huggingface2026anatomy`.
 # Megatron says 18 for the same reason, and 20 where it keeps gradients in both precisions {cite}`nvidia2026distopt`.
 

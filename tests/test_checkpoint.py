@@ -32,8 +32,8 @@ from shardlab.checkpoint import (
     Checkpoints,
     Training,
     best_interval,
-    complete,
-    export,
+    export_model,
+    list_checkpoints,
     lost_fraction,
     named_tensors,
     simulated_lost_fraction,
@@ -109,7 +109,7 @@ def everything(training):
             name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
             for name, v in pairs.items()
         }
-    return found, copy.deepcopy(training.rest()), training.step, training.samples
+    return found, copy.deepcopy(training.get_non_tensor_state()), training.step, training.samples
 
 
 def same(a, b):
@@ -213,7 +213,7 @@ def test_groups_keep_their_rates_and_in_another_order_they_are_refused(tmp_path)
         assert same(everything(training), everything(again))
         turned = in_groups(turned=True)
         before = everything(turned)
-        with pytest.raises(CheckpointError, match="parameter groups are others"):
+        with pytest.raises(CheckpointError, match="parameter groups differ"):
             store.load(turned)
         assert same(before, everything(turned))
 
@@ -269,9 +269,9 @@ def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
         assert store.save(training, wait=False) is None
         assert begun.wait(20)
         some_steps(training)  # changes every tensor, before anything is written
-        assert complete(tmp_path) == []  # until then, the checkpoint does not count
+        assert list_checkpoints(tmp_path) == []  # until then, the checkpoint does not count
         go_on.set()
-        assert store.wait() == complete(tmp_path)[-1]
+        assert store.wait() == list_checkpoints(tmp_path)[-1]
         store.load(training)
     assert same(before, everything(training))
 
@@ -305,7 +305,7 @@ def exported(path):
     for kind in ("sharded", "replicated", "torch's", "zero 3"):
         training = build(kind)
         train(training, 1)
-        export(training.model, path / kind, dist.group.WORLD)
+        export_model(training.model, path / kind, dist.group.WORLD)
         state = everything(training)[0]
         found[kind] = {n: state[f"model.{n}"] for n in GPT(PRESETS["nano"]).state_dict()}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -313,7 +313,7 @@ def exported(path):
     if dist.get_rank() == 0:  # limits the size of files, like a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit))
     with pytest.raises(CheckpointError, match="sharded: not written: "):
-        export(nn.Linear(500, 500), path / "sharded", dist.group.WORLD)
+        export_model(nn.Linear(500, 500), path / "sharded", dist.group.WORLD)
     return found
 
 
@@ -481,20 +481,20 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last_one(t
         assert "not saved: rank 1:" in message and ".saving-000002-step-2" in message
         assert left == [".lock", "000001-step-1"]
     # 4,680 weights, with two averages of each, and four counters
-    assert "the disk is full: 56,176 bytes and more" in found[0][1][0]
+    assert "the disk is full: a save needs at least 56,176 bytes" in found[0][1][0]
     assert read(tmp_path / "True") == read(tmp_path / "False") == 3
 
 
 def not_shared(root):
     if dist.get_rank() == 1:  # its files are on another disk, invisible to rank 0
-        describe = folders.describe
+        describe_file = folders.describe_file
 
         def alone(path):
-            found = describe(path)
+            found = describe_file(path)
             path.unlink()
             return found
 
-        folders.describe = alone
+        folders.describe_file = alone
     store = Checkpoints(root, dist.group.WORLD)
     with pytest.raises(CheckpointError, match="rank 0 does not see __1_0.distcp, random-1.pt"):
         store.save(small(1, sharded=True))
@@ -514,15 +514,15 @@ def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
     for step in (100, 200, 300):
         fill(training, step)
         store.save(training)
-    assert store.steps() == [200, 300]
+    assert store.list_steps() == [200, 300]
     store.load(training, step=200)  # a user goes back, because the loss had exploded
     assert training.step == 200
     fill(training, 300.0)
     store.save(training)
     fill(training, 250)
     store.save(training)
-    assert store.steps() == [300, 250] and read(tmp_path) == 250
-    with pytest.raises(ValueError, match="step=200: allowed are 300, 250"):
+    assert store.list_steps() == [300, 250] and read(tmp_path) == 250
+    with pytest.raises(ValueError, match="step=200: must be one of the saved steps"):
         store.load(training, step=200)
 
 
@@ -533,11 +533,11 @@ def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tm
     for wait in (True, False):
         with pytest.raises(ValueError, match=f"folder='{tmp_path}': another process"):
             second.save(small(2), wait)
-    assert read(tmp_path) == 1 and second.steps() == [1]
+    assert read(tmp_path) == 1 and second.list_steps() == [1]
     first.save(small(3), wait=False)
     first.close()
     second.save(small(4))
-    assert second.steps() == [3, 4]
+    assert second.list_steps() == [3, 4]
     del second  # without a close, as after an error
     with Checkpoints(tmp_path) as third:
         third.save(small(7))
@@ -592,20 +592,24 @@ def forge(path, **changes):
     """Write a manifest with changed contents and a correct checksum."""
     manifest = json.loads(path.read_text()) | changes
     manifest.pop("crc32")
-    path.write_text(json.dumps(manifest | {"crc32": folders.checksum_of(manifest)}))
+    path.write_text(json.dumps(manifest | {"crc32": folders.checksum_manifest(manifest)}))
 
 
 DAMAGE = {
     "truncated shard": ("__0_0.distcp", truncate, r"has [\d,]+ bytes instead of [\d,]+"),
     "flipped bit": ("__1_0.distcp", flip, r"its CRC-32 is \w{8} instead of \w{8}"),
     "no shard": ("__1_0.distcp", os.remove, "is missing"),
-    "no manifest": (MANIFEST, os.remove, "there is no manifest, so this is no checkpoint of ours"),
+    "no manifest": (MANIFEST, os.remove, "is missing, so the folder is not a shardlab checkpoint"),
     "flipped manifest": (
         MANIFEST,
         lambda path: path.write_text(path.read_text().replace('"step": 1', '"step": 3')),
-        "its own checksum does not fit",
+        "its checksum differs from its contents",
     ),
-    "foreign": (MANIFEST, lambda p: forge(p, format="deepspeed"), "is .'deepspeed', 2.; allowed"),
+    "foreign": (
+        MANIFEST,
+        lambda p: forge(p, format="deepspeed"),
+        "must be .*, not .'deepspeed', 2.",
+    ),
 }
 
 
@@ -639,11 +643,11 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
     run(saves, 2, tmp_path / "good")
     for name, (file, spoil, _) in DAMAGE.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
-        spoil(complete(tmp_path / name)[-1] / file)
+        spoil(list_checkpoints(tmp_path / name)[-1] / file)
     for found in run(all_refuse, 2, tmp_path, list(DAMAGE)):
         for name, (message, untouched) in found.items():
             file, _, words = DAMAGE[name]
-            path = complete(tmp_path / name)[-1] / file
+            path = list_checkpoints(tmp_path / name)[-1] / file
             assert message.startswith(f"{path}: "), message
             with pytest.raises(AssertionError, match=words):
                 raise AssertionError(message)
@@ -667,10 +671,10 @@ def scheduled():
 OTHERS = {
     "0.weight is float32 [64, 64] in the checkpoint, float32 [65, 64]": lambda: other(64, 65, 8),
     "missing in the checkpoint: model.2.bias, model.2.weight": lambda: other(64, 64, 8, 8),
-    "in the checkpoint alone: model.1.bias, model.1.weight, ": lambda: other(64, 64),
+    "only in the checkpoint: model.1.bias, model.1.weight, ": lambda: other(64, 64),
     "optimizer is AdamW in the checkpoint, SGD": lambda: other(make=torch.optim.SGD),
-    "parameter groups are others": lambda: other(split=True),
-    "schedule is None in the checkpoint, StepLR in this training": scheduled,
+    "parameter groups differ": lambda: other(split=True),
+    "schedule is None in the checkpoint, StepLR in this run": scheduled,
 }
 
 
@@ -690,8 +694,8 @@ def test_a_folder_without_a_complete_checkpoint(tmp_path):
     (tmp_path / ".saving-000001-step-1").mkdir()
     (tmp_path / "notes.txt").write_text("hello")
     store = Checkpoints(tmp_path)
-    assert store.steps() == []
-    with pytest.raises(CheckpointError, match="there is no complete checkpoint in it"):
+    assert store.list_steps() == []
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint in this folder"):
         store.load(small())
     store.save(small(1))
     assert sorted(os.listdir(tmp_path)) == [".lock", "000001-step-1", "epoch_3", "notes.txt"]
@@ -708,7 +712,7 @@ def test_a_pickle_with_code_in_it_is_not_run(tmp_path):
     path = store.save(small(1)) / "rest.pt"
     torch.save(Trap(), path)
     files = json.loads((path.parent / MANIFEST).read_text())["files"]
-    forge(path.parent / MANIFEST, files=files | {"rest.pt": folders.describe(path)})
+    forge(path.parent / MANIFEST, files=files | {"rest.pt": folders.describe_file(path)})
     with pytest.raises(CheckpointError, match=r"rest\.pt: cannot be read: Weights only load"):
         store.load(small())
     assert not Trap.path.exists()

@@ -19,15 +19,15 @@ from torch.distributed.fsdp import fully_shard
 from shardlab import ranks
 from shardlab.checkpoint import (
     CheckpointError,
-    config_of,
-    hand_over,
+    hub_names,
     load_hub,
-    names,
-    predicted_hand_over,
+    predict_transfer_bytes,
+    read_config,
     save_hub,
+    transfer_weights,
 )
 from shardlab.checkpoint import hub as hub_files
-from shardlab.checkpoint.moving import pieces
+from shardlab.checkpoint.resharding import list_pieces
 from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
 from shardlab.measure import count
@@ -57,7 +57,7 @@ TOKENS = torch.arange(24).view(2, 12) % 64  # BS
 def of_transformers(config, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    about = AutoConfig.for_model(**names.config_json(config, kind))
+    about = AutoConfig.for_model(**hub_names.build_config_json(config, kind))
     return AutoModelForCausalLM.from_config(about)
 
 
@@ -78,11 +78,11 @@ def hub(tmp_path_factory):
 
 def with_head(folder, change=0):
     """Add the output layer of a tied model in a file of its own, like Qwen3-1.7B's folder."""
-    index = json.loads((folder / hub_files.INDEX).read_text())
+    index = json.loads((folder / hub_files.INDEX_FILE).read_text())
     head = tensors(folder)["model.embed_tokens.weight"] + change
     save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
     index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
-    (folder / hub_files.INDEX).write_text(json.dumps(index))
+    (folder / hub_files.INDEX_FILE).write_text(json.dumps(index))
 
 
 def tensors(folder):
@@ -125,7 +125,7 @@ def there_and_back(hub, out, layout):
             model = GPT(config)
         model = Parallel(model, join(layout, group), layout)
         left[kind] = load_hub(model, hub / kind, group)
-        save_hub(model, out / kind, group, like=hub / kind, shard_bytes=20_000)
+        save_hub(model, out / kind, group, template=hub / kind, shard_bytes=20_000)
     return left
 
 
@@ -135,9 +135,8 @@ def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub
         assert equal(once(hub / kind), tensors(tmp_path / kind))
         assert torch.equal(logits(hub / kind), logits(tmp_path / kind))
         written = sorted(path.name for path in (tmp_path / kind).iterdir())
-        assert (
-            len(written) > 4 and hub_files.INDEX in written and "generation_config.json" in written
-        )
+        assert len(written) > 4
+        assert {hub_files.INDEX_FILE, "generation_config.json"} <= set(written)
         beside = ("transformer.wpe.weight",) if kind == "gpt2" else ()
         assert all(left[kind] == beside for left in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(SHAPES)  # nothing half saved
@@ -145,8 +144,9 @@ def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(hub, kind):
-    model = GPT(config_of(hub / kind))
-    assert names.config_json(model.config, kind) == names.config_json(SHAPES[kind], kind)
+    model = GPT(read_config(hub / kind))
+    found, want = (hub_names.build_config_json(c, kind) for c in (model.config, SHAPES[kind]))
+    assert found == want
     load_hub(model, hub / kind)
     with torch.no_grad():
         apart = (model(TOKENS) - logits(hub / kind)).abs().max().item()
@@ -158,11 +158,11 @@ def in_shards(hub, out):
     """Load GPTs sharded by FSDP2 over a number of ranks that divides nothing."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     for kind in ("llama", "gpt2"):
-        model = GPT(config_of(hub / kind))
+        model = GPT(read_config(hub / kind))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
         load_hub(model, hub / kind)  # without a group: all ranks
-        save_hub(model, out / kind, like=hub / kind)
+        save_hub(model, out / kind, template=hub / kind)
 
 
 def test_models_in_shards_of_fsdp2_go_out_under_the_hub_s_names(hub, tmp_path):
@@ -194,12 +194,14 @@ def streams(folder, config):
     load_hub(model, folder / "big", group)  # and all modules of the first call
     for act in (
         lambda: load_hub(model, folder / "big", group),
-        lambda: save_hub(model, folder / "out", group, like=folder / "big", shard_bytes=4_000_000),
+        lambda: save_hub(
+            model, folder / "out", group, template=folder / "big", shard_bytes=4_000_000
+        ),
     ):
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
         before = peak()
-        with count.held(*(piece.tensor for piece in pieces(model))) as held:
+        with count.held(*(piece.tensor for piece in list_pieces(model))) as held:
             start = held.now
             act()
         found.append((held.peak - start, peak() - before))
@@ -231,8 +233,8 @@ def cut_off(folder):
 
 
 def without_index(folder):
-    (folder / hub_files.INDEX).unlink()
-    return hub_files.INDEX
+    (folder / hub_files.INDEX_FILE).unlink()
+    return hub_files.INDEX_FILE
 
 
 def changed(change):
@@ -243,7 +245,7 @@ def changed(change):
         said = change(found)
         for path in folder.glob("model*"):
             path.unlink()
-        save_file(found, folder / hub_files.ONE)
+        save_file(found, folder / hub_files.SINGLE_FILE)
         return said
 
     return damage
@@ -283,10 +285,10 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line_and_the_model_stays(
 def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path):
     model, llama = GPT(SHAPES["llama"]), hub / "llama"
     for call, match in (
-        (lambda: load_hub(torch.nn.Linear(2, 2), llama), "model=Linear: allowed are a GPT"),
-        (lambda: load_hub(model, hub / "gpt2"), "no place for blocks.0.ffn.gate.weight"),
-        (lambda: save_hub(model, llama, like=llama), "it is there; allowed is a new one"),
-        (lambda: config_of(tmp_path), "config.json"),
+        (lambda: load_hub(torch.nn.Linear(2, 2), llama), "model=Linear: must be a GPT"),
+        (lambda: load_hub(model, hub / "gpt2"), "models have no blocks.0.ffn.gate.weight"),
+        (lambda: save_hub(model, llama, template=llama), "must be a new folder, but exists"),
+        (lambda: read_config(tmp_path), "config.json"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
@@ -294,7 +296,7 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
     for key, value in (("rope_scaling", {"type": "dynamic", "factor": 2}), ("model_type", "mamba")):
         (tmp_path / "config.json").write_text(json.dumps(about | {key: value}))
         with pytest.raises(ValueError, match="dynamic|mamba"):
-            config_of(tmp_path)
+            read_config(tmp_path)
 
 
 def full_disk(hub, out):
@@ -305,7 +307,7 @@ def full_disk(hub, out):
     damaged = out / "damaged"
     for act in (
         lambda: load_hub(model, damaged, group),
-        lambda: save_hub(model, out / "new", group, like=hub / "llama", shard_bytes=20_000),
+        lambda: save_hub(model, out / "new", group, template=hub / "llama", shard_bytes=20_000),
     ):
         try:
             act()
@@ -355,12 +357,12 @@ def handed_over(config, old, new):
         models.append(Parallel(here(GPT(config)), join(layout, group), layout))
     parts = [[predicted_pieces(config, of, r) for r in range(4)] for of in (old, new)]
     for model, each in zip(models, parts, strict=True):
-        assert sorted((piece.name, piece.box) for piece in pieces(model)) == sorted(each[rank])
+        assert sorted((piece.name, piece.box) for piece in list_pieces(model)) == sorted(each[rank])
     with count.sent() as sent:
-        hand_over(*models, group)
+        transfer_weights(*models, group)
     source, target = (model.full_state_dict() for model in models)
     assert equal(source, target)
-    return sent.bytes, predicted_hand_over(*parts)[rank]
+    return sent.bytes, predict_transfer_bytes(*parts)[rank]
 
 
 def all_handed_over(whole_table):
@@ -378,9 +380,9 @@ def trainer_and_generator():
     two = dist.new_group([4, 5]), dist.new_group([0, 1, 2, 3])
     model = parallelize(model if rank < 4 else model.bfloat16(), two[rank < 4])
     with count.sent() as sent:
-        hand_over(model if rank < 4 else None, model if rank > 3 else None, group)
-    with pytest.raises(ValueError, match="target: embedding.weight is not all in the source"):
-        hand_over(model if rank in (0, 4) else None, model if rank > 3 else None, group)
+        transfer_weights(model if rank < 4 else None, model if rank > 3 else None, group)
+    with pytest.raises(ValueError, match="the source lacks parts of embedding.weight"):
+        transfer_weights(model if rank in (0, 4) else None, model if rank > 3 else None, group)
     return sent.bytes, {n: p.detach().cpu() for n, p in model.named_parameters()}, plain
 
 
@@ -395,11 +397,11 @@ def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
     found = ranks.run(trainer_and_generator, 6, device="cpu", timeout=120)
     config, plain = FOUR["tied"], found[0][2]
     for place, (_, own, _) in enumerate(found[4:]):
-        for entry in names.ledger(config)[:-1]:
+        for entry in hub_names.ledger(config)[:-1]:
             want = plain[entry.name].bfloat16()
             want = want if entry.tp is None else want.chunk(2, entry.tp)[place]
             assert torch.equal(own[entry.name], want)
     old = [predicted_pieces(config, Layout(tp=4), rank) for rank in range(4)]
     new = [predicted_pieces(config, Layout(tp=2), rank) for rank in range(2)]
-    sent = predicted_hand_over([*old, [], []], [[], [], [], [], *new], itemsize=2)
+    sent = predict_transfer_bytes([*old, [], []], [[], [], [], [], *new], itemsize=2)
     assert [counted for counted, *_ in found] == sent and sum(sent) > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plain import adamw, gap, plain_model, run
 
 from shardlab import mesh
-from shardlab.checkpoint import Checkpoints, Training, export
+from shardlab.checkpoint import Checkpoints, Training, export_model
 from shardlab.gpt.model import GPT, Config
 from shardlab.layout import Layout
 from shardlab.measure import count
@@ -101,7 +101,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         model, copy = parallel(config, shape, torch.float32, microbatches=4 // shape.dp)
         training, found = Training(model, adamw(model)), []
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
-            if resumed := bool(store.steps()):
+            if resumed := bool(store.list_steps()):
                 store.load(training)
                 found.append(contents(training))
             while training.step < last:
@@ -202,7 +202,7 @@ def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
         job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
         with pytest.raises(ValueError, match="state_dict: .* allowed is full_state_dict()"):
             job.state_dict()
-        export(job, tmp_path / "model.pt", dist.group.WORLD)
+        export_model(job, tmp_path / "model.pt", dist.group.WORLD)
 
     run(work, 8)
     model = GPT(GPT2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardlab.checkpoint import config_of, load_hub
+from shardlab.checkpoint import load_hub, read_config
 from shardlab.common.shapes import Yarn
 from shardlab.gpt.model import GPT, Config, parameter_count
 from shardlab.layout.entries import ledger
@@ -98,7 +98,7 @@ def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
     model, config = theirs(name, more), Config(**(OURS | own))
     model.save_pretrained(tmp_path)
     if config.yarn is not None:
-        assert config_of(tmp_path).yarn == config.yarn
+        assert read_config(tmp_path).yarn == config.yarn
     ours = GPT(config).eval()
     assert load_hub(ours, tmp_path) == ()  # both have the same tensors
     assert parameter_count(config) == model.num_parameters()

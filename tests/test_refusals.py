@@ -112,7 +112,7 @@ TECHNIQUES: Table = {
     "seq=10: 2 ranks": lambda: cp.split(torch.zeros(1, 10), 2, 0, "zigzag"),
     "heads=4: allowed on 3 ranks": lambda: tp.predicted_states(PLAIN, 3),
     "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
-    "folder='/nowhere': there is none": lambda: checkpoint.config_of("/nowhere"),
+    "folder='/nowhere': must hold a config.json": lambda: checkpoint.read_config("/nowhere"),
 }
 
 

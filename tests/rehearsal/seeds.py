@@ -83,7 +83,7 @@ SEEDS = [
     ),
     Seed(
         "a file that wants a GPU",
-        "shardlab/checkpoint/one_file.py",
+        "shardlab/checkpoint/export.py",
         "_write(path, {name: tensor.cpu() for name, tensor in full.items()})",
         "_write(path, dict(full))",
         "checkpoint.weights_for_a_machine_without_a_gpu",

@@ -6,16 +6,16 @@ and any number of ranks can read them. This package adds what DCP leaves to its 
 - `core`: the contents of a checkpoint, the atomic rename that completes a save, and `Checkpoints`;
 - `folder`: the files of a checkpoint, its manifest, the check for damage before loading, and the
   agreement of all ranks on errors;
-- `one_file`: `export`, one file for a plain process;
-- `hub`: `load_hub` and `save_hub`, weights in the format of Hugging Face's hub; `names`, the names
-  of tensors and sizes there;
-- `moving`: `hand_over`, a transfer of weights between two layouts while a job runs, for models with
+- `export`: `export_model`, one file for a plain process;
+- `hub`: `load_hub` and `save_hub`, weights in the format of Hugging Face's hub; `hub_names`, the
+  names of tensors and sizes there;
+- `resharding`: `transfer_weights`, between two layouts of a model while a job runs, for models with
   any kind of sharding;
-- `cost`: the best interval between saves.
+- `save_interval`: the best interval between saves.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)
     training = Training(model, optimizer, schedule)
-    if store.steps():
+    if store.list_steps():
         store.load(training)
     while training.step < 1000:
         ...                                     # one optimizer step; then
@@ -27,12 +27,12 @@ and any number of ranks can read them. This package adds what DCP leaves to its 
 """
 
 from .core import Checkpoints, Training, named_tensors
-from .cost import best_interval, lost_fraction, simulated_lost_fraction
-from .folder import MANIFEST, CheckpointError, complete
+from .export import export_model
+from .folder import MANIFEST, CheckpointError, list_checkpoints
 from .hub import load_hub, save_hub
-from .moving import hand_over, predicted_hand_over
-from .names import config_of
-from .one_file import export
+from .hub_names import read_config
+from .resharding import predict_transfer_bytes, transfer_weights
+from .save_interval import best_interval, lost_fraction, simulated_lost_fraction
 
 __all__ = [
     "MANIFEST",
@@ -40,14 +40,14 @@ __all__ = [
     "Checkpoints",
     "Training",
     "best_interval",
-    "complete",
-    "config_of",
-    "export",
-    "hand_over",
+    "export_model",
+    "list_checkpoints",
     "load_hub",
     "lost_fraction",
     "named_tensors",
-    "predicted_hand_over",
+    "predict_transfer_bytes",
+    "read_config",
     "save_hub",
     "simulated_lost_fraction",
+    "transfer_weights",
 ]

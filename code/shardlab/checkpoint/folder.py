@@ -38,10 +38,10 @@ from shardlab.ranks.gather import gathered
 
 FORMAT, VERSION = "shardlab checkpoint", 2
 MANIFEST = "manifest.json"
-SAVING, OLD = ".saving-", ".old-"
-_NAME = re.compile(r"(\d{6,})-step-(\d+)")
-_CHUNK = 2**20
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+SAVING_PREFIX, OLD_PREFIX = ".saving-", ".old-"
+_FOLDER_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_READ_CHUNK_BYTES = 2**20
+_WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}
 Shapes = dict[str, dict[str, Any]]  # name of a tensor -> {"shape": [...], "dtype": "float32"}
 
 # A process without ranks is supported. The filter is permanent because a thread may warn later.
@@ -52,42 +52,42 @@ class CheckpointError(RuntimeError):
     """Error of a checkpoint that cannot be saved or used; it names the file and the problem."""
 
 
-def complete(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """Return the folders of complete checkpoints in `root`, the current one last."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.split("-")[0]))
+    paths = [path for path in root.iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.split("-")[0]))
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the training step of a checkpoint, from its folder's name."""
-    found = _NAME.fullmatch(path.name)
-    assert found, path
-    return int(found[2])
+    match = _FOLDER_NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[2])
 
 
-def choose(root: Path, step: int | None) -> Path:
+def select_checkpoint(root: Path, step: int | None) -> Path:
     """Return the current checkpoint in `root`, or the newest one of `step`."""
     if step is not None:
         check_whole(0, step=step)
-    found = complete(root)
+    found = list_checkpoints(root)
     if not found:
-        raise CheckpointError(f"{root}: there is no complete checkpoint in it")
-    chosen = [path for path in found if step is None or step_of(path) == step]
+        raise CheckpointError(f"{root}: there is no complete checkpoint in this folder")
+    chosen = [path for path in found if step is None or parse_step(path) == step]
     if not chosen:
-        steps = ", ".join(str(step_of(path)) for path in found)
-        raise ValueError(f"step={step!r}: allowed are {steps}")
+        steps = ", ".join(str(parse_step(path)) for path in found)
+        raise ValueError(f"step={step!r}: must be one of the saved steps ({steps})")
     return chosen[-1]
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file, and return once it is on the disk, not only in the kernel's memory."""
     path.write_bytes(content)
-    sync(path)
+    fsync_path(path)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or the names in a directory, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -96,11 +96,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def describe(path: Path) -> dict[str, int]:
+def describe_file(path: Path) -> dict[str, int]:
     """Return a file's size in bytes and its CRC-32, which detects damage but not forgery."""
     checksum = size = 0
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_READ_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
             size += len(chunk)
     return {"bytes": size, "crc32": checksum}
@@ -113,37 +113,37 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         kind = manifest["format"], manifest["version"]
     except FileNotFoundError:
-        text = f"{path}: there is no manifest, so this is no checkpoint of ours"
+        text = f"{path}: is missing, so the folder is not a shardlab checkpoint"
         raise CheckpointError(text) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: damaged: {cause(error)}") from None
+        raise CheckpointError(f"{path}: damaged: {describe_error(error)}") from None
     if kind != (FORMAT, VERSION):
-        raise CheckpointError(f"{path}: is {kind}; allowed is {(FORMAT, VERSION)}")
+        raise CheckpointError(f"{path}: format and version must be {(FORMAT, VERSION)}, not {kind}")
     contents = {k: v for k, v in manifest.items() if k != "crc32"}
-    if manifest.get("crc32") != checksum_of(contents):
-        raise CheckpointError(f"{path}: damaged, its own checksum does not fit")
+    if manifest.get("crc32") != checksum_manifest(contents):
+        raise CheckpointError(f"{path}: damaged, its checksum differs from its contents")
     return manifest
 
 
-def checksum_of(manifest: dict[str, Any]) -> int:
+def checksum_manifest(manifest: dict[str, Any]) -> int:
     """Return the CRC-32 of a manifest's contents, independent of key order and spacing."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
+def find_damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
     """Check the files `names` against a checkpoint's `files`; return a message for each problem."""
     problems = []
     for name in names:
-        path, want = folder / name, files[name]
+        path, saved = folder / name, files[name]
         try:
-            here = describe(path)
+            now = describe_file(path)
         except FileNotFoundError:
             problems.append(f"{path}: is missing")
             continue
-        if here["bytes"] != want["bytes"]:
-            problems.append(f"{path}: has {here['bytes']:,} bytes instead of {want['bytes']:,}")
-        elif here != want:
-            sums = f"{here['crc32']:08x} instead of {want['crc32']:08x}"
+        if now["bytes"] != saved["bytes"]:
+            problems.append(f"{path}: has {now['bytes']:,} bytes instead of {saved['bytes']:,}")
+        elif now != saved:
+            sums = f"{now['crc32']:08x} instead of {saved['crc32']:08x}"
             problems.append(f"{path}: damaged, its CRC-32 is {sums}")
     return problems
 
@@ -154,13 +154,13 @@ def damage(folder: Path, files: dict[str, dict[str, int]], names: Iterable[str])
 def check_optimizer(training: Any) -> None:
     """Raise ValueError if the optimizer has parameters that are not the model's."""
     known = {id(parameter) for parameter in training.model.parameters()}
-    if any(id(p) not in known for of in training.optimizer.param_groups for p in of["params"]):
+    if any(id(p) not in known for g in training.optimizer.param_groups for p in g["params"]):
         kind = type(training.optimizer).__name__
-        text = "it trains what is no parameter of the model; allowed is one that was made of "
-        raise ValueError(f"optimizer={kind}: {text}model.parameters(), once the model was sharded")
+        text = "must hold only the model's parameters: create it after the model is sharded"
+        raise ValueError(f"optimizer={kind}: {text}")
 
 
-def pack(value: Any, name: str) -> bytes:
+def dump_weights_only(value: Any, name: str) -> bytes:
     """Serialize `value` so that torch.load can read it with weights_only=True.
 
     Such a file can hold numbers, strings, lists, dictionaries and tensors, but no code.
@@ -170,61 +170,61 @@ def pack(value: Any, name: str) -> bytes:
         torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
-        raise ValueError(f"{name}: allowed are plain values and tensors: {error}") from None
+        raise ValueError(f"{name}: must hold only plain values and tensors: {error}") from None
     return buffer.getvalue()
 
 
-def unpack(path: Path) -> Any:
-    """Read a file that `pack` wrote, without running code that a pickle could contain."""
+def load_weights_only(path: Path) -> Any:
+    """Read a file of `dump_weights_only`, without running code that a pickle could contain."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
 
-def shapes(state: Mapping[str, Any], prefix: str = "") -> Shapes:
+def collect_shapes(state: Mapping[str, Any], prefix: str = "") -> Shapes:
     """Return the unsharded shape and dtype of every tensor in nested dicts, by DCP's names."""
     found: Shapes = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found |= shapes(value, f"{name}.")
+            found |= collect_shapes(value, f"{name}.")
         else:  # a DTensor's shape is that of the unsharded tensor
             dtype = str(value.dtype).removeprefix("torch.")
             found[name] = {"shape": list(value.shape), "dtype": dtype}
     return found
 
 
-def plain_name(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """Remove the parts of a parameter's name that torch's wrappers add, as DCP does."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model without DataParallel's wrapper, which would prefix every name."""
     return model.module if isinstance(model, DataParallel | DistributedDataParallel) else model
 
 
-def size(tensors: Shapes) -> int:
+def count_bytes(tensors: Shapes) -> int:
     """Return the bytes of all `tensors`, unsharded."""
     return sum(
-        math.prod(of["shape"]) * getattr(torch, of["dtype"]).itemsize for of in tensors.values()
+        math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in tensors.values()
     )
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_entries(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the ranks' entries for the manifest: a rank may have only some of the tensors."""
     groups = [part["parameter groups"] for part in parts]
     merged = [sorted({n for names in same for n in names}) for same in zip(*groups, strict=True)]
-    twice = [name for name, times in Counter(n for of in merged for n in of).items() if times > 1]
-    if twice:
-        text = f"{min(twice)} is in one on some ranks, in another one on others"
-        raise ValueError(f"parameter groups: {text}; allowed is the same on all ranks")
-    tensors = {name: of for part in parts for name, of in part["tensors"].items()}
+    counts = Counter(name for group in merged for name in group)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        text = f"must be equal on all ranks, but ranks have {min(repeated)} in different groups"
+        raise ValueError(f"parameter groups: {text}")
+    tensors = {name: shape for part in parts for name, shape in part["tensors"].items()}
     return parts[0] | {"parameter groups": merged, "tensors": tensors}
 
 
-def leave_out(state: dict[str, Any], saved: Shapes) -> None:
+def drop_unsaved_state(state: dict[str, Any], saved: Shapes) -> None:
     """Remove the optimizer state of parameters from `state` that have none in `saved`.
 
     Such a parameter had never had a gradient before the save, and resumes without state.
@@ -237,29 +237,29 @@ def leave_out(state: dict[str, Any], saved: Shapes) -> None:
         del state["optimizer"][name]
 
 
-def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+def find_mismatches(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """List the mismatches between a checkpoint's manifest `saved` and a run's entries `here`."""
     for name in ("optimizer", "schedule"):
         if saved[name] != here[name]:
-            return [f"{name} is {saved[name]} in the checkpoint, {here[name]} in this training"]
+            return [f"{name} is {saved[name]} in the checkpoint, {here[name]} in this run"]
     problems = []
-    there, mine = saved["tensors"], here["tensors"]
-    if missing := sorted(mine.keys() - there.keys()):
+    theirs, ours = saved["tensors"], here["tensors"]
+    if missing := sorted(ours.keys() - theirs.keys()):
         problems.append(f"missing in the checkpoint: {', '.join(missing[:3])}")
-    if alone := sorted(there.keys() - mine.keys()):
-        problems.append(f"in the checkpoint alone: {', '.join(alone[:3])}")
-    for name in sorted(mine.keys() & there.keys()):
-        if there[name] != mine[name]:
-            a, b = (f"{of['dtype']} {of['shape']}" for of in (there[name], mine[name]))
-            problems.append(f"{name} is {a} in the checkpoint, {b} in this training")
+    if extra := sorted(theirs.keys() - ours.keys()):
+        problems.append(f"only in the checkpoint: {', '.join(extra[:3])}")
+    for name in sorted(ours.keys() & theirs.keys()):
+        if theirs[name] != ours[name]:
+            a, b = (f"{t['dtype']} {t['shape']}" for t in (theirs[name], ours[name]))
+            problems.append(f"{name} is {a} in the checkpoint, {b} in this run")
     # torch and schedules identify groups by their index, so groups must match in order.
     if not problems and saved["parameter groups"] != here["parameter groups"]:
-        problems.append("parameter groups are others, or in another order, in the checkpoint")
-    more = [f"and {len(problems) - 2} more such differences"] if len(problems) > 2 else []
+        problems.append("parameter groups differ, or are in another order, in the checkpoint")
+    more = [f"and {len(problems) - 2} more mismatches"] if len(problems) > 2 else []
     return problems[:2] + more
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def get_random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of this rank's random generators: torch, GPU, Python, NumPy."""
     kind, keys, *rest = np.random.get_state()
     return {
@@ -279,7 +279,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(state["numpy"])
 
 
-def seed_anew(step: int, rank: int) -> None:
+def reseed_rank(step: int, rank: int) -> None:
     """Seed the generators of a rank without saved state: reproducible, different on each rank."""
     seed = (step * 1_000_003 + rank) % 2**32
     torch.manual_seed(seed)  # also seeds CUDA
@@ -287,27 +287,27 @@ def seed_anew(step: int, rank: int) -> None:
     np.random.seed(seed)
 
 
-def cause(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe the cause of an error: for DCP's errors, the error of the first failed rank."""
     for rank, (inner, _) in getattr(error, "failures", {}).items():
         return f"rank {rank}: {type(inner).__name__}: {inner}"
     return f"{type(error).__name__}: {error}"
 
 
-def unseen(folder: Path, names: Iterable[str]) -> str | None:
+def describe_missing_files(folder: Path, names: Iterable[str]) -> str | None:
     """Return a message if this rank does not see some files that other ranks have written."""
     missing = sorted(name for name in names if not (folder / name).exists())
     if not missing:
         return None
-    return f"rank 0 does not see {', '.join(missing)}: allowed is a folder that all ranks share"
+    return f"rank 0 does not see {', '.join(missing)}: use a folder that all ranks share"
 
 
-def no_room(folder: Path, needed: int) -> str:
+def describe_full_disk(folder: Path, needed: int) -> str:
     """Return a message for a failed save if `folder` has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return ""
-    return f": the disk is full: {needed:,} bytes and more are to be written, {free:,} are free"
+    return f": the disk is full: a save needs at least {needed:,} bytes, and {free:,} are free"
 
 
 # Errors of one rank are raised on all ranks: otherwise the others would hang.
@@ -329,16 +329,16 @@ class Members:
                 return
             group = dist.group.WORLD
         self.rank, self.size = ranks.check_group(group)
-        numbers = dist.get_process_group_ranks(group)
+        global_ranks = dist.get_process_group_ranks(group)
         # With use_local_synchronization torch derives a group's name from its members. If such a
         # group is destroyed, creating it again under the same name would hang.
-        self._destroy = len(numbers) == dist.get_world_size()
+        self._destroy = len(global_ranks) == dist.get_world_size()
         limit = ranks.agree.time_limit(group)
         self.group = dist.new_group(
-            numbers, limit, backend="gloo", use_local_synchronization=not self._destroy
+            global_ranks, limit, backend="gloo", use_local_synchronization=not self._destroy
         )
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """All-gather `value`; return the values of all ranks."""
         return [value] if self.group is None else gathered(value, self.group)
 
@@ -347,15 +347,15 @@ class Members:
         if self.group is not None:
             ranks.check_same(self.group, **given)
 
-    def first(self, act: Callable[[], Any]) -> Any:
-        """Run `act` on rank 0, and return its result, or raise its error, on every rank."""
+    def run_on_rank_0(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on rank 0, and return its result, or raise its error, on every rank."""
         result = error = None
         if self.rank == 0:
             try:
-                result = act()
+                result = function()
             except Exception as raised:
                 error = raised
-        result, error = self.exchange((result, error))[0]
+        result, error = self.all_gather_object((result, error))[0]
         if error is not None:
             try:
                 raise error
@@ -363,10 +363,9 @@ class Members:
                 del error  # breaks a reference cycle that would keep the folder's lock
         return result
 
-    def agree(self, problems: list[str]) -> None:
+    def raise_on_all_ranks(self, problems: list[str]) -> None:
         """Raise CheckpointError on every rank if any rank has found problems."""
-        found = [text for part in self.exchange(problems) for text in part]
-        if found:
+        if found := [text for part in self.all_gather_object(problems) for text in part]:
             raise CheckpointError("; ".join(dict.fromkeys(found)))
 
     def close(self) -> None:

@@ -39,19 +39,18 @@ from shardlab.layout.boxes import Box, Piece, elements, shape, spanned, whole
 from shardlab.zero.wrapper import Sharded
 
 from . import folder as files
-from . import names
+from . import hub_names, resharding
 from .folder import CheckpointError, Members
-from .moving import by_name, carry, changed, holders, parts_of, pieces, transfers
-from .names import FAMILIES, Link
+from .hub_names import FAMILIES, Link
 
 GB = 10**9
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """The location, dtype and shape of a tensor in a safetensors file."""
 
     file: str
@@ -65,32 +64,32 @@ class Stored:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def stored(folder: Path) -> dict[str, Stored]:
+def read_tensor_index(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor in `folder`, by name, from headers and index, without reading values.
 
     Raises CheckpointError, which names the file, if a file is missing, truncated, or no
     safetensors file.
     """
-    if (folder / INDEX).exists():  # the index gives the files; their headers give the tensors
-        parts = sorted({*read_json("index", folder / INDEX)["weight_map"].values()})
-    elif (folder / ONE).exists():
-        parts = [ONE]
+    if (folder / INDEX_FILE).exists():  # the index gives the files; their headers give the tensors
+        parts = sorted({*read_json("index", folder / INDEX_FILE)["weight_map"].values()})
+    elif (folder / SINGLE_FILE).exists():
+        parts = [SINGLE_FILE]
     else:
-        raise CheckpointError(f"{folder}: there is neither {ONE} nor {INDEX} in it")
-    return {name: of for part in parts for name, of in _header(folder / part).items()}
+        raise CheckpointError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return {name: tensor for part in parts for name, tensor in _read_header(folder / part).items()}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file; safetensors checks its header against the file's length."""
     try:
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: Stored(path.name, name, part.get_dtype(), tuple(part.get_shape()))
+                name: StoredTensor(path.name, name, part.get_dtype(), tuple(part.get_shape()))
                 for name, part in parts.items()
             }
     except (OSError, SafetensorError) as error:
-        text = "cannot be read, cut off, or no safetensors file"
+        text = "is unreadable, truncated, or not a safetensors file"
         raise CheckpointError(f"{path}: {text}: {error}") from None
 
 
@@ -100,7 +99,7 @@ def load_hub(
 ) -> tuple[str, ...]:
     """Load the weights in `folder`, which is in the hub's format, into a model.
 
-    model: a GPT, plain or sharded, as for `pieces`. Collective over `group`; None: the world.
+    model: a GPT, plain or sharded, as for `list_pieces`. Collective over `group`; None: the world.
     Values are converted to the model's dtype. Returns the names of tensors in the folder that the
     GPT does not have, such as GPT-2's positions.
 
@@ -111,92 +110,95 @@ def load_hub(
     folder = Path(folder)
     with closing(Members(group)) as members:
         members.check_same(folder=os.path.abspath(folder))
-        config, own = _config(model), pieces(model)
-        links, found, left = members.first(lambda: _matched(folder, config))
-        _read(folder, own, links, found)
-        members.exchange(None)  # barrier: all ranks have read their pieces
-        changed(model)
-        return left
+        config, own = _get_config(model), resharding.list_pieces(model)
+        links, stored, unused = members.run_on_rank_0(lambda: _match_tensors(folder, config))
+        _fill_pieces(folder, own, links, stored)
+        members.all_gather_object(None)  # barrier: all ranks have read their pieces
+        resharding.notify_weights_changed(model)
+        return unused
 
 
-def _read(
+def _fill_pieces(
     folder: Path,
-    own: Sequence[Piece],
+    pieces: Sequence[Piece],
     links: Mapping[str, Link],
-    found: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
 ) -> None:
     """Fill this rank's pieces, file by file: read only the slices that the pieces need."""
     by_file: dict[str, list[Piece]] = defaultdict(list)
-    for piece in own:
+    for piece in pieces:
         if piece.name in links and elements(piece.box):
-            by_file[found[links[piece.name].hub].file].append(piece)
+            by_file[stored[links[piece.name].hub].file].append(piece)
     for file, wanted in by_file.items():
         with safe_open(folder / file, "pt") as opened:  # pages read stay in memory until closed
             for piece in wanted:
                 link = links[piece.name]
-                place = tuple(slice(*ends) for ends in in_hub(link, piece.box))
-                values = opened.get_slice(found[link.hub].name)[place]
-                piece.tensor.copy_(values.T if link.turned else values)
+                slices = tuple(slice(*ends) for ends in map_to_hub(link, piece.box))
+                values = opened.get_slice(stored[link.hub].name)[slices]
+                piece.tensor.copy_(values.T if link.transposed else values)
                 del values  # free it before the next read
 
 
-def in_hub(link: Link, box: Box) -> Box:
+def map_to_hub(link: Link, box: Box) -> Box:
     """Return the box in the hub's tensor of `box`, a part of the GPT's tensor."""
-    place = link.place[::-1] if link.turned else link.place
-    found = tuple(
-        (begin + first, begin + end) for (first, end), (begin, _) in zip(box, place, strict=True)
+    outer = link.box[::-1] if link.transposed else link.box
+    inner = tuple(
+        (begin + first, begin + end) for (first, end), (begin, _) in zip(box, outer, strict=True)
     )
-    return found[::-1] if link.turned else found
+    return inner[::-1] if link.transposed else inner
 
 
-def _matched(
+def _match_tensors(
     folder: Path, config: Config
-) -> tuple[dict[str, Link], dict[str, Stored], tuple[str, ...]]:
+) -> tuple[dict[str, Link], dict[str, StoredTensor], tuple[str, ...]]:
     """Find each tensor of the model in `folder`.
 
     Returns the GPT's tensors with their links, the hub's tensors with their place in the folder,
     and the names of tensors that the GPT does not have. Raises ValueError if there is no such
     folder, CheckpointError for missing, mismatched or unknown tensors.
     """
-    kind, there = read_json("config", names.config_file(folder)).get("model_type"), stored(folder)
-    links = names.links(config, kind)
-    family, places = FAMILIES[kind], [(link.hub, link.place) for link in links.values()]
-    embedding, head = (f"{family.names[end]}.weight" for end in ("embedding", "head"))
+    model_type = read_json("config", hub_names.find_config_file(folder)).get("model_type")
+    stored, links = read_tensor_index(folder), hub_names.map_tensors(config, model_type)
+    family, boxes = FAMILIES[model_type], [(link.hub, link.box) for link in links.values()]
+    embedding, head = (f"{family.module_names[end]}.weight" for end in ("embedding", "head"))
     found, known = {}, set()
-    for name, wanted in spanned(places).items():
+    for name, wanted in spanned(boxes).items():
         # Some files omit a prefix; some store tied tensors twice, and both must be equal.
         tied = [head] if config.tied and name == embedding else []
-        called = [n for n in (name, name.removeprefix(family.base), *tied) if n in there]
-        if not called:
-            raise CheckpointError(f"{folder}: {name} is not in it: of another model, or renamed")
-        for each in dict.fromkeys(called):
-            of = there[each]
-            if of.shape != wanted:
-                text = f"{each} is {list(of.shape)}, and {list(wanted)} in this model"
-                raise CheckpointError(f"{folder / of.file}: {text}")
-            if of.dtype not in DTYPES:
-                text = f"{each} is {of.dtype}; allowed are {', '.join(DTYPES)}"
-                raise CheckpointError(f"{folder / of.file}: {text}")
-            if each != called[0] and not _are_equal(folder, there[called[0]], of):
-                text = f"{each} is not equal to {called[0]}, to which this model ties it"
-                allowed = "allowed is a model with both (tied=False, tie_word_embeddings=False)"
-                raise CheckpointError(f"{folder / of.file}: {text}; {allowed}")
-        found[name] = there[called[0]]
-        known |= set(called)
-    left = sorted(there.keys() - known)
-    for name in left:
-        if not any(re.fullmatch(family.beside, of) for of in (name, f"{family.base}{name}")):
-            text = f"{name} is unknown: of another model, or renamed"
-            raise CheckpointError(f"{folder / there[name].file}: {text}")
-    return links, found | {name: there[name] for name in left}, tuple(left)
+        aliases = (name, name.removeprefix(family.optional_prefix), *tied)
+        aliases = [n for n in dict.fromkeys(aliases) if n in stored]
+        if not aliases:
+            text = f"{name} is missing: the folder has another model, or renamed tensors"
+            raise CheckpointError(f"{folder}: {text}")
+        for alias in aliases:
+            tensor = stored[alias]
+            if tensor.shape != wanted:
+                text = f"{alias} is {list(tensor.shape)}, and {list(wanted)} in this model"
+                raise CheckpointError(f"{folder / tensor.file}: {text}")
+            if tensor.dtype not in DTYPES:
+                text = f"dtype of {alias}={tensor.dtype}: must be one of {', '.join(DTYPES)}"
+                raise CheckpointError(f"{folder / tensor.file}: {text}")
+            if alias != aliases[0] and not _are_equal(folder, stored[aliases[0]], tensor):
+                text = f"{alias} is not equal to {aliases[0]}, to which this model ties it"
+                advice = "build the model with tied=False (tie_word_embeddings=False)"
+                raise CheckpointError(f"{folder / tensor.file}: {text}; {advice}")
+        found[name] = stored[aliases[0]]
+        known |= set(aliases)
+    unused = sorted(stored.keys() - known)
+    for name in unused:
+        names = name, f"{family.optional_prefix}{name}"
+        if not any(re.fullmatch(family.ignored, each) for each in names):
+            text = f"{name} is unknown: the folder has another model, or renamed tensors"
+            raise CheckpointError(f"{folder / stored[name].file}: {text}")
+    return links, found | {name: stored[name] for name in unused}, tuple(unused)
 
 
-def _are_equal(folder: Path, a: Stored, b: Stored) -> bool:
+def _are_equal(folder: Path, a: StoredTensor, b: StoredTensor) -> bool:
     """Return True if two stored tensors of one shape are equal; reads a few rows at a time."""
     with safe_open(folder / a.file, "pt") as file_a, safe_open(folder / b.file, "pt") as file_b:
         pair = file_a.get_slice(a.name), file_b.get_slice(b.name)
         rows = (slice(first, first + 1024) for first in range(0, a.shape[0], 1024))
-        return all((pair[0][of] == pair[1][of]).all() for of in rows)
+        return all((pair[0][some] == pair[1][some]).all() for some in rows)
 
 
 @torch.no_grad()
@@ -205,13 +207,13 @@ def save_hub(
     folder: str | Path,
     group: dist.ProcessGroup | None = None,
     *,
-    like: str | Path,
+    template: str | Path,
     shard_bytes: int = 5 * GB,
 ) -> None:
     """Save a model's weights in the hub's format to a new folder, which `transformers` can load.
 
-    model: as in `load_hub`. Collective over `group`, whose ranks share the folder. like: a folder
-    of the same kind of model, such as the one that was loaded; names, dtypes, config.json,
+    model: as in `load_hub`. Collective over `group`, whose ranks share the folder. template: a
+    folder of the same kind of model, such as the one that was loaded; names, dtypes, config.json,
     tokenizer, and tensors that the GPT does not have are copied from it. shard_bytes: largest size
     of a file, unless one tensor is larger. The folder gets its name once all files are on the disk.
 
@@ -219,120 +221,126 @@ def save_hub(
     be read or written.
     """
     check_whole(shard_bytes=shard_bytes)
-    folder, like = Path(folder), Path(like)
+    folder, template = Path(folder), Path(template)
     with closing(Members(group)) as members:
-        members.check_same(
-            folder=os.path.abspath(folder), like=os.path.abspath(like), shard_bytes=shard_bytes
-        )
-        sources = _Sources(model, like, members)
-        saving = members.first(lambda: _begin(folder))
+        paths = {"folder": os.path.abspath(folder), "template": os.path.abspath(template)}
+        members.check_same(**paths, shard_bytes=shard_bytes)
+        sources = _Sources(model, template, members)
+        saving = members.run_on_rank_0(lambda: _create_save_folder(folder))
         plan = split_state_dict_into_shards_factory(
-            sources.found,
-            get_storage_size=lambda of: of.nbytes,
+            sources.stored,
+            get_storage_size=lambda tensor: tensor.nbytes,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=shard_bytes,
         )
         problem = None
         for number, (file, tensors) in enumerate(plan.filename_to_tensors.items()):
             writer = number % members.size
-            content = {hub: sources.gather(hub, writer) for hub in tensors}
+            content = {hub: sources.gather_tensor(hub, writer) for hub in tensors}
             if members.rank == writer:
                 try:
                     save_file(content, saving / file, {"format": "pt"})
-                    files.sync(saving / file)
+                    files.fsync_path(saving / file)
                 except (OSError, SafetensorError) as error:  # go on: others need this rank's parts
-                    problem = f"rank {members.rank}: {files.cause(error)}"
+                    problem = f"rank {members.rank}: {files.describe_error(error)}"
             del content
-        problem = next((of for of in members.exchange(problem) if of), None)
+        problem = next((p for p in members.all_gather_object(problem) if p), None)
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        needed = sum(of.nbytes for of in sources.found.values())
-        members.first(lambda: _complete(saving, folder, like, index, problem, needed))
+        size = sum(tensor.nbytes for tensor in sources.stored.values())
+        members.run_on_rank_0(lambda: _finish_save(saving, folder, template, index, problem, size))
 
 
 class _Sources:
-    """The sources of the tensors to save: parts on ranks, or the files in `like`.
+    """The sources of the tensors to save: parts on ranks, or the files in `template`.
 
-    found: the hub's tensors in `like`, by name.
+    stored: the hub's tensors in `template`, by name.
     """
 
-    def __init__(self, model: nn.Module, like: Path, members: Members):
-        self.like, self.members = like, members
-        config, own = _config(model), pieces(model)
-        self.pieces, self.holders = by_name(own), holders(members.exchange(parts_of(own)))
-        links, self.found, _ = members.first(lambda: _matched(like, config))
-        self.into: dict[str, list[tuple[str, Link]]] = defaultdict(list)
+    def __init__(self, model: nn.Module, template: Path, members: Members):
+        self.template, self.members = template, members
+        config, own = _get_config(model), resharding.list_pieces(model)
+        self.pieces = resharding.group_by_name(own)
+        self.holders = resharding.find_holders(
+            members.all_gather_object(resharding.list_parts(own))
+        )
+        links, self.stored, _ = members.run_on_rank_0(lambda: _match_tensors(template, config))
+        self.links_by_hub: dict[str, list[tuple[str, Link]]] = defaultdict(list)
         for name, link in links.items():
-            self.into[link.hub].append((name, link))
+            self.links_by_hub[link.hub].append((name, link))
 
-    def gather(self, hub: str, writer: int) -> Tensor | None:
+    def gather_tensor(self, hub: str, writer: int) -> Tensor | None:
         """Gather a full tensor of the hub on the rank `writer` (collective); None elsewhere."""
-        of, mine = self.found[hub], self.members.rank == writer
-        if hub not in self.into:
-            if not mine:
+        stored, is_writer = self.stored[hub], self.members.rank == writer
+        if hub not in self.links_by_hub:
+            if not is_writer:
                 return None
-            with safe_open(self.like / of.file, "pt") as file:
-                return file.get_tensor(of.name)
-        dtype = DTYPES[of.dtype]
-        full = torch.empty(of.shape, dtype=dtype) if mine else None
-        for name, link in self.into[hub]:
-            box = whole(shape(link.place[::-1] if link.turned else link.place))
-            plan = transfers(self.holders[name], [(writer, box)])
+            with safe_open(self.template / stored.file, "pt") as file:
+                return file.get_tensor(stored.name)
+        dtype = DTYPES[stored.dtype]
+        full = torch.empty(stored.shape, dtype=dtype) if is_writer else None
+        for name, link in self.links_by_hub[hub]:
+            box = whole(shape(link.box[::-1] if link.transposed else link.box))
+            plan = resharding.plan_transfers(self.holders[name], [(writer, box)])
             assert plan is not None, link  # shapes were compared with the ranks' parts before
-            place = []
+            wanted = []
             if full is not None:
-                there = full[tuple(slice(*ends) for ends in link.place)]
-                place = [Piece(name, box, there.T if link.turned else there)]
+                part = full[tuple(slice(*ends) for ends in link.box)]
+                wanted = [Piece(name, box, part.T if link.transposed else part)]
             cpu = torch.device("cpu")
-            carry(plan, self.pieces[name], place, dtype, self.members.group, cpu)
+            resharding.run_transfers(
+                plan, self.pieces[name], wanted, dtype, self.members.group, cpu
+            )
         return full
 
 
-def _begin(folder: Path) -> Path:
+def _create_save_folder(folder: Path) -> Path:
     """Create a temporary folder beside `folder`, to be renamed later (rank 0 only)."""
     if folder.exists():
-        raise ValueError(f"folder={str(folder)!r}: it is there; allowed is a new one")
+        raise ValueError(f"folder={str(folder)!r}: must be a new folder, but exists")
     if not folder.parent.is_dir():
-        raise ValueError(f"folder={str(folder)!r}: there is no folder {folder.parent}")
-    saving = folder.with_name(f"{files.SAVING}{folder.name}")
+        raise ValueError(f"folder={str(folder)!r}: its parent folder must exist")
+    saving = folder.with_name(f"{files.SAVING_PREFIX}{folder.name}")
     shutil.rmtree(saving, ignore_errors=True)  # left by a save that was killed
     saving.mkdir()
     return saving
 
 
-def _complete(
+def _finish_save(
     saving: Path,
     folder: Path,
-    like: Path,
+    template: Path,
     index: dict[str, Any],
     problem: str | None,
-    needed: int,
+    size: int,
 ) -> None:
     """Write the other files and rename the folder, or delete it after an error (rank 0 only)."""
     weights = set(index["weight_map"].values())
-    problem = problem or files.unseen(saving, weights)
+    problem = problem or files.describe_missing_files(saving, weights)
     try:
         if not problem:
             if len(weights) > 1:
-                files.write_durably(saving / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-            for path in sorted(like.iterdir()):
-                beside = path.suffix not in _WEIGHTS and not path.name.endswith(".index.json")
-                if path.is_file() and beside:
+                files.write_durably(
+                    saving / INDEX_FILE, f"{json.dumps(index, indent=2)}\n".encode()
+                )
+            for path in sorted(template.iterdir()):
+                is_index = path.name.endswith(".index.json")
+                if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not is_index:
                     files.write_durably(saving / path.name, path.read_bytes())
-            files.sync(saving)
+            files.fsync_path(saving)
             os.rename(saving, folder)
-            files.sync(folder.parent)
+            files.fsync_path(folder.parent)
     except OSError as error:
-        problem = files.cause(error)
+        problem = files.describe_error(error)
     if problem:
-        room = files.no_room(folder.parent, needed)
+        room = files.describe_full_disk(folder.parent, size)
         shutil.rmtree(saving, ignore_errors=True)
         raise CheckpointError(f"{folder}: not saved: {problem}{room}")
 
 
-def _config(model: nn.Module) -> Config:
+def _get_config(model: nn.Module) -> Config:
     """Return the config of a GPT, inside any wrapper."""
-    model = files.unwrapped(model)
+    model = files.unwrap_model(model)
     config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
     if not isinstance(config, Config):
-        raise ValueError(f"model={type(model).__name__}: allowed are a GPT, plain or on any ranks")
+        raise ValueError(f"model={type(model).__name__}: must be a GPT, plain or sharded")
     return config

@@ -294,9 +294,9 @@ def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
     for words in found.assumed:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
     if own:  # the shape in which the course's own model computes the same
-        from shardlab.checkpoint.names import config_in  # loads torch
+        from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
-        found = replace(found, own=config_in(path))
+        found = replace(found, own=read_config_file(path))
         if (total := structure(found.own).total) != found.total:
             words = f"config={str(path)!r}: {found.total:,} parameters"
             raise ValueError(f"{words}; allowed with emit and run are {total:,}")

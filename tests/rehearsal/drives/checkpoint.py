@@ -12,9 +12,9 @@ from shardlab import ranks
 from shardlab.checkpoint import (
     Checkpoints,
     Training,
-    export,
-    hand_over,
-    predicted_hand_over,
+    export_model,
+    predict_transfer_bytes,
+    transfer_weights,
 )
 from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, loss
@@ -59,7 +59,7 @@ def _saved(kind: str, wait: bool = True) -> None:
         other = _training(kind)
         store.load(other)
         near(loss(other.model(x), y), wanted, 0.0)
-        export(training.model, place / "weights.pt", group)
+        export_model(training.model, place / "weights.pt", group)
 
 
 @on(1, 2, 4, daily=(2,))
@@ -70,7 +70,7 @@ def every_kind():
 
 def weights_for_a_machine_without_a_gpu():
     with folder() as place:
-        export(model(GPT2), place / "weights.pt", world()[0])
+        export_model(model(GPT2), place / "weights.pt", world()[0])
         state = torch.load(place / "weights.pt", weights_only=True)
         devices = {str(t.device) for t in state.values()}
         assert devices == {"cpu"}, f"the file's weights are on {devices}"
@@ -88,8 +88,8 @@ def handed_to_another_layout():
     for old, new in zip(layouts, layouts[1:], strict=False):
         source, target = _parallel(old, 0), _parallel(new, 1)
         with count.sent() as sent:
-            hand_over(source, target, group)
+            transfer_weights(source, target, group)
         for name, tensor in source.full_state_dict().items():
             assert torch.equal(tensor, target.full_state_dict()[name]), name
         parts = [[predicted_pieces(GPT2, of, r) for r in range(size)] for of in (old, new)]
-        assert sent.bytes == predicted_hand_over(*parts)[rank]
+        assert sent.bytes == predict_transfer_bytes(*parts)[rank]

@@ -27,7 +27,7 @@ from shardlab.ranks.gather import gathered
 from shardlab.ranks.p2p import exchange_all
 from shardlab.zero.wrapper import Sharded
 
-from .folder import plain_name, unwrapped
+from .folder import strip_wrapper_names, unwrap_model
 
 Parts = Sequence[tuple[str, Box]]  # a rank's parts of tensors: (tensor's name, box)
 
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 Holders = dict[Box, list[int]]  # disjoint parts of a tensor -> the ranks that have them
 
 
-def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
+def find_holders(parts: Sequence[Parts]) -> dict[str, Holders]:
     """Return each tensor's parts with the ranks that have them, from each rank's parts."""
     found: dict[str, Holders] = defaultdict(dict)
     for rank, mine in enumerate(parts):
@@ -53,7 +53,7 @@ def holders(parts: Sequence[Parts]) -> dict[str, Holders]:
     return found
 
 
-def transfers(have: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer] | None:
+def plan_transfers(holders: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer] | None:
     """Plan the transfers that give each rank the parts it wants; None if some elements are missing.
 
     A rank that has a part copies it locally; otherwise the ranks that have it take turns.
@@ -61,7 +61,7 @@ def transfers(have: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer
     found = []
     for rank, box in wanted:
         missing = elements(box)
-        for theirs, ranks in have.items():
+        for theirs, ranks in holders.items():
             if (both := common(box, theirs)) is not None:
                 source = rank if rank in ranks else ranks[rank % len(ranks)]
                 found.append(Transfer(source, rank, both))
@@ -71,7 +71,7 @@ def transfers(have: Holders, wanted: Iterable[tuple[int, Box]]) -> list[Transfer
     return found
 
 
-def carry(
+def run_transfers(
     plan: Sequence[Transfer],
     mine: Sequence[Piece],
     wanted: Sequence[Piece],
@@ -89,29 +89,31 @@ def carry(
     incoming: list[tuple[Tensor, int]] = []
     for source, target, box in plan:
         if source == rank:
-            part = _part(mine, box).to(device=device, dtype=dtype)
+            part = _view_box(mine, box).to(device=device, dtype=dtype)
             if target == rank:
-                _part(wanted, box).copy_(part)
+                _view_box(wanted, box).copy_(part)
             else:
                 outgoing.append((part, target))
         elif target == rank:
-            incoming.append((_part(wanted, box), source))
+            incoming.append((_view_box(wanted, box), source))
     exchange_all(outgoing, incoming, group).wait()
 
 
-def _part(among: Sequence[Piece], box: Box) -> Tensor:
+def _view_box(pieces: Sequence[Piece], box: Box) -> Tensor:
     """Return a view of `box` in the piece that contains it."""
-    for piece in among:
+    for piece in pieces:
         if common(box, piece.box) == box:
             return piece.tensor[within(box, piece.box)]
     raise AssertionError(box)
 
 
 @torch.no_grad()
-def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.ProcessGroup) -> None:
+def transfer_weights(
+    source: nn.Module | None, target: nn.Module | None, group: dist.ProcessGroup
+) -> None:
     """Copy the weights of `source` to `target`, a model of the same shape in another layout.
 
-        hand_over(trainer, generator, dist.group.WORLD)     # while the job runs
+        transfer_weights(trainer, generator, dist.group.WORLD)     # while the job runs
 
     Collective over `group`. On each rank either model may be None: the ranks of trainer and
     generator can be the same, overlap or differ. A rank sends only the parts that other ranks lack,
@@ -121,30 +123,32 @@ def hand_over(source: nn.Module | None, target: nn.Module | None, group: dist.Pr
     target's tensors, and if source and target do not have the same tensors.
     """
     check_group(group)
-    there, wants = ([] if model is None else pieces(model) for model in (source, target))
-    kinds = {piece.name: piece.tensor.dtype for piece in wants}
-    everyones = gathered((parts_of(there), parts_of(wants), kinds), group)
-    plans = planned([parts for parts, _, _ in everyones], [parts for _, parts, _ in everyones])
-    dtypes = {name: dtype for *_, each in everyones for name, dtype in each.items()}
-    mine, wanted = by_name(there), by_name(wants)
+    sources, targets = ([] if m is None else list_pieces(m) for m in (source, target))
+    own_dtypes = {piece.name: piece.tensor.dtype for piece in targets}
+    reports = gathered((list_parts(sources), list_parts(targets), own_dtypes), group)
+    plans = plan_tensors([parts for parts, _, _ in reports], [parts for _, parts, _ in reports])
+    dtypes = {name: dtype for *_, each in reports for name, dtype in each.items()}
+    mine, wanted = group_by_name(sources), group_by_name(targets)
     for name, plan in plans.items():
-        carry(plan, mine[name], wanted[name], dtypes[name], group)
+        run_transfers(plan, mine[name], wanted[name], dtypes[name], group)
     if target is not None:
-        changed(target)
+        notify_weights_changed(target)
 
 
-def predicted_hand_over(
+def predict_transfer_bytes(
     before: Sequence[Parts], after: Sequence[Parts], itemsize: int = 4
 ) -> list[int]:
-    """Return the bytes that each rank sends in `hand_over`.
+    """Return the bytes that each rank sends in `transfer_weights`.
 
     before, after: the parts of each rank, in the group's order; [] for a rank without that model.
     `mesh.predicted_pieces` returns a layout's parts. itemsize: bytes of an element of the target.
     """
     if len(before) != len(after):
-        raise ValueError(f"after has {len(after)} ranks: allowed are {len(before)}, as before")
+        raise ValueError(
+            f"after: must have as many ranks as before ({len(before)}), not {len(after)}"
+        )
     sent = [0] * len(before)
-    for name, plan in planned(before, after).items():
+    for name, plan in plan_tensors(before, after).items():
         each = 4 if name.endswith("bias_E") else itemsize  # bias_E is float32 in any model
         for move in plan:
             if move.source != move.target:
@@ -152,61 +156,61 @@ def predicted_hand_over(
     return sent
 
 
-def planned(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[Transfer]]:
+def plan_tensors(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, list[Transfer]]:
     """Return the transfers of each tensor.
 
     Raises ValueError if no rank has some part that is wanted, and if names or shapes differ.
     """
-    have, found = holders(before), {}
-    for name, boxes in holders(after).items():
+    holders, found = find_holders(before), {}
+    for name, boxes in find_holders(after).items():
         wanted = sorted((rank, box) for box, ranks in boxes.items() for rank in ranks)
-        found[name] = transfers(have[name], wanted)
-    wrong = [f"{name} is not all in the source" for name, plan in found.items() if plan is None]
-    there, own = (spanned(chain.from_iterable(side)) for side in (before, after))
-    for name in there if own else ():  # without any target there is nothing to compare
-        if there[name] != own.get(name):
-            has = f"is {list(own[name])}" if name in own else "is missing"
-            wrong.append(f"{name} {has}, and {list(there[name])} in the source")
-    if wrong:
-        text = "allowed are models whose tensors the source has, whole and of the same shape"
-        raise ValueError(f"target: {wrong[0]}; {text}")
+        found[name] = plan_transfers(holders[name], wanted)
+    problems = [f"the source lacks parts of {name}" for name, plan in found.items() if plan is None]
+    sources, targets = (spanned(chain.from_iterable(side)) for side in (before, after))
+    for name in sources if targets else ():  # without any target there is nothing to compare
+        if sources[name] != targets.get(name):
+            has = f"is {list(targets[name])}" if name in targets else "is missing"
+            problems.append(f"{name} {has}, and {list(sources[name])} in the source")
+    if problems:
+        text = "must have the same tensors as the source, whole and of the same shapes"
+        raise ValueError(f"target: {text}, but {problems[0]}")
     return found
 
 
-def by_name(found: Iterable[Piece]) -> dict[str, list[Piece]]:
+def group_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     """Group the pieces by their tensor's name."""
     names: dict[str, list[Piece]] = defaultdict(list)
-    for piece in found:
+    for piece in pieces:
         names[piece.name].append(piece)
     return names
 
 
-def parts_of(found: Iterable[Piece]) -> list[tuple[str, Box]]:
+def list_parts(pieces: Iterable[Piece]) -> list[tuple[str, Box]]:
     """Return the names and boxes of pieces, without the tensors, to send to other ranks."""
-    return [(piece.name, piece.box) for piece in found]
+    return [(piece.name, piece.box) for piece in pieces]
 
 
 # A rank's parts of the plain model's tensors, for models with any kind of sharding.
 
 
-def pieces(model: nn.Module) -> list[Piece]:
+def list_pieces(model: nn.Module) -> list[Piece]:
     """Return this rank's parameters and buffers, as parts of the plain model's tensors.
 
     Tied tensors are returned once. model: plain, data-parallel, sharded by `tensor_parallel`,
     `experts`, `zero`, `fully_shard` (or any other use of DTensors), or on a mesh.
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     if isinstance(model, Sharded):
-        return model.pieces(_cut(model.module))
+        return model.pieces(_get_tensor_parallel_boxes(model.module))
     if hasattr(model, "pieces"):
         return model.pieces()
-    cut, lasting = _cut(model), model.state_dict(keep_vars=True).keys()
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in lasting]
+    boxes, persistent = _get_tensor_parallel_boxes(model), model.state_dict(keep_vars=True).keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
     tensors = [*model.named_parameters(), *buffers]
-    return [_piece(plain_name(name), tensor, cut) for name, tensor in tensors]
+    return [_make_piece(strip_wrapper_names(name), tensor, boxes) for name, tensor in tensors]
 
 
-def _cut(model: nn.Module) -> dict[str, Box]:
+def _get_tensor_parallel_boxes(model: nn.Module) -> dict[str, Box]:
     """Return this rank's boxes of the plain model's tensors, if the model is tensor-parallel."""
     group = getattr(model, "tensor_group", None)
     if group is None:
@@ -215,19 +219,19 @@ def _cut(model: nn.Module) -> dict[str, Box]:
     return {entry.name: entry.box(rank, size) for entry in ledger(model.config)}
 
 
-def _piece(name: str, tensor: Tensor, cut: Mapping[str, Box]) -> Piece:
+def _make_piece(name: str, tensor: Tensor, boxes: Mapping[str, Box]) -> Piece:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Piece(name, cut.get(name, whole(tensor.shape)), tensor)
-    here = tensor.to_local()
+        return Piece(name, boxes.get(name, whole(tensor.shape)), tensor)
+    local = tensor.to_local()
     sizes, first = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     box = tuple((begin, begin + size) for begin, size in zip(first, sizes, strict=True))
-    return Piece(name, box, here[tuple(slice(size) for size in sizes)])
+    return Piece(name, box, local[tuple(slice(size) for size in sizes)])
 
 
-def changed(model: nn.Module) -> None:
+def notify_weights_changed(model: nn.Module) -> None:
     """Notify a model that its pieces have new values (collective)."""
-    if hasattr(model := unwrapped(model), "changed"):
+    if hasattr(model := unwrap_model(model), "changed"):
         model.changed()

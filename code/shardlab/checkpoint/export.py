@@ -12,10 +12,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from shardlab.ranks import check_group
 
-from .folder import CheckpointError, cause, no_room, sync, unwrapped
+from .folder import CheckpointError, describe_error, describe_full_disk, fsync_path, unwrap_model
 
 
-def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
+def export_model(
+    model: nn.Module, path: str | Path, group: dist.ProcessGroup | None = None
+) -> None:
     """Write the whole model into one file, for plain `torch.load(path, weights_only=True)`.
 
     model: as in `Training`, or a model of this package's `zero` and `mesh`. Collective over `group`
@@ -29,11 +31,11 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
         check_group(group)
     path = Path(path)
     if not path.parent.is_dir():
-        raise ValueError(f"path={str(path)!r}: there is no folder {path.parent}")
+        raise ValueError(f"path={str(path)!r}: its folder must exist ({path.parent})")
     if hasattr(model, "full_state_dict"):
         full = model.full_state_dict()
     else:
-        module = unwrapped(model)
+        module = unwrap_model(model)
         sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
         options = StateDictOptions(full_state_dict=sharded, cpu_offload=sharded)
         full = get_model_state_dict(module, options=options)
@@ -48,14 +50,14 @@ def export(model: nn.Module, path: str | Path, group: dist.ProcessGroup | None =
 
 def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
     """Write a temporary file and rename it to `path`; return an error message, or None."""
-    beside = path.with_name(f".{path.name}.saving")
+    temporary = path.with_name(f".{path.name}.saving")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             torch.save(full, file)
-        sync(beside)
-        os.replace(beside, path)
+        fsync_path(temporary)
+        os.replace(temporary, path)
     except Exception as error:
-        room = no_room(path.parent, sum(tensor.nbytes for tensor in full.values()))
-        beside.unlink(missing_ok=True)
-        return f"{path}: not written: {cause(error)}{room}"
+        room = describe_full_disk(path.parent, sum(tensor.nbytes for tensor in full.values()))
+        temporary.unlink(missing_ok=True)
+        return f"{path}: not written: {describe_error(error)}{room}"
     return None

@@ -38,10 +38,10 @@ def simulated_lost_fraction(
     interval: float, save: float, mtbf: float, restart: float = 0.0
 ) -> float:
     """Simulate a job until its 20,000th failure; return the same fraction as `lost_fraction`."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     spent = work = 0.0
     for _ in range(20_000):
-        alive = dice.expovariate(1 / mtbf)  # seconds from one failure to the next
+        alive = rng.expovariate(1 / mtbf)  # seconds from one failure to the next
         saves = max(0.0, alive - restart) // (interval + save)  # later work is lost
         spent += alive
         work += saves * interval

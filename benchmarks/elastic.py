@@ -41,7 +41,7 @@ import torch
 from side_by_side import options, ratio
 
 from shardlab.common import show
-from shardlab.elastic.job import free_port
+from shardlab.elastic.job import find_free_port
 
 AT, EVERY, SLEEP, TIMEOUT = 12, 5, 0.2, 5.0  # fault's step, steps a save; seconds of step, gloo
 PATIENCE, LAST_CALL = 5, 2
@@ -159,7 +159,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def once(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, Any]:
     """Run one job with its fault; return the seconds and steps lost, and the ranks after it."""
     with tempfile.TemporaryDirectory() as name:
-        folder, port = Path(name), free_port("127.0.0.1")
+        folder, port = Path(name), find_free_port("127.0.0.1")
         start = lambda number: agent(who, case, number, ranks // 2, port, folder)  # noqa: E731
         agents, started = [start(0)], set()
         try:
@@ -254,7 +254,7 @@ def bare_start(ranks: int) -> float:
         (folder / "fault").write_text("")
         for least in (EVERY + 1, EVERY + 2):
             begin, already = time.time(), len(steps(folder))
-            port, processes = free_port("127.0.0.1"), []
+            port, processes = find_free_port("127.0.0.1"), []
             for rank in range(ranks):
                 given = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
                 given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}

@@ -21,8 +21,8 @@ from torch.distributed import run
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from shardlab.elastic import core
-from shardlab.elastic.host import Failure, Host, Order, Report, first_cause
-from shardlab.elastic.job import Job, free_port
+from shardlab.elastic.host import Failure, Host, Order, Report, describe_root_cause
+from shardlab.elastic.job import Job, find_free_port
 from shardtools.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -88,7 +88,7 @@ def wait_for(done) -> None:
 def start(tmp_path):
     """Start agents in forks; end them and their processes after the test."""
     agents: list[Agent] = []
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
 
     def ours(act: str, **changes) -> Agent:
         (tmp_path / "stub.py").write_text(STUB)
@@ -140,12 +140,12 @@ def alive(found: dict[int, dict]) -> list[int]:
 @pytest.fixture
 def pair(start, tmp_path, monkeypatch):
     """Start the host of a job of two nodes, then the other node, with ranks that do these acts."""
-    gather = Host._gather
+    prepare = Host._prepare_round
 
     def with_both(host, alive, now):  # the first round has both, whenever the other one starts
-        return gather(host, alive, now) if host.order.round >= 0 or len(alive) == 2 else None
+        return prepare(host, alive, now) if host.order.round >= 0 or len(alive) == 2 else None
 
-    monkeypatch.setattr(Host, "_gather", with_both)
+    monkeypatch.setattr(Host, "_prepare_round", with_both)
 
     def started(act: str, **changes) -> tuple[Agent, Agent]:
         host = start.ours(act, **{"nodes": (1, 2), **changes})
@@ -185,7 +185,7 @@ def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
     late = start.ours(act, nodes=(1, 2))
     assert (host.wait(), late.wait()) == (0, 0)
     assert len(notes(tmp_path, 0)) == 1 and len(notes(tmp_path, 1)) == 2
-    assert "agent 1 has come" in host.said()
+    assert "agent 1 has joined" in host.said()
 
 
 # Silence and death.
@@ -229,7 +229,7 @@ note(f"helper-{{rank}}", str(helper.pid))
     wait_for(lambda: len([*tmp_path.glob("helper-*")]) == 4)
     host.send(signal.SIGKILL)
     host.wait()
-    assert other.wait() == 1 and "is gone" in other.said()
+    assert other.wait() == 1 and "lost the connection" in other.said()
     helpers = [int(path.read_text()) for path in tmp_path.glob("helper-*")]
     wait_for(lambda: not alive(notes(tmp_path, 0)) and all(map(gone, helpers)))
 
@@ -238,7 +238,7 @@ def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
     """Like a pulled cable: no connection breaks, and calls of the store do not return."""
     host, other = pair(REST, nodes=(2, 2))
     host.send(signal.SIGSTOP)
-    assert other.wait() == 1 and "is silent" in other.said()
+    assert other.wait() == 1 and "no answer from the store" in other.said()
     assert alive(notes(tmp_path, 0)) == [0]
     host.send(signal.SIGCONT)
     host.send(signal.SIGTERM)
@@ -297,14 +297,14 @@ fail("Connection closed by peer")
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
 def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
     """Only SIGKILL comes from outside; a broken connection is a consequence of the crash."""
-    ranks = core.Ranks(Job(("x",), "127.0.0.1:1"))
+    ranks = core.RankProcesses(Job(("x",), "127.0.0.1:1"))
     ranks.ended[3] = 1.4
-    crash = ranks._failure(3, -signal.Signals[name])
+    crash = ranks._read_failure(3, -signal.Signals[name])
     assert crash == Failure(3, name == "SIGKILL", 1.4, name)
 
     def cause(when: float, what: str) -> str:
         failures = Failure(0, False, when, what), crash
-        return first_cause({0: Report(failures=failures)}).split(" was")[0]
+        return describe_root_cause({0: Report(failures=failures)}).split(" was")[0]
 
     assert cause(1.0, "ValueError: a bad sample") == ("rank 3" if crash.killed else "rank 0")
     assert cause(1.5, "ValueError: a bad sample") == "rank 3"
@@ -314,15 +314,15 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
 # Decisions of the host, without processes.
 
 
-def decided(host: Host, now: float, *states: str, obeyed: int | None = None) -> Order | None:
+def decided(host: Host, now: float, *states: str, order_number: int | None = None) -> Order | None:
     """Return the host's order to agents in these states; None: the agent is silent."""
-    host.beat = getattr(host, "beat", 0) + 1
-    number = host.order.number if obeyed is None else obeyed
+    host.heartbeat = getattr(host, "heartbeat", 0) + 1
+    number = host.order.number if order_number is None else order_number
     reports = {
-        agent: Report(host.beat if state else -1, number, state or "running", ranks=agent + 1)
+        agent: Report(host.heartbeat if state else -1, number, state or "running", ranks=agent + 1)
         for agent, state in enumerate(states)
     }
-    return host.decide(reports, now)
+    return host.decide_order(reports, now)
 
 
 def test_the_host_waits_for_the_least_and_calls_for_more():
@@ -345,7 +345,7 @@ def test_the_host_waits_for_the_least_and_calls_for_more():
     alone = Host(host.job)
     assert decided(alone, 0, "ready") is None
     end = decided(alone, 10.1, "ready")
-    assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.why
+    assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.reason
 
 
 def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
@@ -354,10 +354,10 @@ def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
     assert decided(host, 1, "failed", "running").kind == "stop"
     assert decided(host, 2, "ready", "running") is None
     # A node reports ready, but for an order before this one.
-    assert decided(host, 3, "ready", "ready", obeyed=host.order.number - 1) is None
+    assert decided(host, 3, "ready", "ready", order_number=host.order.number - 1) is None
     assert decided(host, 4, "ready", "ready").round == 1
     # A report that is older than the order says nothing about this round.
-    assert decided(host, 5, "failed", "failed", obeyed=host.order.number - 1) is None
+    assert decided(host, 5, "failed", "failed", order_number=host.order.number - 1) is None
     assert decided(host, 6, "done", "running") is None
     assert decided(host, 7, "done", "done").kind == "end"
 
@@ -367,7 +367,7 @@ def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
     wait_for(lambda: notes(tmp_path, 0))
     for act, name in ((REST, "second"), (f"{REST}; 'of another script'", "first")):
         other = start.ours(act, name=name, nodes=(1, 2))
-        assert other.wait() == 1 and "meets job 'first' of 1:2 nodes" in other.said()
+        assert other.wait() == 1 and "belongs to job 'first' of 1:2 nodes" in other.said()
     assert not host.ended() and not notes(tmp_path, 1)
     assert addresses(host) == {"127.0.0.1"}  # the store's, which torchrun's does not keep to
 
@@ -382,7 +382,7 @@ def test_where_nobody_answers_the_agent_says_so_in_time(start):
     command = ["cluster", "run", "--join", "2", "--at", "192.0.2.1:29400", __file__]
     agent = start(lambda: main(command))
     assert agent.wait() == 2, agent.said()  # after torch's own warnings of each try
-    assert "no agent answered there within 2 s" in agent.said().splitlines()[-1]
+    assert "no agent answered within 2 s" in agent.said().splitlines()[-1]
 
 
 # torchrun.
@@ -514,8 +514,10 @@ def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
     lonely = start.torchrun(f"--rdzv-conf={QUIET}", *told)
     wait_for(listening(start.port))
     assert addresses(lonely) & {"::", "0.0.0.0"}  # all interfaces
-    wrong = start.torchrun(f"--rdzv-conf={QUIET},is_host=0", *told, port=free_port("127.0.0.1"))
-    shared = {"port": free_port("127.0.0.1")}
+    wrong = start.torchrun(
+        f"--rdzv-conf={QUIET},is_host=0", *told, port=find_free_port("127.0.0.1")
+    )
+    shared = {"port": find_free_port("127.0.0.1")}
     one = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=17", *told, **shared)
     wait_for(listening(shared["port"]))
     other = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=18", *told, **shared)

@@ -234,7 +234,7 @@ MISTAKES = {  # command -> words of its error line
     "record zero tiny": "no such lesson: tiny; allowed",
     "doctor --ranks 0": "ranks=0: allowed",
     MEET.format("--ranks 0"): "ranks=0: allowed",
-    f"cluster run --at node1 {__file__}": "at='node1': allowed",
+    f"cluster run --at node1 {__file__}": "at='node1': must be",
     "cluster watch none --pid one": "pid='one'",
 }
 

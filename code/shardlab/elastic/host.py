@@ -25,17 +25,17 @@ class Order:
     agents: tuple[int, ...] = ()  # the agents in this round: the first one is node 0
     ranks: tuple[int, ...] = ()  # number of ranks of each agent
     port: int = 0  # MASTER_PORT, a new one for each round
-    why: str = ""
+    reason: str = ""
     status: int = 0  # exit status, of "end"
 
     @classmethod
-    def read(cls, text: bytes) -> Order:
+    def from_json(cls, text: bytes) -> Order:
         """Parse an order from its JSON text in the store."""
         values = json.loads(text)
         values |= {name: tuple(values[name]) for name in ("agents", "ranks")}
         return cls(**values)
 
-    def environment(self, job: Job, agent: int, local: int) -> dict[str, str]:
+    def build_environment(self, job: Job, agent: int, local: int) -> dict[str, str]:
         """Return a rank's environment variables, with the names that torchrun uses."""
         node = self.agents.index(agent)
         given = {
@@ -61,7 +61,7 @@ class Failure:
     rank: int
     killed: bool  # True if a signal from outside killed it
     time: float  # seconds since 1970, by the clock of its node
-    what: str  # its error message, or the signal or exit status with which it ended
+    message: str  # its error message, or the signal or exit status with which it ended
 
 
 # An agent's state: no ranks; some run; all exited with 0; one failed; the agent leaves the job.
@@ -70,16 +70,16 @@ State = Literal["ready", "running", "done", "failed", "left"]
 
 @dataclass(frozen=True)
 class Report:
-    """The state of an agent's ranks. `beat` grows with each report and serves as heartbeat."""
+    """The state of an agent's ranks. `heartbeat` grows with each report."""
 
-    beat: int = 0
-    obeyed: int = -1  # number of the order that the agent follows
+    heartbeat: int = 0
+    order_number: int = -1  # number of the order that the agent follows
     state: State = "ready"
     ranks: int = 1
     failures: tuple[Failure, ...] = ()  # in the agent's last round
 
     @classmethod
-    def read(cls, text: bytes) -> Report:
+    def from_json(cls, text: bytes) -> Report:
         """Parse a report from its JSON text in the store."""
         values = json.loads(text)
         values["failures"] = tuple(Failure(**each) for each in values["failures"])
@@ -92,89 +92,90 @@ class Host:
 
     job: Job
     order: Order = field(default_factory=Order)
-    since: float | None = None  # time of the current order
-    beats: dict[int, int] = field(default_factory=dict)  # last heartbeat of each agent
-    heard: dict[int, float] = field(default_factory=dict)  # time of that heartbeat
-    ready: int = 0  # number of agents that are ready, between two rounds
+    order_time: float | None = None  # time of the current order
+    heartbeats: dict[int, int] = field(default_factory=dict)  # last heartbeat of each agent
+    heartbeat_times: dict[int, float] = field(default_factory=dict)  # time of that heartbeat
+    ready_count: int = 0  # number of agents that are ready, between two rounds
     ready_since: float = 0.0  # time since which their number has not changed
     restarts: int = 0
     failed: bool = False  # True if a rank failed in the last round
 
-    def decide(self, reports: dict[int, Report], now: float) -> Order | None:
+    def decide_order(self, reports: dict[int, Report], now: float) -> Order | None:
         """Return the next order, or None while the last one stays valid."""
-        self.since = now if self.since is None else self.since
+        self.order_time = now if self.order_time is None else self.order_time
         for agent, report in reports.items():  # timed by the host's clock alone
-            if self.beats.get(agent) != report.beat:
-                self.beats[agent], self.heard[agent] = report.beat, now
+            if self.heartbeats.get(agent) != report.heartbeat:
+                self.heartbeats[agent], self.heartbeat_times[agent] = report.heartbeat, now
         alive = {
             agent: reports[agent]
-            for agent in self.audible(reports, now)
+            for agent in self.find_live_agents(reports, now)
             if reports[agent].state != "left"
         }
         new = None
         if self.order.kind == "run":
-            new = self._watch(alive)
+            new = self._monitor_round(alive)
         elif self.order.kind == "stop":
-            new = self._gather(alive, now)
+            new = self._prepare_round(alive, now)
         if new:
-            self.order, self.since, self.ready, self.ready_since = new, now, 0, now
+            self.order, self.order_time, self.ready_count, self.ready_since = new, now, 0, now
         return new
 
-    def audible(self, reports: dict[int, Report], now: float) -> list[int]:
+    def find_live_agents(self, reports: dict[int, Report], now: float) -> list[int]:
         """Return the agents with a new heartbeat within the last `job.patience` seconds."""
-        return [agent for agent in reports if now - self.heard[agent] < self.job.patience]
+        return [agent for agent in reports if now - self.heartbeat_times[agent] < self.job.patience]
 
-    def next(self, kind: str, why: str, **more: Any) -> Order:
+    def make_order(self, kind: str, reason: str, **more: Any) -> Order:
         """Make an order with the next number."""
-        return replace(self.order, number=self.order.number + 1, kind=kind, why=why, port=0, **more)
+        number = self.order.number + 1
+        return replace(self.order, number=number, kind=kind, reason=reason, port=0, **more)
 
-    def _watch(self, alive: dict[int, Report]) -> Order | None:
+    def _monitor_round(self, alive: dict[int, Report]) -> Order | None:
         """Decide while ranks run: a lost agent, a failed rank, the end, a new node."""
         members = self.order.agents
         if lost := [agent for agent in members if agent not in alive]:
-            return self.next("stop", f"agent {lost[0]} is silent or has left")
-        states = [alive[a].state for a in members if alive[a].obeyed == self.order.number]
+            return self.make_order("stop", f"agent {lost[0]} is silent or has left")
+        states = [alive[a].state for a in members if alive[a].order_number == self.order.number]
         if "failed" in states:
             self.failed = True
-            return self.next("stop", "a rank failed")
+            return self.make_order("stop", "a rank failed")
         if states == ["done"] * len(members):
-            return self.next("end", "all ranks are done", status=0)
+            return self.make_order("end", "all ranks are done", status=0)
         new = [agent for agent in alive if agent not in members]
         if new and len(members) < self.job.nodes[1] and "done" not in states:
-            return self.next("stop", f"agent {new[0]} has come")
+            return self.make_order("stop", f"agent {new[0]} has joined")
         return None
 
-    def _gather(self, alive: dict[int, Report], now: float) -> Order | None:
+    def _prepare_round(self, alive: dict[int, Report], now: float) -> Order | None:
         """Decide between two rounds: once all old ranks have ended, start with the live agents."""
-        if any(r.obeyed != self.order.number or r.state != "ready" for r in alive.values()):
+        if any(r.order_number != self.order.number or r.state != "ready" for r in alive.values()):
             return None  # some agent's ranks still run
-        why = self.order.why
+        reason = self.order.reason
         if self.failed and all(agent in alive for agent in self.order.agents):
-            why = first_cause(alive)
+            reason = describe_root_cause(alive)
             if self.restarts == self.job.restarts:
-                why = f"{self.restarts} restarts are used up: {why}"
-                return self.next("end", why, status=1)
+                reason = f"no restarts left of {self.restarts}: {reason}"
+                return self.make_order("end", reason, status=1)
             self.restarts += 1
         elif self.failed:  # a lost node makes other ranks fail: such failures use up no restart
             lost = [agent for agent in self.order.agents if agent not in alive]
-            why = f"agent {lost[0]} is silent or has left"
-        self.failed, self.order = False, replace(self.order, why=why)
-        if len(alive) != self.ready:
-            self.ready, self.ready_since = len(alive), now
+            reason = f"agent {lost[0]} is silent or has left"
+        self.failed, self.order = False, replace(self.order, reason=reason)
+        if len(alive) != self.ready_count:
+            self.ready_count, self.ready_since = len(alive), now
         least, most = self.job.nodes
         if len(alive) < least:
-            if now - self.since < self.job.join:
+            if now - self.order_time < self.job.join:
                 return None
-            why = f"{len(alive)} of at least {least} nodes came within {self.job.join:g} s"
-            return self.next("end", why, status=1)
+            reason = f"{len(alive)} of at least {least} nodes joined within {self.job.join:g} s"
+            return self.make_order("end", reason, status=1)
         if len(alive) < most and now - self.ready_since < self.job.last_call:
             return None
         members = tuple(sorted(alive))[:most]
         more = {"agents": members, "ranks": tuple(alive[agent].ranks for agent in members)}
-        return self.next("run", why, round=self.order.round + 1, **more)
+        return self.make_order("run", reason, round=self.order.round + 1, **more)
 
 
-def first_cause(reports: dict[int, Report]) -> str:
+def describe_root_cause(reports: dict[int, Report]) -> str:
     """Describe the failure that most likely caused the others, over all nodes.
 
     A rank killed by a signal from outside comes first, because no other rank causes that. An error
@@ -185,9 +186,9 @@ def first_cause(reports: dict[int, Report]) -> str:
     if not failures:
         return "a rank failed"
 
-    def order(failure: Failure) -> tuple[bool, bool, float]:
-        victim = any(words in failure.what.lower() for words in VICTIM_WORDS)
+    def get_priority(failure: Failure) -> tuple[bool, bool, float]:
+        victim = any(words in failure.message.lower() for words in VICTIM_WORDS)
         return not failure.killed, victim, failure.time
 
-    first = min(failures, key=order)
-    return f"rank {first.rank} was first to fail: {first.what}"
+    first = min(failures, key=get_priority)
+    return f"rank {first.rank} was first to fail: {first.message}"

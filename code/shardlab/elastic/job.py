@@ -63,21 +63,21 @@ class Job:
         return host, int(port)
 
 
-def listen(host: str, port: int) -> socket.socket | None:
+def open_listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens at this address, or None if it is remote or in use."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind(address)
-        listening.listen(128)
-        return listening
+        listener.bind(address)
+        listener.listen(128)
+        return listener
     except OSError:
-        listening.close()
+        listener.close()
         return None
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     """Return a free port of this node's address `host`."""
-    with closing(listen(host, 0)) as listening:
-        return listening.getsockname()[1]
+    with closing(open_listener(host, 0)) as listener:
+        return listener.getsockname()[1]

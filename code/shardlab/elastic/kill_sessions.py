@@ -1,6 +1,6 @@
 """Kill an agent's ranks and their child processes once the agent closes a pipe, or has died.
 
-    python keep.py    # reads the ranks' process numbers, one a line, until its input is closed
+    python kill_sessions.py    # reads the ranks' process ids, one a line, until its input ends
 
 It is a separate process because the agent may be killed with SIGKILL: then the kernel closes the
 pipe. It imports only a little of the standard library: the start of each round waits for it.
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 
-def session(leader: int) -> list[int]:
+def list_session(leader: int) -> list[int]:
     """Return the processes that run in the session of `leader`, which may itself have ended."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
@@ -32,7 +32,7 @@ def main() -> None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(leader, signal.SIGKILL)
                 break
-            if not (left := session(leader)):
+            if not (left := list_session(leader)):
                 break
             for process in left:
                 with suppress(ProcessLookupError):

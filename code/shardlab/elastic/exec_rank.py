@@ -1,6 +1,6 @@
 """Launch shim for a rank: ask the kernel to kill it with its agent, then exec the program.
 
-    python born.py 4711 python train.py     # 4711 is the agent's process id
+    python exec_rank.py 4711 python train.py     # 4711 is the agent's process id
 
 It is a separate program because subprocess's `preexec_fn` would run in a fork of the agent with
 only one of its threads: a lock held by another thread would stay locked, and the rank would hang.

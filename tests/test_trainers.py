@@ -44,11 +44,11 @@ def test_it_is_torchs_scaler(events, where, power, interval):
     torchs = torch.amp.GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
     for number, event in enumerate(events):
         data = torch.full((4, 2), 1.0 + number)
-        for module, scaled in ((ours, mine.scaled), (theirs, torchs.scale)):
+        for module, scaled in ((ours, mine.scale_loss), (theirs, torchs.scale)):
             module.zero_grad()
             scaled(module(data).square().mean()).backward()
             module.weight.grad.view(-1)[where] *= EVENTS[event]
-        if stepped := mine.unscale(makers[0]):
+        if stepped := mine.unscale_gradients(makers[0]):
             makers[0].step()
         torchs.step(makers[1])
         torchs.update()
@@ -92,8 +92,8 @@ def trained(wrapper: str, kind: str, steps: int):
             torchs.step(optimizer)
             torchs.update()
         else:
-            scaler.scaled(value).backward()
-            if scaler.unscale(optimizer):
+            scaler.scale_loss(value).backward()
+            if scaler.unscale_gradients(optimizer):
                 optimizer.step()
         scales.append(torchs.get_scale() if kind == "torch" else scaler.scale)
         mean = value.detach() / 2
@@ -144,7 +144,7 @@ def placed(*kinds):
             mine[0, 0] = math.inf
         parameter.grad = DTensor.from_local(mine, mesh, parameter.placements, run_check=False)
     scaler = LossScaler(1024.0, group=dist.group.WORLD)
-    scaler.unscale(torch.optim.SGD(parameters, lr=0.1))
+    scaler.unscale_gradients(torch.optim.SGD(parameters, lr=0.1))
     return scaler.scale
 
 
@@ -156,10 +156,10 @@ def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
 
 def test_bad_input_of_lightning_is_named():
     pytest.importorskip("pytorch_lightning")
-    from shardlab.trainers import beside
+    from shardlab.trainers import existing_ranks
 
     with pytest.raises(ValueError, match="strategy='fsdp'"):
-        beside.fit("fsdp", 1)
+        existing_ranks.fit_on_ranks("fsdp", 1)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def started(monkeypatch):
         look = Look()
 
         def main():
-            monkeypatch.setattr(core, "SaveTogether", lambda: look)
+            monkeypatch.setattr(core, "SynchronizedSave", lambda: look)
             core.main()
             return look.begun
 
@@ -198,9 +198,9 @@ def test_a_start_goes_on_from_the_newest_checkpoint(started, tmp_path):
 
 def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
     pytest.importorskip("pytorch_lightning")
-    from shardlab.trainers import beside, core
+    from shardlab.trainers import core, existing_ranks
 
-    class Signals(core.SaveTogether):
+    class Signals(core.SynchronizedSave):
         """Stand-in for Lightning's signal handler, which saves under Slurm: it records the step."""
 
         def on_train_start(self, trainer, module):
@@ -215,7 +215,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
 
     def saved():
         signals = Signals()
-        beside.fit("ddp", 22, also=[signals])
+        existing_ranks.fit_on_ranks("ddp", 22, extra_callbacks=[signals])
         return signals.saved
 
     assert run(saved) == [[10, 20], [10, 20]]

@@ -40,9 +40,7 @@ from .job import Job, find_free_port, open_listener
 TICK = 0.05  # seconds between two polls of ranks and store
 TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report after SIGTERM
 # Helper programs; "-IS" makes them start fast, without user settings and site packages.
-_EXEC_RANK, _KILL_SESSIONS = [
-    (sys.executable, "-IS", m.__file__) for m in (exec_rank, kill_sessions)
-]
+_EXEC, _KILL = ((sys.executable, "-IS", m.__file__) for m in (exec_rank, kill_sessions))
 # Signals that a process's own errors raise; NCCL's watchdog calls abort(), which sends SIGABRT.
 CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
 
@@ -64,7 +62,7 @@ class RankProcesses:
         """Start all ranks that `order` assigns to this node."""
         self.failures, self.files, self.ended = {}, {}, {}
         pipe = subprocess.PIPE
-        self.killer = subprocess.Popen(_KILL_SESSIONS, stdin=pipe, start_new_session=True)
+        self.killer = subprocess.Popen(_KILL, stdin=pipe, start_new_session=True)
         for local in range(self.job.ranks):
             environment = order.build_environment(self.job, agent, local)
             rank, output = int(environment["RANK"]), None
@@ -75,7 +73,7 @@ class RankProcesses:
                 self.files[rank] = folder / f"rank-{rank}.error.json"
                 environment["TORCHELASTIC_ERROR_FILE"] = str(self.files[rank])
             self.processes[rank] = subprocess.Popen(
-                [*_EXEC_RANK, str(os.getpid()), *self.job.command],
+                [*_EXEC, str(os.getpid()), *self.job.command],
                 env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
                 stdout=output,
                 stderr=output and subprocess.STDOUT,

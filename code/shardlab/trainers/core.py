@@ -59,7 +59,7 @@ class LitGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class SaveTogether(L.Callback):
+class SynchronizedSave(L.Callback):
     """A callback that saves after SIGUSR1, on all ranks after the same step.
 
     Lightning's own handler for Slurm saves inside the signal handler. The signal may reach ranks in
@@ -69,29 +69,29 @@ class SaveTogether(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         """Replace Lightning's signal handler."""
-        self.asked, self.save = False, signal.getsignal(signal.SIGUSR1)
-        if callable(self.save):
-            signal.signal(signal.SIGUSR1, self.ask)
+        self.save_requested, self.save_handler = False, signal.getsignal(signal.SIGUSR1)
+        if callable(self.save_handler):
+            signal.signal(signal.SIGUSR1, self.request_save)
 
-    def ask(self, *_: Any) -> None:
+    def request_save(self, *_: Any) -> None:
         """Record that this rank got the signal (signal handler)."""
-        self.asked = True
+        self.save_requested = True
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Ask all ranks for the signal in steps that log the loss, which synchronize anyway."""
-        due = callable(self.save) and trainer.global_step % trainer.log_every_n_steps == 0
-        if due and trainer.strategy.reduce_boolean_decision(self.asked, all=False):
-            self.asked = False
-            self.save(signal.SIGUSR1, None)
+        due = callable(self.save_handler) and trainer.global_step % trainer.log_every_n_steps == 0
+        if due and trainer.strategy.reduce_boolean_decision(self.save_requested, all=False):
+            self.save_requested = False
+            self.save_handler(signal.SIGUSR1, None)
 
 
-def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
+def build_trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
     """Return a Trainer on all GPUs of `nodes` nodes, or on their CPUs.
 
     It validates after every `every` steps and keeps the last and the best checkpoint. In a Slurm
     job it saves a checkpoint and requeues the job at SIGUSR1.
     """
-    kept = ModelCheckpoint(folder, "best", monitor="validation", save_last=True)
+    checkpoint = ModelCheckpoint(folder, "best", monitor="validation", save_last=True)
     return L.Trainer(
         accelerator="auto",  # GPUs, if there are any
         devices=int(os.environ.get("SLURM_NTASKS_PER_NODE", 0)) or "auto",
@@ -101,7 +101,7 @@ def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
         val_check_interval=every,  # in batches
         check_val_every_n_epoch=None,  # counted over all epochs, not within each
         gradient_clip_val=1.0,
-        callbacks=[kept, SaveTogether()],
+        callbacks=[checkpoint, SynchronizedSave()],
         log_every_n_steps=10,
         logger=CSVLogger(folder),
         default_root_dir=folder,  # folder of the checkpoint at SIGUSR1
@@ -109,7 +109,7 @@ def trainer(folder: Path, nodes: int, steps: int, every: int) -> L.Trainer:
     )
 
 
-def newest(folder: Path) -> Path | None:
+def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint, of the last validation or of a later SIGUSR1, or None.
 
     Lightning's own choice, with ckpt_path="last" or None, does not compare the two.
@@ -125,14 +125,14 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=int(os.environ.get("SLURM_NNODES", 1)))
     for name, default in {"steps": 400, "every": 100, "batch": 16, "limit": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    train, validation, _ = (Windows(64, part[: given.limit or None]) for part in parts())
-    made = trainer(given.folder, given.nodes, given.steps, given.every)
-    own, left = divmod(given.batch, made.world_size)  # a DataLoader's batch size is per rank
-    if own < 1 or left:
-        parser.error(f"--batch {given.batch}: allowed are multiples of {made.world_size} ranks")
-    loaders = DataLoader(train, own, shuffle=True, drop_last=True), DataLoader(validation, 64)
-    made.fit(LitGPT(), *loaders, ckpt_path=newest(given.folder))
+    args = parser.parse_args()
+    train, validation, _ = (Windows(64, part[: args.limit or None]) for part in parts())
+    trainer = build_trainer(args.folder, args.nodes, args.steps, args.every)
+    per_rank, rest = divmod(args.batch, trainer.world_size)  # a DataLoader's batch size is per rank
+    if per_rank < 1 or rest:
+        parser.error(f"--batch {args.batch}: must be a multiple of {trainer.world_size} (ranks)")
+    loaders = DataLoader(train, per_rank, shuffle=True, drop_last=True), DataLoader(validation, 64)
+    trainer.fit(LitGPT(), *loaders, ckpt_path=find_newest_checkpoint(args.folder))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ Such a step is skipped and the scale is halved; after many good steps the scale 
     for tokens, targets in batches:
         with torch.autocast("cpu", torch.float16):
             value = loss(model(tokens), targets)
-        scaler.scaled(value).backward()  # for each micro-batch
-        if scaler.unscale(optimizer):  # after the last micro-batch; equal on all ranks
+        scaler.scale_loss(value).backward()  # for each micro-batch
+        if scaler.unscale_gradients(optimizer):  # after the last micro-batch; equal on all ranks
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         optimizer.zero_grad()
@@ -47,14 +47,14 @@ class LossScaler:
         if group is not None:
             check_group(group)
         self.scale, self.interval, self.group = float(scale), interval, group
-        self.good = 0  # good steps since the scale changed
+        self.good_steps = 0  # good steps since the scale changed
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, for backward."""
         return loss * self.scale
 
     @torch.no_grad()
-    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Divide the gradients by the scale, adjust the scale; return True unless to skip the step.
 
         Call it once per step, after the last backward. Raises ValueError for float16 parameters.
@@ -65,24 +65,24 @@ class LossScaler:
             if (gradient := parameter.grad) is None:
                 continue
             if gradient.dtype == torch.float16:
-                raise ValueError("optimizer: parameters in float16; allowed are float32 masters")
-            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            mine.mul_(1 / self.scale)
-            bad = torch.maximum(bad, (~mine.isfinite()).any().to(bad.dtype))
+                raise ValueError("optimizer: must hold float32 master weights, not float16")
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(1 / self.scale)
+            bad = torch.maximum(bad, (~local.isfinite()).any().to(bad.dtype))
         if self.group is not None:  # only the rank that has the shard knows of its inf
             dist.all_reduce(bad, dist.ReduceOp.MAX, self.group)  # a scalar
         step = not bad  # synchronizes with the GPU, once per step
-        self.good = self.good + 1 if step else 0
+        self.good_steps = self.good_steps + 1 if step else 0
         if not step:
             self.scale /= 2
-        elif self.good == self.interval:
-            self.scale, self.good = 2 * self.scale, 0
+        elif self.good_steps == self.interval:
+            self.scale, self.good_steps = 2 * self.scale, 0
         return step
 
     def state_dict(self) -> dict[str, float]:
         """Return the scaler's state for a checkpoint."""
-        return {"scale": self.scale, "good": self.good}
+        return {"scale": self.scale, "good": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the state that `state_dict` returned."""
-        self.scale, self.good = state["scale"], int(state["good"])
+        self.scale, self.good_steps = state["scale"], int(state["good"])

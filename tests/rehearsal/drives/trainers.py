@@ -19,4 +19,4 @@ def scaler():
         parameter.grad = torch.ones_like(parameter)
         if rank == size - 1:
             parameter.grad.fill_(float("inf"))
-    assert kept.unscale(optimizer) is False and kept.scale == 2.0**15
+    assert kept.unscale_gradients(optimizer) is False and kept.scale == 2.0**15

@@ -1,6 +1,6 @@
 """Lightning's Trainer on existing ranks, to compare it with a plain loop.
 
-    losses, norms, weights = ranks.run(fit, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
+    losses, norms, weights = ranks.run(fit_on_ranks, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
 
 By default, Lightning starts the script again for each rank; here it uses the processes that
 `ranks.run` or torchrun has started.
@@ -30,7 +30,7 @@ from .core import LitGPT
 STRATEGIES = ("ddp", "fsdp2")
 
 
-class TheseRanks(TorchElasticEnvironment):
+class ExistingRanks(TorchElasticEnvironment):
     """A cluster environment for Lightning: the ranks of the process group, on one machine."""
 
     def world_size(self) -> int:
@@ -53,7 +53,7 @@ class DDP(DDPStrategy):
         """Configure no launcher: the ranks already run."""
 
 
-class Notes(L.Callback):
+class MetricRecorder(L.Callback):
     """A callback that collects the logged losses, and gradient norms before clipping."""
 
     def __init__(self) -> None:
@@ -63,40 +63,40 @@ class Notes(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         """Record the gradient norm once per step, after all micro-batches."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
-        self.norms.append(full_tensor(norm).item())
+        self.norms.append(gather_full_tensor(norm).item())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Record the loss after each micro-batch."""
         self.losses.append(trainer.callback_metrics["loss"].item())
 
 
-def fit(
+def fit_on_ranks(
     strategy: str,
     steps: int,
     batch: int = 8,
     windows: int = 40,
     data_ranks: int | str | None = None,
-    also: Sequence[L.Callback] = (),
+    extra_callbacks: Sequence[L.Callback] = (),
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train on each rank; return losses and gradient norms of all steps, and the final weights.
 
     strategy: "ddp" or "fsdp2". batch: windows in a step, over all ranks. windows: number of windows
     in an epoch, the text's first. data_ranks: number of ranks over which FSDP2 shards; None: all;
-    "auto": Lightning's default. also: further callbacks.
+    "auto": Lightning's default.
     """
     check_one_of(STRATEGIES, strategy=strategy)
-    size, notes = dist.get_world_size(), Notes()
-    chosen: DDP | ModelParallelStrategy = DDP()
+    size, recorder = dist.get_world_size(), MetricRecorder()
+    parallel: DDP | ModelParallelStrategy = DDP()
     if strategy == "fsdp2":
-        chosen = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
+        parallel = ModelParallelStrategy(data_ranks or size, 1 if data_ranks is None else "auto")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=size,
-        strategy=chosen,
-        plugins=[TheseRanks()],  # without it, Lightning would start this script again per rank
+        strategy=parallel,
+        plugins=[ExistingRanks()],  # without it, Lightning would start this script again per rank
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[notes, *also],
+        callbacks=[recorder, *extra_callbacks],
         log_every_n_steps=10,
         logger=False,
         enable_checkpointing=False,
@@ -106,15 +106,15 @@ def fit(
     model = LitGPT(strategy == "fsdp2")
     data = Subset(Windows(64), range(windows))
     trainer.fit(model, DataLoader(data, batch_size=batch // size))
-    weights = {name: full_tensor(w).clone() for name, w in model.net.state_dict().items()}
-    return notes.losses, notes.norms, weights
+    weights = {name: gather_full_tensor(w).clone() for name, w in model.net.state_dict().items()}
+    return recorder.losses, recorder.norms, weights
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a possibly sharded one (collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def batch_file() -> show.Shown:
+def show_batch_file() -> show.Shown:
     """Show the file lightning.sbatch."""
     return show.file(Path(__file__).with_name("lightning.sbatch"), "bash")

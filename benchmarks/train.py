@@ -86,7 +86,7 @@ def batches_of(config: Config, batch: int) -> Batches:
 
 def spread_over(config: Config, strategy: str) -> nn.Module:
     torch.manual_seed(0)
-    return take_home.spread(GPT(config), Options(strategy=strategy), ranks.device())
+    return take_home.parallelize_model(GPT(config), Options(strategy=strategy), ranks.device())
 
 
 def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Path) -> Contender:
@@ -100,7 +100,7 @@ def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Pat
     def step() -> None:
         value, norm = training.step(*next(loader))
         losses.append(value)
-        training.report(value, norm)
+        training.log_metrics(value, norm)
         assert not training.stopped
 
     return step, losses
@@ -153,7 +153,7 @@ def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) ->
     ]
     trainer = lightning.L.Trainer(
         strategy=plan,
-        plugins=[lightning.TheseRanks()],
+        plugins=[lightning.ExistingRanks()],
         max_epochs=1,
         gradient_clip_val=CLIP,
         logger=lightning.L.loggers.CSVLogger(folder, "", "", flush_logs_every_n_steps=1),
@@ -170,9 +170,9 @@ def prepare() -> Any:
     """Import the course's module for Lightning without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from shardlab.trainers import beside
+        from shardlab.trainers import existing_ranks
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return beside
+    return existing_ranks
 
 
 def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path) -> Times:
@@ -184,7 +184,7 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
     times: Times = {name: [] for name in contenders}
     taken = turns(contenders, rounds, ranks.device(), {}, times)
     by_lightning(config, strategy, InTurn(batches_of(config, batch), taken, steps), folder)
-    means = [core.averaged(value).item() for value in bare_losses]
+    means = [core.average_over_ranks(value).item() for value in bare_losses]
     if dist.get_rank() == 0:
         lines = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
         found = torch.tensor([[float(line["loss"]) for line in lines], our_losses, means])

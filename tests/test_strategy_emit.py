@@ -108,7 +108,7 @@ def test_the_course_s_options_say_the_layout():
     """tests/test_train.py checks that each of these layouts trains as one process does."""
     for name, layout in COURSE.items():
         text = re.sub("#.*", "", emit("course", NANO, H100, layout))
-        given = take_home.parse(re.search(r"(?s)options=\((.*?)\n\)", text)[1].split())
+        given = take_home.parse_options(re.search(r"(?s)options=\((.*?)\n\)", text)[1].split())
         assert given.strategy == course.STRATEGIES[layout.zero], name
         assert (given.tensor, given.micro, given.batch) == (layout.tp, layout.micro_batch, 8), name
         shape = given.layers, given.hidden, given.heads, given.seq

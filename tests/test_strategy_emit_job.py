@@ -69,7 +69,7 @@ def test_the_course_s_script_takes_the_options_of_its_job(tmp_path):
     assert texts["train.py"] == Path(take_home.__file__).read_text()
     read = 'source ./options.sh; printf "%s\\n" "${options[@]}"'
     said = subprocess.run(["bash", "-c", read], cwd=tmp_path, capture_output=True, text=True)
-    given = take_home.parse(said.stdout.split())
+    given = take_home.parse_options(said.stdout.split())
     assert given.strategy == "fsdp2" and given.seq == 8192, said.stderr
 
 

@@ -28,7 +28,7 @@ from shardlab.common import show, text
 from shardlab.gpt.model import GPT, PRESETS
 from shardlab.measure import count
 from shardlab.train import core, one_gpu, take_home
-from shardlab.train.take_home import Options, Refused, Training, checkpoints
+from shardlab.train.take_home import JobError, Options, Training, list_checkpoints
 
 # 143 windows of each part: 8 steps an epoch, and a ninth for a sampler that fills up on 2, 4, 8 or
 # 16 ranks. Two epochs begin.
@@ -50,7 +50,7 @@ def saved(folder: Path, state: dict) -> dict:
     """Return `state` in the last checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process is alone
-        dcp.load({"state": state}, checkpoint_id=checkpoints(folder)[-1])
+        dcp.load({"state": state}, checkpoint_id=list_checkpoints(folder)[-1])
     return state
 
 
@@ -112,15 +112,15 @@ def test_half_precision_is_near(one, tmp_path):
 
 def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch):
     trained(take_home, 2, tmp_path / "whole")
-    original, calls = Training.clip, []
+    original, calls = Training.clip_gradients, []
 
     def clip(self):
-        if self.done + 1 == during and dist.get_rank() == 1:  # on one rank only
+        if self.steps_done + 1 == during and dist.get_rank() == 1:  # on one rank only
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(self)
 
     def noted(name, method):
-        return lambda self, *given: (calls.append((name, self.done)), method(self, *given))[1]
+        return lambda self, *given: (calls.append((name, self.steps_done)), method(self, *given))[1]
 
     def main():
         options = Options(folder=str(folder), **SMALL | {"report": 100})
@@ -131,12 +131,12 @@ def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch
         monkeypatch.setattr(Training, name, noted(name, getattr(Training, name)))
     for during in (4, 9):  # the fifth step is validated; the tenth is the last
         folder = tmp_path / f"stopped-{during}"
-        monkeypatch.setattr(Training, "clip", clip)
+        monkeypatch.setattr(Training, "clip_gradients", clip)
         for calls_of_rank in ranks.run(main, 2, show=False, timeout=60):
             after = [call for call in calls_of_rank if call[1] >= during]
             assert after == [("save", during + 1)]
         assert (folder / "stopped").exists()
-        monkeypatch.setattr(Training, "clip", original)
+        monkeypatch.setattr(Training, "clip_gradients", original)
         ranks.run(main, 2, show=False, timeout=60)
         for name in ("validation", "test"):  # nothing is left out, and the best is the same one
             assert lines_of(folder, name) == lines_of(tmp_path / "whole", name)
@@ -167,7 +167,7 @@ def test_a_stop_on_some_ranks_goes_on_with_others(tmp_path):
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
-    with pytest.raises(ranks.RankError, match="batch=16: allowed are multiples of 3"):
+    with pytest.raises(ranks.RankError, match="batch=16: must be a multiple of 3"):
         trained(core, 3, tmp_path)
 
 
@@ -209,7 +209,7 @@ def on_a_rank(build=lambda: GPT(PRESETS["nano"]), **options) -> Training:
     """Return a training that has not begun, on a rank."""
     chosen, device = Options(folder=options.pop("folder", "/tmp/none"), **options), ranks.device()
     torch.manual_seed(0)
-    return Training(chosen, take_home.spread(build(), chosen, device), device)
+    return Training(chosen, take_home.parallelize_model(build(), chosen, device), device)
 
 
 def test_every_token_that_counts_weighs_the_same(tmp_path):
@@ -251,10 +251,10 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
             between.append(held.now)
             return original(value, *_)
 
-        original = take_home.loss_of
+        original = take_home.compute_loss
         with count.held() as held, contextlib.ExitStack() as undone:
-            undone.callback(setattr, take_home, "loss_of", original)
-            take_home.loss_of = look
+            undone.callback(setattr, take_home, "compute_loss", original)
+            take_home.compute_loss = look
             training.backward(*text.batch(32, 2), torch.tensor(64.0))
         return between[1] - between[0], whole
 
@@ -274,8 +274,8 @@ def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
             trainings[layers] = on_a_rank(lambda config=config: GPT(config), **how)
             trainings[layers].save()
         for layers, other in ((2, 4), (4, 2)):
-            with pytest.raises(Refused) as refused:
-                trainings[layers].load(*checkpoints(tmp_path / str(other)))
+            with pytest.raises(JobError) as refused:
+                trainings[layers].load(*list_checkpoints(tmp_path / str(other)))
             found.append(str(refused.value))
         return found
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
     trained(take_home, 2, tmp_path, steps=5)
-    (path,) = checkpoints(tmp_path)
+    (path,) = list_checkpoints(tmp_path)
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
     assert set(whole) == {".metadata", "__0_0.distcp", "__1_0.distcp", "SHA256SUMS"}
     checked = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
@@ -309,8 +309,8 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
             try:
                 training.load(path)
                 found.append(False)
-            except Refused as error:
-                found.append("is no whole checkpoint" in str(error))
+            except JobError as error:
+                found.append("is not a complete checkpoint" in str(error))
             dist.barrier()
             if dist.get_rank() == 0:
                 (path / name).write_bytes(whole[name])
@@ -402,7 +402,7 @@ def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
     assert (folder / "stopped").exists()
     assert "\r" not in output  # a progress bar is for terminals
     made = max(lines_of(folder, "loss"))
-    assert checkpoints(folder)[-1].name == f"step-{made:06d}"
+    assert list_checkpoints(folder)[-1].name == f"step-{made:06d}"
 
     second = begin(folder, 2, "--steps", "100000", "--strategy", "fsdp2")
     until(folder, made + 5)
@@ -438,7 +438,7 @@ def test_ranks_that_disagree_are_told(tmp_path):
     """Each rank has its own options, as with a wrong launcher script."""
 
     def entered(*own):
-        with take_home.entered(Options(folder=str(tmp_path), steps=own[dist.get_rank()])):
+        with take_home.lock_folder(Options(folder=str(tmp_path), steps=own[dist.get_rank()])):
             return "entered"
 
     with pytest.raises(ranks.RankError, match="steps: rank 0 has 5, rank 1 has 6"):
@@ -449,27 +449,27 @@ def test_ranks_that_disagree_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"source": "/no/such"}, "source='/no/such': allowed"),
-        ({"steps": 0}, "steps=0: allowed"),
-        ({"batch": 6}, "batch=6: allowed"),
-        ({"lr": math.nan}, "lr=nan: allowed"),
-        ({"limit": 100}, "source='stdlib' has a part of 100 bytes"),
-        ({"tensor": 2}, "tensor=2 with strategy='ddp'"),
-        ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: allowed"),
+        ({"source": "/no/such"}, "source='/no/such': must be"),
+        ({"steps": 0}, "steps=0: must be"),
+        ({"batch": 6}, "batch=6: must be"),
+        ({"lr": math.nan}, "lr=nan: must be"),
+        ({"limit": 100}, "source='stdlib': each part must have more than"),
+        ({"tensor": 2}, "tensor=2: must be 1 with strategy='ddp'"),
+        ({"tensor": 3, "strategy": "fsdp2"}, "tensor=3: must divide"),
     ],
 )
 def test_bad_options_are_named(changes, words):
-    Options(limit=5000).check(4)
-    with pytest.raises(Refused, match=re.escape(words)):
-        Options(**changes).check(4)
+    Options(limit=5000).check_world_size(4)
+    with pytest.raises(JobError, match=re.escape(words)):
+        Options(**changes).check_world_size(4)
 
 
 def test_what_a_job_is_given_and_cannot_be_is_one_line(tmp_path):
     (tmp_path / "broken/step-000001").mkdir(parents=True)
     for folder, changes, words in (
-        ("broken", ["--resume", "never"], "has checkpoints: allowed is resume='auto'"),
+        ("broken", ["--resume", "never"], "has checkpoints; use resume='auto'"),
         ("never", ["--stepz", "1"], "train.py: unrecognized arguments: --stepz 1"),
-        ("never", ["--steps", "0"], "train.py: steps=0: allowed are numbers from 1 to 1e+18"),
+        ("never", ["--steps", "0"], "train.py: steps=0: must be from 1 to 1e+18"),
     ):
         status, output = alone(tmp_path / folder, *changes)
         assert status == 2 and "Traceback" not in output and words in output.splitlines()[-1]
@@ -494,12 +494,12 @@ def test_the_script_to_take_home_runs_where_there_is_nothing_but_torch(tmp_path)
 
 def test_a_launcher_says_which_rank_a_process_is(monkeypatch):
     monkeypatch.setattr(os, "environ", own := {})
-    assert take_home.launched() == (0, 1) and own == {"LOCAL_RANK": "0"}
+    assert take_home.read_launch_environment() == (0, 1) and own == {"LOCAL_RANK": "0"}
     of_slurm = {"PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8", "JOB_ID": "4711"}
     own = {f"SLURM_{name}": value for name, value in of_slurm.items()}
     own["SLURM_STEP_NODELIST"] = "node[3-4]"
     monkeypatch.setattr(os, "environ", own)
     monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: "node3\nnode4\n")
-    assert take_home.launched() == (5, 8)
+    assert take_home.read_launch_environment() == (5, 8)
     found = [own[name] for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
     assert found == ["1", "node3", "24711"]

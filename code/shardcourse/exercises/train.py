@@ -123,9 +123,9 @@ _script("my_fsdp_script", steps.FSDP2, "Right, all 17 steps: each rank holds its
 
 # Imports that the step `sampler` needs to report the mean loss of all ranks.
 _REPORTS = {
-    "from shardlab.train.one_gpu": "from shardlab.train.core import averaged\n"
+    "from shardlab.train.one_gpu": "from shardlab.train.core import average_over_ranks\n"
     "from shardlab.train.one_gpu",
-    "losses.append(value.detach())": "losses.append(averaged(value.detach()))",
+    "losses.append(value.detach())": "losses.append(average_over_ranks(value.detach()))",
 }
 # Script -> (what it lacks, its changes to the text of the step).
 _LACKS = {
@@ -137,7 +137,7 @@ _LACKS = {
         "set_epoch",
         {"        sampler.set_epoch(done // len(loader))  # another order in every epoch\n": ""},
     ),
-    "C": ("all_reduce", {"averaged(value.detach())": "value.detach()"}),
+    "C": ("all_reduce", {"average_over_ranks(value.detach())": "value.detach()"}),
     "D": ("wrapper", {"    model = DistributedDataParallel(model)\n": ""}),
 }
 

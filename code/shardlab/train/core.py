@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab.common.text import Windows, parts
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.train.one_gpu import generate, given
+from shardlab.train.one_gpu import generate, parse_options
 
 
 def main(
@@ -41,8 +41,8 @@ def main(
         torch.cuda.set_device(device)
     print(f"rank {rank} of {world} on {device}")
     if batch % world:
-        raise ValueError(f"batch={batch}: allowed are multiples of {world}, one share a rank")
-    say = print if rank == 0 else lambda *_: None
+        raise ValueError(f"batch={batch}: must be a multiple of {world} (ranks)")
+    log = print if rank == 0 else lambda *_: None
 
     torch.manual_seed(seed)
     config = replace(PRESETS["nano"], dropout=dropout)
@@ -57,7 +57,7 @@ def main(
     sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
 
-    say(generate(model, sample))
+    log(generate(model, sample))
     while done < steps:
         sampler.set_epoch(done // len(loader))  # another order in every epoch
         for tokens, targets in loader:
@@ -67,13 +67,13 @@ def main(
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-            losses.append(averaged(value.detach()))
+            losses.append(average_over_ranks(value.detach()))
             done += 1
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation, rank, world)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
-                say(f"{words}, perplexity {perplexity:.2f}")
+                line = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                log(f"{line}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 if rank == 0:
                     torch.save(model.module.state_dict(), folder / "last.pt")
@@ -82,15 +82,15 @@ def main(
             if done == steps:
                 break
 
-    say(generate(model, sample))
+    log(generate(model, sample))
     dist.barrier()  # the others wait for what rank 0 writes
     model.module.load_state_dict(torch.load(folder / "best.pt", device))
     mean = evaluate(model, test, rank, world)
-    say(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
+    log(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
     return [value.item() for value in losses]
 
 
-def averaged(value):
+def average_over_ranks(value):
     """Return the mean of a number over all ranks."""
     value = value / dist.get_world_size()
     dist.all_reduce(value)  # a scalar
@@ -117,5 +117,5 @@ def evaluate(model, windows, rank, world, size=64):
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main(**given(main))
+    main(**parse_options(main))
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from shardlab.common.text import Windows, parts
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.train.one_gpu import evaluate, generate, given
+from shardlab.train.one_gpu import evaluate, generate, parse_options
 
 
 def main(
@@ -72,8 +72,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
-                print(f"{words}, perplexity {perplexity:.2f}")
+                line = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                print(f"{line}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -90,5 +90,5 @@ def main(
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main(**given(main))
+    main(**parse_options(main))
     dist.destroy_process_group()

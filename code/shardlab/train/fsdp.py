@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict as by_name
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab.common.text import Windows, parts
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.train.core import averaged, evaluate
-from shardlab.train.one_gpu import generate, given
+from shardlab.train.core import average_over_ranks, evaluate
+from shardlab.train.one_gpu import generate, parse_options
 
 # One state dict of whole tensors, in rank 0's host memory.
-FULL = by_name.StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_STATE = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def main(
@@ -47,8 +47,8 @@ def main(
         torch.cuda.set_device(device)
     print(f"rank {rank} of {world} on {device}")
     if batch % world:
-        raise ValueError(f"batch={batch}: allowed are multiples of {world}, one share a rank")
-    say = print if rank == 0 else lambda *_: None
+        raise ValueError(f"batch={batch}: must be a multiple of {world} (ranks)")
+    log = print if rank == 0 else lambda *_: None
 
     torch.manual_seed(seed)
     config = replace(PRESETS["nano"], dropout=dropout)
@@ -66,7 +66,7 @@ def main(
     sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
 
-    say(generate(model, sample))
+    log(generate(model, sample))
     while done < steps:
         sampler.set_epoch(done // len(loader))  # another order in every epoch
         for tokens, targets in loader:
@@ -76,15 +76,15 @@ def main(
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-            losses.append(averaged(value.detach()))
+            losses.append(average_over_ranks(value.detach()))
             done += 1
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation, rank, world)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
-                say(f"{words}, perplexity {perplexity:.2f}")
+                line = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                log(f"{line}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
-                weights = by_name.get_model_state_dict(model, options=FULL)  # all ranks gather
+                weights = dcp_state.get_model_state_dict(model, options=FULL_STATE)  # collective
                 if rank == 0:
                     torch.save(weights, folder / "last.pt")
                     if best[1] == done:
@@ -92,15 +92,15 @@ def main(
             if done == steps:
                 break
 
-    say(generate(model, sample))
+    log(generate(model, sample))
     dist.barrier()  # the others wait for what rank 0 writes
-    by_name.set_model_state_dict(model, torch.load(folder / "best.pt", "cpu"), options=FULL)
+    dcp_state.set_model_state_dict(model, torch.load(folder / "best.pt", "cpu"), options=FULL_STATE)
     mean = evaluate(model, test, rank, world)
-    say(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
+    log(f"test, of step {best[1]}: perplexity {torch.tensor(mean).exp():.2f}")
     return [value.item() for value in losses]
 
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main(**given(main))
+    main(**parse_options(main))
     dist.destroy_process_group()

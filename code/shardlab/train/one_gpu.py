@@ -64,8 +64,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
-                print(f"{words}, perplexity {perplexity:.2f}")
+                line = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                print(f"{line}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -106,7 +106,7 @@ def generate(model, length, start="def ", seed=0):
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def given(main):
+def parse_options(main):
     """Parse the options of `main` from the command line: --steps 12 --folder runs/a."""
     parser = argparse.ArgumentParser()
     for name, option in inspect.signature(main).parameters.items():
@@ -115,4 +115,4 @@ def given(main):
 
 
 if __name__ == "__main__":
-    main(**given(main))
+    main(**parse_options(main))

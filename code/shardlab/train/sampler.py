@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab.common.text import Windows, parts
 from shardlab.gpt.model import GPT, PRESETS, loss
-from shardlab.train.one_gpu import evaluate, generate, given
+from shardlab.train.one_gpu import evaluate, generate, parse_options
 
 
 def main(
@@ -41,7 +41,7 @@ def main(
         torch.cuda.set_device(device)
     print(f"rank {rank} of {world} on {device}")
     if batch % world:
-        raise ValueError(f"batch={batch}: allowed are multiples of {world}, one share a rank")
+        raise ValueError(f"batch={batch}: must be a multiple of {world} (ranks)")
 
     torch.manual_seed(seed)
     config = replace(PRESETS["nano"], dropout=dropout)
@@ -71,8 +71,8 @@ def main(
             if done % every == 0 or done == steps:
                 mean = evaluate(model, validation)
                 perplexity = torch.tensor(mean).exp()  # math.exp raises where this is inf
-                words = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
-                print(f"{words}, perplexity {perplexity:.2f}")
+                line = f"step {done}: loss {losses[-1]:.4f}, validation {mean:.4f}"
+                print(f"{line}, perplexity {perplexity:.2f}")
                 best = min(best, (mean if mean < math.inf else math.inf, done))  # nan is no best
                 torch.save(model.state_dict(), folder / "last.pt")
                 if best[1] == done:
@@ -89,5 +89,5 @@ def main(
 
 if __name__ == "__main__":
     dist.init_process_group()
-    main(**given(main))
+    main(**parse_options(main))
     dist.destroy_process_group()

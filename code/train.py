@@ -4,10 +4,10 @@
     torchrun --nproc-per-node=4 train.py --folder runs/a --strategy fsdp2 --precision bf16
     srun python train.py --folder runs/a          # on the ranks that Slurm has started
 
-This file needs only PyTorch (2.11 or later): copy it, and replace `GPT` by your model, and `text`
+This file needs only PyTorch (2.11 or later): copy it, and replace `GPT` by your model, `load_text`
 and `Windows` by your data. It resumes from the folder's last checkpoint, on any number of ranks
 that divides the batch. At SIGTERM or SIGUSR1 all ranks finish a step, save and exit; a file
-`stopped` in the folder then says that steps remain. A refusal ends all ranks with a line, status 2.
+`stopped` in the folder then says that steps remain. Wrong options end all ranks with status 2.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as by_name
+import torch.distributed.checkpoint.state_dict as dcp_state
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -51,81 +51,81 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp2")
-SIGNALS = signal.SIGTERM, signal.SIGUSR1  # stop after a step, and save
+STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # stop after a step, and save
 # Peak 16-bit matrix FLOP/s from data sheets, without sparsity.
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Refused(ValueError):
-    """An error that ends a job, raised on all ranks; a single line reports it for all."""
+class JobError(ValueError):
+    """An error that ends a job, raised on all ranks; rank 0 reports it in one line."""
 
 
-def option(default: Any, words: str, *allowed: Any) -> Any:
-    """Make a field of `Options`: a number in a range or above a bound, or one of some words."""
-    return field(default=default, metadata={"words": words, "allowed": allowed})
+def make_option(default: Any, text: str, *allowed: Any) -> Any:
+    """Make a field of `Options`. allowed: a number's minimum and maximum, or a list of words."""
+    return field(default=default, metadata={"help": text, "allowed": allowed})
 
 
 @dataclass
 class Options:
-    """The options of a run. Raises Refused for values that are not allowed."""
+    """The options of a run. Raises JobError for wrong values."""
 
-    folder: str = option("run", "where checkpoints and metrics go")
-    source: str = option("stdlib", "text: a file, or the sources of Python's own library")
-    limit: int = option(0, "bytes to use of each part: train, validation, test; 0: all", 0)
-    seq: int = option(64, "tokens of a sequence; a byte is a token", 1)
-    layers: int = option(2, "blocks of the model", 1)
-    heads: int = option(2, "attention heads of a block", 1)
-    hidden: int = option(64, "width of the model", 1)
-    dropout: float = option(0.0, "share of activations that are dropped", 0, 0.99)
-    steps: int = option(400, "optimizer steps in all, those before a stop included", 1)
-    batch: int = option(16, "sequences of a step, over all ranks", 1)
-    micro: int = option(16, "sequences of one backward of one rank", 1)
-    lr: float = option(1e-3, "AdamW's learning rate", 0)
-    clip: float = option(1.0, "largest norm of the gradient", 0, math.inf)
-    seed: int = option(0, "of weights and order; for dropout, ranks draw their own", 0)
-    strategy: str = option("ddp", "who holds what", *STRATEGIES)
-    tensor: int = option(1, "neighbouring ranks that cut each matrix between them; not with ddp", 1)
-    precision: str = option("float32", "of products in forward", *DTYPES)
-    compiler: str = option("none", "torch.compile's backend for the blocks, as inductor")
-    workers: int = option(0, "processes of each rank that load data", 0, 1000)
-    every: int = option(100, "steps from one validation and checkpoint to the next", 1)
-    report: int = option(10, "steps from one line of metrics.jsonl to the next", 1)
-    resume: str = option("auto", "whether to go on from the folder's checkpoint", "auto", "never")
-    peak: float = option(0.0, "FLOP/s of a device, to count MFU by; 0: its data sheet's", 0)
-    timeout: float = option(600.0, "seconds that a rank waits for another one", 1, 1e9)
+    folder: str = make_option("run", "folder for checkpoints and metrics")
+    source: str = make_option("stdlib", "text file, or stdlib: the sources of Python's library")
+    limit: int = make_option(0, "bytes of each part (train, validation, test); 0: all", 0)
+    seq: int = make_option(64, "tokens (bytes) of a sequence", 1)
+    layers: int = make_option(2, "transformer blocks", 1)
+    heads: int = make_option(2, "attention heads of a block", 1)
+    hidden: int = make_option(64, "width of the model", 1)
+    dropout: float = make_option(0.0, "dropout probability", 0, 0.99)
+    steps: int = make_option(400, "optimizer steps in total, over all runs", 1)
+    batch: int = make_option(16, "sequences of a step, over all ranks", 1)
+    micro: int = make_option(16, "sequences of a micro-batch on one rank", 1)
+    lr: float = make_option(1e-3, "AdamW's learning rate", 0)
+    clip: float = make_option(1.0, "maximum norm of the gradient", 0, math.inf)
+    seed: int = make_option(0, "seed of weights, data order and dropout", 0)
+    strategy: str = make_option("ddp", "how states are sharded", *STRATEGIES)
+    tensor: int = make_option(1, "tensor-parallel ranks; 1 with ddp", 1)
+    precision: str = make_option("float32", "dtype of matrix products", *DTYPES)
+    compiler: str = make_option("none", "torch.compile backend, such as inductor")
+    workers: int = make_option(0, "data loader processes per rank", 0, 1000)
+    every: int = make_option(100, "steps between validations and checkpoints", 1)
+    report: int = make_option(10, "steps between lines of metrics.jsonl", 1)
+    resume: str = make_option("auto", "load the last checkpoint", "auto", "never")
+    peak: float = make_option(0.0, "peak FLOP/s of a device, for MFU; 0: from its data sheet", 0)
+    timeout: float = make_option(600.0, "seconds that a rank waits for others", 1, 1e9)
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value, allowed = getattr(self, each.name), each.metadata["allowed"]
             if isinstance(each.default, str):
-                good, said = not allowed or value in allowed, ", ".join(allowed)
+                valid, text = not allowed or value in allowed, f"one of {', '.join(allowed)}"
             else:
-                least, most = (*allowed, 1e18)[:2]
-                good, said = least <= value <= most, f"numbers from {least:g} to {most:g}"
-            if not good:
-                raise Refused(f"{each.name}={value!r}: allowed are {said}")
+                low, high = (*allowed, 1e18)[:2]
+                valid, text = low <= value <= high, f"from {low:g} to {high:g}"
+            if not valid:
+                raise JobError(f"{each.name}={value!r}: must be {text}")
         if not self.folder or not self.folder.isprintable():
-            raise Refused(f"folder={self.folder!r}: allowed are names that can be printed")
+            raise JobError(f"folder={self.folder!r}: must be a printable name")
         if self.hidden % (2 * self.heads):
-            raise Refused(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
+            raise JobError(f"hidden={self.hidden}: must be a multiple of {2 * self.heads}")
         if self.tensor > 1 and (self.strategy == "ddp" or self.precision == "fp16"):
-            have = f"strategy={self.strategy!r} and precision={self.precision!r}"
-            raise Refused(f"tensor={self.tensor} with {have}: allowed is 1")
+            text = f"strategy={self.strategy!r} and precision={self.precision!r}"
+            raise JobError(f"tensor={self.tensor}: must be 1 with {text}")
 
-    def check(self, world: int) -> None:
-        """Raise ValueError for options that `world` ranks, or this machine, cannot run."""
+    def check_world_size(self, world: int) -> None:
+        """Raise JobError for options that `world` ranks, or this machine, cannot run."""
         if world % self.tensor or self.heads % self.tensor:
-            allowed = f"divisors of {world} ranks and of {self.heads} heads"
-            raise Refused(f"tensor={self.tensor}: allowed are {allowed}")
+            text = f"must divide the number of ranks ({world}) and of heads ({self.heads})"
+            raise JobError(f"tensor={self.tensor}: {text}")
         if self.batch % (replicas := world // self.tensor):
-            raise Refused(f"batch={self.batch}: allowed are multiples of {replicas}")
+            raise JobError(f"batch={self.batch}: must be a multiple of {replicas} (replicas)")
         if self.compiler not in ("none", *(known := torch.compiler.list_backends(()))):
-            raise Refused(f"compiler={self.compiler!r}: allowed are none, {', '.join(known)}")
-        for part, sequences in zip(text(self), (self.batch, 1, 1), strict=True):
+            raise JobError(f"compiler={self.compiler!r}: must be one of none, {', '.join(known)}")
+        for part, sequences in zip(load_text(self), (self.batch, 1, 1), strict=True):
             if len(part) <= (needed := self.seq * sequences):
-                found = f"source={self.source!r} has a part of {len(part)} bytes"
-                raise Refused(f"{found}: allowed are more than {needed}")
+                text = f"each part must have more than {needed} bytes, but one has {len(part)}"
+                raise JobError(f"source={self.source!r}: {text}")
 
 
 # Your model: its `blocks` are compiled and gathered one by one. Shapes in names: B batch,
@@ -133,7 +133,7 @@ class Options:
 
 
 class Block(nn.Module):
-    """Causal attention, and two matrices with GELU; each after a norm, with a residual."""
+    """A transformer block: causal attention and an FFN with GELU; pre-norm, with residuals."""
 
     def __init__(self, options: Options):
         super().__init__()
@@ -144,7 +144,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; a rank with some of the heads computes those."""
+        """Map [B, S, H] to [B, S, H]; with `tensor`, each rank computes its own heads."""
         y_BSH = self.attention_norm(x_BSH)
         q_BASD, k_BASD, v_BASD = (
             linear(y_BSH).unflatten(-1, (-1, self.size)).transpose(1, 2)
@@ -176,12 +176,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BSH))
 
 
-# For --tensor, by the last part of their names: column-parallel and row-parallel matrices.
-CUTS = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
-CUTS |= dict.fromkeys(("out", "down"), RowwiseParallel())
+# For --tensor: how each matrix is split, by the last part of its name.
+STYLES = dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel())
+STYLES |= dict.fromkeys(("out", "down"), RowwiseParallel())
 
 
-def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+def compute_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Return the summed cross-entropy of all tokens, in float32; targets of -100 are ignored."""
     return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten(), reduction="sum")
 
@@ -189,22 +189,22 @@ def loss_of(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 # Your data.
 
 
-def text(options: Options) -> list[Tensor]:
+def load_text(options: Options) -> list[Tensor]:
     """Return the bytes for training, validation and test: 80, 10, 10 % of a readable source."""
     library = Path(sysconfig.get_paths()["stdlib"]).glob("[!_]*.py")
     files = sorted(library) if options.source == "stdlib" else [Path(options.source)]
     try:
         data = bytearray(b"".join(file.read_bytes() for file in files))
     except OSError as error:
-        allowed = f"allowed are stdlib and files that can be read ({error.strerror})"
-        raise Refused(f"source={options.source!r}: {allowed}") from None
+        text = f"must be stdlib or a readable file ({error.strerror})"
+        raise JobError(f"source={options.source!r}: {text}") from None
     tokens = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
     parts = tokens.tensor_split([len(tokens) * 8 // 10, len(tokens) * 9 // 10])
     return [part[: options.limit or None] for part in parts]
 
 
 class Windows(Dataset):
-    """A dataset; item i: a text's i-th `seq` tokens, and the same one token later, both [seq]."""
+    """A dataset whose item i is the i-th `seq` tokens and the same shifted by one, both [seq]."""
 
     def __init__(self, tokens: Tensor, seq: int):
         self.tokens, self.seq = tokens, seq
@@ -220,13 +220,13 @@ class Windows(Dataset):
 # One model on many ranks.
 
 
-def spread(model: nn.Module, options: Options, device: torch.device) -> nn.Module:
+def parallelize_model(model: nn.Module, options: Options, device: torch.device) -> nn.Module:
     """Distribute `model`, which every rank has on its host, over all ranks.
 
-    ddp: whole on each rank. fsdp2: weights, gradients and optimizer states in shards; a block's
-    weights are gathered for forward, and again for backward. zero2: once for both. zero1: also
-    gradients stay whole until a step's last backward. Before that, `tensor` neighbours cut the
-    matrices.
+    ddp: replicated. fsdp2: weights, gradients and optimizer states are sharded; a block's weights
+    are gathered for forward, and again for backward. zero2: weights are gathered once for both.
+    zero1: as zero2, but gradients are reduced only in a step's last backward. With `tensor`,
+    neighbouring ranks split the matrices first.
     """
     dtype = DTYPES[options.precision]
     for block in model.blocks if options.compiler != "none" else ():
@@ -234,18 +234,18 @@ def spread(model: nn.Module, options: Options, device: torch.device) -> nn.Modul
     if options.strategy == "ddp":  # autocast around forward: for training and validation
         model.forward = torch.autocast(device.type, dtype, dtype != torch.float32)(model.forward)
         return DistributedDataParallel(model.to(device))
-    places = torch.arange(dist.get_world_size()).view(-1, options.tensor)  # [data, tensor]
-    new, limit = dist.new_subgroups_by_enumeration, timedelta(seconds=options.timeout)
-    groups = [new(lists.tolist(), timeout=limit)[0] for lists in (places.T, places)]
-    mesh = DeviceMesh.from_group(groups, device.type, places, mesh_dim_names=("data", "tensor"))
+    grid = torch.arange(dist.get_world_size()).view(-1, options.tensor)  # [data, tensor]
+    make, timeout = dist.new_subgroups_by_enumeration, timedelta(seconds=options.timeout)
+    groups = [make(lists.tolist(), timeout=timeout)[0] for lists in (grid.T, grid)]
+    mesh = DeviceMesh.from_group(groups, device.type, grid, mesh_dim_names=("data", "tensor"))
     if options.tensor > 1:
-        found = {name: name.split(".")[-1] for name, _ in model.named_modules()}
-        plan = {name: CUTS[last] for name, last in found.items() if last in CUTS}
+        names = {name: name.split(".")[-1] for name, _ in model.named_modules()}
+        plan = {name: STYLES[last] for name, last in names.items() if last in STYLES}
         parallelize_module(model, mesh["tensor"], plan)
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
-    again = options.strategy == "fsdp2"
+    reshard = options.strategy == "fsdp2"
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=again)
+        fully_shard(part, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=reshard)
     return model
 
 
@@ -264,34 +264,34 @@ class Training(Stateful):
         attention = 12 * options.layers * options.hidden * options.seq
         self.flops = 6 * sum(p.numel() for p in model.parameters()) + attention
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak = options.peak or next((p for gpu, p in PEAKS.items() if gpu in name), None)
+        self.peak = options.peak or next((p for gpu, p in PEAK_FLOPS.items() if gpu in name), None)
         self.optimizer = torch.optim.AdamW(model.parameters(), options.lr, foreach=self.foreach)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
-        self.done, self.best = 0, (math.inf, math.inf)  # steps; lowest validation loss and its step
-        self.random = torch.cuda if device.type == "cuda" else torch  # the generator of dropout
-        self.then, self.since = time.perf_counter(), 0  # time and step of the last line in the log
-        self.asked = self.stopped = False  # this rank got a signal; any rank did
+        self.steps_done, self.best = 0, (math.inf, math.inf)  # best: validation loss and its step
+        self.rng = torch.cuda if device.type == "cuda" else torch  # the generator of dropout
+        self.last_log_time, self.last_log_step = time.perf_counter(), 0
+        self.stop_requested = self.stopped = False  # this rank got a signal; any rank did
 
-    def batches(self, windows: Windows) -> DataLoader:
-        """Yield this rank's share of the rest of an epoch; each epoch has its own order."""
+    def make_loader(self, windows: Windows) -> DataLoader:
+        """Return a loader of this rank's share of the rest of an epoch, in the epoch's order."""
         size, seed = self.options.batch // self.replicas, self.options.seed
-        epoch, done = divmod(self.done, len(windows) // self.options.batch)
+        epoch, done = divmod(self.steps_done, len(windows) // self.options.batch)
         sharding = {"num_replicas": self.replicas, "rank": self.replica, "drop_last": True}
         sampler = DistributedSampler(windows, seed=seed, **sharding)
         sampler.set_epoch(epoch)
         order = list(sampler)[done * size :]
         own = torch.Generator()  # loaders draw a number: not from dropout's generator
-        how = {"num_workers": self.options.workers, "worker_init_fn": ignore_signals}
-        how["pin_memory"] = self.device.type == "cuda"  # else the CPU waits for each copy
-        return DataLoader(windows, size, sampler=order, drop_last=True, generator=own, **how)
+        kwargs = {"num_workers": self.options.workers, "worker_init_fn": ignore_signals}
+        kwargs["pin_memory"] = self.device.type == "cuda"  # else the CPU waits for each copy
+        return DataLoader(windows, size, sampler=order, drop_last=True, generator=own, **kwargs)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Take an optimizer step on this rank's share of a batch; return batch loss and norm."""
         self.optimizer.zero_grad()
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
-        sums = torch.full((2,), float(self.asked), device=self.device)
+        sums = torch.full((2,), float(self.stop_requested), device=self.device)
         sums[0] = (targets != -100).sum()
-        dist.all_reduce(sums)  # [2]: tokens that count, ranks with a signal
+        dist.all_reduce(sums)  # [2]: counted tokens, ranks with a signal
         on_host = sums.to("cpu", non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         loss = self.backward(tokens, targets, sums[0]) / self.world
@@ -300,38 +300,38 @@ class Training(Stateful):
         self.scaler.step(self.optimizer)
         self.scaler.update()
         dist.all_reduce(loss)  # a scalar: the mean over all ranks
-        self.done += 1
+        self.steps_done += 1
         if copied:
             copied.synchronize()  # waits until the GPU begins this step, which is queued by now
         self.stopped = bool(on_host[1])
         return loss, norm
 
     def backward(self, tokens: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        """Run backward for this rank's loss, `micro` sequences at a time; return that loss.
+        """Run backward for this rank's loss, `micro` sequences at a time; return the loss.
 
-        Its average over ranks is the mean over all `counted` tokens, even for unequal shares. ddp
-        and zero1 send gradients with the last micro-batch; the others keep no whole ones, so each
-        backward sends.
+        Averaged over ranks, the losses are the mean over all `counted` tokens, even for unequal
+        shares. ddp and zero1 reduce gradients in the last backward only; zero2 and fsdp2 keep no
+        unsharded gradients, so each backward reduces.
         """
         micro, total = self.options.micro, torch.zeros((), device=self.device)
-        pieces = list(zip(tokens.split(micro), targets.split(micro), strict=True))
-        for number, (part, its_targets) in enumerate(pieces, 1):
-            last = number == len(pieces)
+        micro_batches = list(zip(tokens.split(micro), targets.split(micro), strict=True))
+        for number, (inputs, labels) in enumerate(micro_batches, 1):
+            last = number == len(micro_batches)
             if self.options.strategy == "zero1":
                 self.model.set_requires_gradient_sync(last)
-            waits = self.options.strategy == "ddp" and not last
-            with self.model.no_sync() if waits else nullcontext():
-                loss = loss_of(self.model(part), its_targets) * self.world / counted
+            no_sync = self.options.strategy == "ddp" and not last
+            with self.model.no_sync() if no_sync else nullcontext():
+                loss = compute_loss(self.model(inputs), labels) * self.world / counted
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def clip(self) -> Tensor:
-        """Scale the whole gradient to a norm of at most `clip`; return the norm before."""
-        on: dict[Any, list[Tensor]] = {}  # by mesh
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradient to a norm of at most `clip`; return its norm before."""
+        by_mesh: dict[Any, list[Tensor]] = {}
         for gradient in (p.grad for p in self.model.parameters() if p.grad is not None):
-            on.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-        norms = [nn.utils.get_total_norm(gradients) for gradients in on.values()]
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+        norms = [nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
         norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
         limit = self.options.clip
         nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm, self.foreach)
@@ -345,9 +345,9 @@ class Training(Stateful):
         sampler = DistributedSampler(windows, self.replicas, self.replica, shuffle=False)
         loader = DataLoader(windows, size, sampler=sampler, generator=torch.Generator())
         for number, (tokens, targets) in enumerate(loader):
-            places = (number * size + torch.arange(len(targets))) * self.replicas + self.replica
-            targets[places >= len(windows)] = -100  # repeated to fill up: ignored
-            loss = loss_of(self.model(tokens.to(self.device)), targets.to(self.device))
+            indices = (number * size + torch.arange(len(targets))) * self.replicas + self.replica
+            targets[indices >= len(windows)] = -100  # padding of the sampler: ignored
+            loss = compute_loss(self.model(tokens.to(self.device)), targets.to(self.device))
             total += torch.stack([loss, (targets >= 0).sum().to(loss)])
         dist.all_reduce(total)  # [2]
         self.model.train()
@@ -355,163 +355,166 @@ class Training(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save, by the plain model's names. DCP calls this."""
-        model, optimizer = by_name.get_state_dict(self.model, self.optimizer)
+        model, optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
-        state["position"] = [self.done, *self.best]
-        return state | {f"random, {self.rank} of {self.world}": self.random.get_rng_state()}
+        state["position"] = [self.steps_done, *self.best]
+        return state | {f"random, {self.rank} of {self.world}": self.rng.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state. DCP calls this."""
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        by_name.set_state_dict(self.model, self.optimizer, **parts)
+        dcp_state.set_state_dict(self.model, self.optimizer, **parts)
         self.scaler.load_state_dict(state["scaler"])
-        self.done, *best = state["position"]
+        self.steps_done, *best = state["position"]
         self.best = tuple(best)
-        self.random.set_rng_state(state[f"random, {self.rank} of {self.world}"])
+        self.rng.set_rng_state(state[f"random, {self.rank} of {self.world}"])
 
     def save(self) -> None:
         """Write a checkpoint, each rank its part; a rename completes it; delete old ones."""
-        path, under_way = (self.folder / f"{dot}step-{self.done:06d}" for dot in ("", "."))
-        dcp.save({"state": self}, checkpoint_id=under_way)
-        sums = {file.name: checksum(file) for file in under_way.glob(f"__{self.rank}_*")}
-        lines = [f"{known}  {name}\n" for own in of_all(sums) for name, known in own.items()]
+        path, partial = (self.folder / f"{dot}step-{self.steps_done:06d}" for dot in ("", "."))
+        dcp.save({"state": self}, checkpoint_id=partial)
+        own = {file.name: compute_sha256(file) for file in partial.glob(f"__{self.rank}_*")}
+        lines = [f"{sha}  {n}\n" for sums in all_gather_object(own) for n, sha in sums.items()]
         if self.rank == 0:
-            lines.append(f"{checksum(under_way / '.metadata')}  .metadata\n")
-            (under_way / "SHA256SUMS").write_text("".join(lines))
-            under_way.rename(path)
-            for old in checkpoints(self.folder):
+            lines.append(f"{compute_sha256(partial / '.metadata')}  .metadata\n")
+            (partial / "SHA256SUMS").write_text("".join(lines))
+            partial.rename(path)
+            for old in list_checkpoints(self.folder):
                 if old.name not in (path.name, f"step-{self.best[1]:06}"):
                     shutil.rmtree(old)
         dist.barrier()
 
     def load(self, path: Path) -> None:
-        """Resume from a checkpoint of any number of ranks, if it is complete and of this model."""
+        """Resume from a checkpoint of any number of ranks; raise JobError if it is unusable."""
         try:
-            noted = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
-            own = noted[self.rank :: self.world]  # each rank reads some files
-            wrong = [name for known, name in own if checksum(path / name) != known]
-            wrong += ["SHA256SUMS"] * (noted[-1][1] != ".metadata")  # as if it were cut short
+            sums = [line.split() for line in (path / "SHA256SUMS").read_text().splitlines()]
+            own = sums[self.rank :: self.world]  # each rank reads some files
+            wrong = [name for saved, name in own if compute_sha256(path / name) != saved]
+            wrong += ["SHA256SUMS"] * (sums[-1][1] != ".metadata")  # truncated
         except (OSError, ValueError, IndexError) as error:
             wrong = [str(error)]
-        what = f"{path} is no whole checkpoint; remove it to go on from an older one"
-        agree(f"{what}: {wrong[0]}" if wrong else None)
-        here = {f"state.model.{name}" for name in by_name.get_model_state_dict(self.model)}
-        there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        alone = here ^ {name for name in there if name.startswith("state.model.")}
-        agree(f"{path} is of another model: {min(alone)}" if alone else None)
+        text = f"{path} is not a complete checkpoint; remove it to resume from an older one"
+        raise_on_all_ranks(f"{text}: {wrong[0]}" if wrong else None)
+        own = {f"state.model.{name}" for name in dcp_state.get_model_state_dict(self.model)}
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        differing = own ^ {name for name in saved if name.startswith("state.model.")}
+        raise_on_all_ranks(f"{path} is of another model: {min(differing)}" if differing else None)
         # Random states may be missing with more ranks; the scaler's, in another precision.
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         try:
             dcp.load({"state": self}, checkpoint_id=path, planner=planner)
         except dcp.CheckpointException as error:
             first, _ = next(iter(error.failures.values()))
-            raise Refused(f"{path} does not fit: {first}") from None
+            raise JobError(f"{path} does not match this run: {first}") from None
 
-    def report(self, loss: Tensor, norm: Tensor) -> None:
-        """Log the steps since the last line."""
+    def log_metrics(self, loss: Tensor, norm: Tensor) -> None:
+        """Write metrics of the steps since the last line, averaged over them."""
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         cuda = self.device.type == "cuda"
-        held = torch.cuda.max_memory_allocated(self.device) if cuda else 1024 * kilobytes
-        most = torch.tensor(held, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)  # a scalar
-        memory = int(most)  # waits for the GPU, so the clock is read after its work
-        seconds = (time.perf_counter() - self.then) / max(1, self.done - self.since)
+        own = torch.cuda.max_memory_allocated(self.device) if cuda else 1024 * kilobytes
+        peak = torch.tensor(own, device=self.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)  # a scalar
+        memory = int(peak)  # waits for the GPU, so the clock is read after its work
+        steps, now = max(1, self.steps_done - self.last_log_step), time.perf_counter()
+        seconds = (now - self.last_log_time) / steps
         line = {"loss": loss.item(), "norm": norm.item(), "scale": self.scaler.get_scale()}
         rate = self.options.batch * self.options.seq / seconds
         line |= {"seconds": seconds, "tokens_per_second": rate, "memory_bytes": memory}
         line["mfu"] = self.flops * rate / self.world / self.peak if self.peak else None
-        self.note(time=time.time(), **line)
+        self.write_metrics(time=time.time(), **line)
         if self.rank == 0 and sys.stderr.isatty():
-            said = f"\rstep {self.done}/{self.options.steps}, loss={line['loss']:.3f} "
-            print(said, end="\n" * (self.done == self.options.steps), file=sys.stderr, flush=True)
+            text = f"\rstep {self.steps_done}/{self.options.steps}, loss={line['loss']:.3f} "
+            end = "\n" if self.steps_done == self.options.steps else ""
+            print(text, end=end, file=sys.stderr, flush=True)
 
-    def ask_to_stop(self, *_: Any) -> None:
-        """Handle a signal, on whichever ranks it arrives."""
-        self.asked = True
+    def request_stop(self, *_: Any) -> None:
+        """Record that this rank got a signal (signal handler)."""
+        self.stop_requested = True
 
-    def note(self, **values: float) -> None:
+    def write_metrics(self, **values: float) -> None:
         """Write a line of metrics.jsonl on rank 0, and restart the clock for the next steps."""
         if self.rank == 0:
             with open(self.folder / "metrics.jsonl", "a") as file:
-                print(json.dumps({"step": self.done} | values), file=file)
+                print(json.dumps({"step": self.steps_done} | values), file=file)
             for name in {"validation", "test"} & values.keys():
-                print(f"step {self.done}: {name} {values[name]:.3f}")
-        self.then, self.since = time.perf_counter(), self.done
+                print(f"step {self.steps_done}: {name} {values[name]:.3f}")
+        self.last_log_time, self.last_log_step = time.perf_counter(), self.steps_done
 
 
 def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[float]:
     """Train on the ranks of the default group; return the loss of every step."""
-    device, losses, steps = own_device(), [], options.steps
+    device, losses, steps = get_device(), [], options.steps
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} on {device}")
     torch.manual_seed(options.seed)
-    training = Training(options, spread(build(options), options, device), device)
+    training = Training(options, parallelize_model(build(options), options, device), device)
     torch.manual_seed(options.seed + 1 + training.replica)  # equal if ranks share data
-    for number in SIGNALS:
-        signal.signal(number, training.ask_to_stop)
-    train, validation, test = (Windows(part, options.seq) for part in text(options))
+    for number in STOP_SIGNALS:
+        signal.signal(number, training.request_stop)
+    train, validation, test = (Windows(part, options.seq) for part in load_text(options))
 
-    def validate() -> None:  # a nan loss is never the best
-        mean = training.evaluate(validation)
-        training.best = min(training.best, (mean if mean < math.inf else math.inf, training.done))
-        training.note(validation=mean)
+    def run_validation() -> None:
+        loss = training.evaluate(validation)
+        best = loss if loss < math.inf else math.inf  # a nan loss is never the best
+        training.best = min(training.best, (best, training.steps_done))
+        training.write_metrics(validation=loss)
 
-    if found := checkpoints(training.folder):
+    if found := list_checkpoints(training.folder):
         training.load(found[-1])
-        if training.done % options.every == 0 or training.done == steps:
-            validate()  # a checkpoint does not include this step's validation
-    training.then, training.since = time.perf_counter(), training.done
-    while training.done < steps:
-        for tokens, targets in training.batches(train):
+        if training.steps_done % options.every == 0 or training.steps_done == steps:
+            run_validation()  # a checkpoint does not include this step's validation
+    training.last_log_time, training.last_log_step = time.perf_counter(), training.steps_done
+    while training.steps_done < steps:
+        for tokens, targets in training.make_loader(train):
             loss, norm = training.step(tokens, targets)
             losses.append(loss)
-            steps = training.done if training.stopped else steps  # so this step is the last
-            if training.done % options.report == 0 or training.done == steps:
+            steps = training.steps_done if training.stopped else steps  # so this step is the last
+            if training.steps_done % options.report == 0 or training.steps_done == steps:
                 training.report(loss, norm)
-            if training.done % options.every == 0 or training.done == steps:
+            if training.steps_done % options.every == 0 or training.steps_done == steps:
                 training.save()
                 if not training.stopped:  # after a stop there is no time: the next start does it
-                    validate()
-            if training.done == steps:
+                    run_validation()
+            if training.steps_done == steps:
                 break
     (training.folder / "stopped").unlink(missing_ok=True)
     if training.stopped:
         (training.folder / "stopped").touch()
     else:
         training.load(training.folder / f"step-{training.best[1]:06d}")
-        training.note(test=training.evaluate(test))
+        training.write_metrics(test=training.evaluate(test))
     return [loss.item() for loss in losses]
 
 
 # Helpers of a job.
 
 
-def of_all(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Return the values of all ranks, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def agree(problem: str | None) -> None:
-    """Raise Refused on every rank if any rank has a problem. Every rank calls this."""
-    if found := [said for said in of_all(problem) if said]:
-        raise Refused(found[0])
+def raise_on_all_ranks(problem: str | None) -> None:
+    """Raise JobError on every rank if any rank has a problem. Every rank calls this."""
+    if found := [text for text in all_gather_object(problem) if text]:
+        raise JobError(found[0])
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the newest last: sorted by number, not as text."""
     return sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name))
 
 
-def checksum(file: Path) -> str:
+def compute_sha256(file: Path) -> str:
     """Return the SHA-256 checksum of a file, as sha256sum prints it."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @contextmanager
-def entered(options: Options) -> Iterator[None]:
-    """Lock the folder for this job, the same one on all ranks; else raise Refused."""
+def lock_folder(options: Options) -> Iterator[None]:
+    """Lock the folder for this job; raise JobError if that fails, or ranks see other folders."""
     folder, first, problem = Path(options.folder), dist.get_rank() == 0, None
     owner, file = f"process {os.getpid()} on {socket.gethostname()}", folder / ".lock"
     try:
@@ -523,96 +526,96 @@ def entered(options: Options) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                     raise
-                print(f"{folder}: there are no locks here: let no other job write into it")
+                print(f"{folder}: this file system has no locks: use it in one job at a time")
             lock.truncate(0)
             print(owner, end="", file=lock, flush=True)
-            for left in folder.glob(".step-*"):  # of a save that was killed
-                shutil.rmtree(left)
+            for partial in folder.glob(".step-*"):  # of a save that was killed
+                shutil.rmtree(partial)
     except BlockingIOError:
-        problem = f"{file.read_text()} writes into it; allowed is a folder of its own"
+        problem = f"{file.read_text()} writes into it; use another folder"
     except OSError as error:
-        problem = f"allowed are folders that can be written ({error.strerror})"
-    agree(problem and f"folder={options.folder!r}: {problem}")
-    saved = [path.name for path in checkpoints(folder)]
+        problem = f"must be writable ({error.strerror})"
+    raise_on_all_ranks(problem and f"folder={options.folder!r}: {problem}")
+    saved = [path.name for path in list_checkpoints(folder)]
     # Rank 0 does not read the file: closing it would release its lock.
-    there = owner if first else file.read_text() if file.exists() else "nothing"
-    mine = asdict(options) | {"folder": there, "saved": saved}
-    for name, value in of_all(mine)[0].items():
-        if mine[name] != value:
-            said = f"{name}: rank 0 has {value!r}, rank {dist.get_rank()} has {mine[name]!r}"
-            problem = f"{said}; allowed are the same options, and one folder that all ranks share"
+    content = owner if first else file.read_text() if file.exists() else "nothing"
+    own = asdict(options) | {"folder": content, "saved": saved}
+    for name, value in all_gather_object(own)[0].items():
+        if own[name] != value:
+            text = f"{name}: rank 0 has {value!r}, rank {dist.get_rank()} has {own[name]!r}"
+            problem = f"{text}; all ranks must have the same options, and share the folder"
     if options.resume == "never" and saved:
-        problem = f"folder={options.folder!r} has checkpoints: allowed is resume='auto'"
-    agree(problem)
+        problem = f"folder={options.folder!r} has checkpoints; use resume='auto' or another folder"
+    raise_on_all_ranks(problem)
     with lock or nullcontext():
         yield
 
 
 def ignore_signals(_worker: int) -> None:
     """Ignore signals in a loader process: they are for the ranks, which need the last batch."""
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def own_device() -> torch.device:
+def get_device() -> torch.device:
     """Return this rank's GPU, or the CPU. If Slurm gives each task one GPU, that is number 0."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
-def launched() -> tuple[int, int]:
+def read_launch_environment() -> tuple[int, int]:
     """Return this process's rank and the world size, set by torchrun or srun; else 0 and 1."""
-    told = os.environ
-    if "RANK" not in told and "SLURM_STEP_NUM_TASKS" in told:
-        told["RANK"], told["LOCAL_RANK"] = told["SLURM_PROCID"], told["SLURM_LOCALID"]
-        told["WORLD_SIZE"] = told["SLURM_STEP_NUM_TASKS"]
-        nodes = ["scontrol", "show", "hostnames", told["SLURM_STEP_NODELIST"]]
-        if "MASTER_ADDR" not in told:
-            told["MASTER_ADDR"] = subprocess.check_output(nodes, text=True).split()[0]
-        told.setdefault("MASTER_PORT", str(20_000 + int(told["SLURM_JOB_ID"]) % 20_000))
-    rank, world = int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1))
-    told.setdefault("LOCAL_RANK", str(rank))
+    env = os.environ
+    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env:
+        env["RANK"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_LOCALID"]
+        env["WORLD_SIZE"] = env["SLURM_STEP_NUM_TASKS"]
+        nodes = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = subprocess.check_output(nodes, text=True).split()[0]
+        env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 20_000))
+    rank, world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    env.setdefault("LOCAL_RANK", str(rank))
     return rank, world
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line that raises Refused for errors."""
+    """A parser of the command line that raises JobError for errors."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise Refused instead of printing the usage on every rank."""
-        raise Refused(message)
+        """Raise JobError instead of printing the usage on every rank."""
+        raise JobError(message)
 
 
-def parse(arguments: list[str] | None = None) -> Options:
-    """Parse options from the command line. Raises Refused for values that are not allowed."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=how, allow_abbrev=False)
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Parse options from the command line; raise JobError for wrong ones."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     for each in fields(Options):
-        words = each.metadata["words"]
+        text = each.metadata["help"]
         if isinstance(each.default, str) and each.metadata["allowed"]:
-            words += f": {', '.join(each.metadata['allowed'])}"
+            text += f": {', '.join(each.metadata['allowed'])}"
         kind = {"type": type(each.default), "default": each.default, "metavar": "…"}
-        parser.add_argument(f"--{each.name}", help=f"{words} [{each.default}]", **kind)
+        parser.add_argument(f"--{each.name}", help=f"{text} (default: {each.default})", **kind)
     return Options(**vars(parser.parse_args(arguments)))
 
 
 @record  # records an error of any rank with its time: see torchrun's --log-dir
 def run() -> None:
     """Train as the command line says, on the ranks that were started."""
-    rank, world = launched()
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-    gpu = {"device_id": own_device()} if torch.cuda.is_available() else {}
+    rank, world = read_launch_environment()
+    single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
+    gpu = {"device_id": get_device()} if torch.cuda.is_available() else {}
     try:
-        options = parse()
-        options.check(world)
+        options = parse_options()
+        options.check_world_size(world)
         for device in gpu.values():
             torch.cuda.set_device(device)
-        dist.init_process_group(timeout=timedelta(seconds=options.timeout), **alone, **gpu)
-        with entered(options):
+        dist.init_process_group(timeout=timedelta(seconds=options.timeout), **single, **gpu)
+        with lock_folder(options):
             main(options)
         dist.barrier()  # no rank closes its connections while another still needs them
-    except Refused as error:
+    except JobError as error:
         if rank == 0:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)

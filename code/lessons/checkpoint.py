@@ -67,16 +67,16 @@ from shardlab.checkpoint import (
     Checkpoints,
     Training,
     best_interval,
-    complete,
-    config_of,
+    list_checkpoints,
+    read_config,
     core,
-    export,
-    hand_over,
+    export_model,
+    transfer_weights,
     load_hub,
     lost_fraction,
-    moving,
-    names,
-    predicted_hand_over,
+    resharding,
+    hub_names,
+    predict_transfer_bytes,
     save_hub,
     simulated_lost_fraction,
 )
@@ -422,7 +422,7 @@ except ranks.RankError:
     pass  # this was meant to happen
 half_saved = loaded(FOLDER / "half saved fully")
 synced = sum(run(saves_twice_fully, 2, FOLDER / "flipped fully", False))
-flip(complete(FOLDER / "flipped fully")[-1] / "__0_0.distcp")
+flip(list_checkpoints(FOLDER / "flipped fully")[-1] / "__0_0.distcp")
 refusal = loaded(FOLDER / "flipped fully")
 assert found["half saved"] == (3, {3.0, 6.0}) and half_saved == [3.0]
 assert len(found["flipped"][1]) == 2 and "CRC-32" in refusal
@@ -455,7 +455,7 @@ show.source(Training)
 # The course's own [ZeRO](zero.md) cuts flat tensors, of many weights in a row, and DCP cannot write such pieces. So one flat tensor at a time is gathered, and each rank keeps some rows of each weight.
 
 # %%
-show.source(core.named_tensors, core.restore)
+show.source(core.named_tensors, core.restore_training)
 
 # %% [markdown]
 # Why `named_tensors` treats a fresh optimizer apart is in a box [below](#forgetting-the-optimizer).
@@ -531,7 +531,7 @@ show.table(rows, head, caption="Resumed, beside the run without a stop")
 # And an old checkpoint is renamed before it is deleted, so that one that is half deleted does not look complete.
 
 # %%
-show.source(core.begin, core.commit, core.prune)
+show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
 
 
 # %% [markdown]
@@ -548,7 +548,7 @@ show.source(core.begin, core.commit, core.prune)
 def life(path, victims, delay):
     training = small()
     store = Checkpoints(path, dist.group.WORLD, keep=1)
-    if store.steps():
+    if store.list_steps():
         store.load(training)
     for number in range(1000):
         set_step(training, training.step + 1)
@@ -624,7 +624,7 @@ for name, value in manifest.items():
 # %% [markdown]
 # `load` checks the files first, then names, shapes, types and parameter groups, and only then changes the model.
 # Why groups? torch tells an optimizer's groups apart by their order alone: two groups in the other order would swap their learning rates.
-# If one rank finds something wrong, all ranks raise its error (`agree`); otherwise the others would wait for it.
+# If one rank finds something wrong, all ranks raise its error (`raise_on_all_ranks`); otherwise the others would wait for it.
 
 # %%
 show.source(Checkpoints.load)
@@ -663,7 +663,7 @@ for name, spoil in (
 ):
     path = FOLDER / "bad"
     shutil.copytree(FOLDER / "good", path)
-    spoil(complete(path)[-1] / name)
+    spoil(list_checkpoints(path)[-1] / name)
     attempt(path)
     shutil.rmtree(path)
 attempt(FOLDER / "good", nn.Linear(64, 65))
@@ -681,7 +681,7 @@ attempt(FOLDER / "good", nn.Linear(64, 65))
 # DCP does so in `async_save`. Two things have to be added. The thread sends its messages in a process group of its own, so that they cannot meet those of training. And the rename waits until the threads of all ranks are done.
 
 # %%
-show.source(Checkpoints.save, Checkpoints._complete, Checkpoints._rename)
+show.source(Checkpoints.save, Checkpoints._finish_save, Checkpoints._commit_or_discard)
 
 
 # %% [markdown]
@@ -864,13 +864,13 @@ show.figure(
 # If several ranks should hold the same and no longer do ([Data parallelism](data_parallel.md) shows how that happens), DCP does not notice: it writes one of them.
 #
 # To use a model in one process, one file with all of it is simpler.
-# `export` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
+# `export_model` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
 
 # %%
 def trained_and_exported(path):
     training = sharded()
     losses = train(training, 2)
-    export(training.model, path, dist.group.WORLD)
+    export_model(training.model, path, dist.group.WORLD)
     return losses, train(training, 1)
 
 
@@ -899,14 +899,14 @@ print(f"next loss: four ranks {after:.4f}, one process {value:.4f}")
 # So each rank reads just the slices that it is to hold, and nothing is sent.
 #
 # But each kind of model has its own names, and some store matrices transposed or joined.
-# `names.links` says where in the files each tensor of the course's GPT is:
+# `hub_names.map_tensors` says where in the files each tensor of the course's GPT is:
 
 # %%
 for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
-    links = names.links(PRESETS[preset], kind)
+    links = hub_names.map_tensors(PRESETS[preset], kind)
     link = links["blocks.0.attention.key.weight"]
-    turned = ", transposed" if link.turned else ""
-    print(f"{preset}: {link.hub} at {link.place}{turned}")
+    transposed = ", transposed" if link.transposed else ""
+    print(f"{preset}: {link.hub} at {link.box}{transposed}")
 
 
 # %% [markdown]
@@ -921,16 +921,16 @@ def through_a_mesh(source, target):
     group = dist.group.WORLD
     layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=2)
     with torch.device("meta"):
-        plain = GPT(config_of(source))
+        plain = GPT(read_config(source))
     model = Parallel(plain, join(layout, group), layout)
     load_hub(model, source, group)
-    save_hub(model, target, group, like=source, shard_bytes=30_000)
+    save_hub(model, target, group, template=source, shard_bytes=30_000)
 
 
 shape = replace(
     PRESETS["llama-3-8b"], layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64
 )
-known = transformers.LlamaConfig(**names.config_json(shape, "llama"))
+known = transformers.LlamaConfig(**hub_names.build_config_json(shape, "llama"))
 transformers.LlamaForCausalLM(known).save_pretrained(
     FOLDER / "hub", max_shard_size="30KB"
 )
@@ -954,7 +954,7 @@ theirs, again = (
     transformers.LlamaForCausalLM.from_pretrained(FOLDER / name)(tokens).logits
     for name in ("hub", "back")
 )
-load_hub(ours := GPT(config_of(FOLDER / "back")), FOLDER / "back")
+load_hub(ours := GPT(read_config(FOLDER / "back")), FOLDER / "back")
 assert torch.equal(theirs, again) and (ours(tokens) - theirs).abs().max() < 1e-5
 print("logits of transformers from both folders: equal; the course's GPT has the same")
 
@@ -971,7 +971,7 @@ print("logits of transformers from both folders: equal; the course's GPT has the
 # Saving and loading every few steps would be too slow. But every rank knows both layouts, and so which part of which tensor each rank has and needs. So all compute the same plan, send what others lack, and know the bytes before.
 
 # %%
-show.source(moving.hand_over, moving.transfers)
+show.source(resharding.transfer_weights, resharding.plan_transfers)
 
 # %% [markdown]
 # How many bytes depends on which ranks are a copy. In training, rank $r$ has quarter $r$ of each matrix, counted from 0.
@@ -995,7 +995,7 @@ def handed(layout):
         groups = join(of, dist.group.WORLD)
         models.append(Parallel(GPT(four_heads), groups, of))
     with count.sent() as sent:
-        hand_over(*models, dist.group.WORLD)
+        transfer_weights(*models, dist.group.WORLD)
     return sent.bytes, [model.full_state_dict() for model in models]
 
 
@@ -1004,7 +1004,7 @@ def predicted_for(layout):
         [predicted_pieces(four_heads, of, rank) for rank in range(4)]
         for of in (TRAINER, layout)
     ]
-    return predicted_hand_over(*parts)
+    return predict_transfer_bytes(*parts)
 
 
 # %% tags=["hide-input"]

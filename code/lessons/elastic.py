@@ -44,8 +44,8 @@ import torch.distributed as dist
 from shardcourse.exercises import check
 from shardlab import elastic, ranks
 from shardlab.common import show
-from shardlab.elastic import born, core, host
-from shardlab.elastic.job import Job, free_port
+from shardlab.elastic import exec_rank, core, host
+from shardlab.elastic.job import Job, find_free_port
 from shardtools.cluster.slurm import sessions
 
 TEMPORARY = tempfile.TemporaryDirectory(prefix="elastic-")  # goes with this process
@@ -61,7 +61,7 @@ FOLDER = Path(TEMPORARY.name)
 def plain_agent(command, size):
     """Start `size` ranks of a program; their exit statuses."""
     started = []
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1")}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port("127.0.0.1")}
     for rank in range(size):
         given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, **meet}
         environment = os.environ | {name: str(value) for name, value in given.items()}
@@ -118,10 +118,10 @@ show.source(host.Order)
 # Every agent writes a *report*, twenty times a second.
 
 # %%
-show.source(host.Report, host.Failure, core.Meeting)
+show.source(host.Report, host.Failure, core.AgentStore)
 
 # %% [markdown]
-# A report also shows that its agent still runs: its number `beat` grows each time. The host notes, by its own clock, when it saw that number grow. So clocks of two nodes are never compared.
+# A report also shows that its agent still runs: its number `heartbeat` grows each time. The host notes, by its own clock, when it saw that number grow. So clocks of two nodes are never compared.
 # Every agent tries to listen at the address of the store. Only the one on that node can, and it becomes the host; no option says so.
 #
 # From the reports the host decides the next order. It orders no start before all ranks of the last round have ended, on all nodes.
@@ -139,12 +139,12 @@ show.source(host.Host)
 # The rest of the agent starts processes, ends them, and sees to it that none outlives its agent.
 
 # %%
-show.source(born.main, core.Ranks)
+show.source(exec_rank.main, core.RankProcesses)
 
 # %% [markdown]
 # `PR_SET_PDEATHSIG` asks Linux to kill a process when the one that started it ends, even if that one was killed with SIGKILL.
 # This ends the rank alone, and not what the rank started.
-# So each round has one more process, [the keeper](../code/shardlab/elastic/keep.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and the keeper kills each rank's whole session.
+# So each round has one more process, [kill_sessions.py](../code/shardlab/elastic/kill_sessions.py), which reads from a pipe. When the agent dies, the kernel closes the pipe, and this process kills each rank's whole session.
 
 # %%
 show.source(core.Agent)
@@ -174,7 +174,7 @@ def listens(host, port):
 NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 NAMES += ["MASTER_ADDR"]
 LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
-at = f"127.0.0.1:{free_port('127.0.0.1')}"
+at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
 told = {"nodes": (2, 2), "logs": FOLDER / "found"}
 jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
 ended = ranks.run(node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
@@ -197,7 +197,7 @@ show.table(rows, NAMES)
 
 # %%
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
-at = f"127.0.0.1:{free_port('127.0.0.1')}"
+at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
 job = Job(program, at, nodes=(2, 2), logs=FOLDER / "logs")
 ended = ranks.run(node, 2, job, job, device="cpu")  # CPU: agents, no GPU
 for status, said in ended:
@@ -219,7 +219,7 @@ print(*steps[9:15], sep="\n")
 # When one rank fails, the others fail soon after, because their connections break. The host finds the first one:
 
 # %%
-show.source(host.first_cause)
+show.source(host.describe_root_cause)
 
 # %% [markdown]
 # ### What a fault costs, under both

@@ -661,7 +661,7 @@ def go_on(folder, layout, steps):
     job = parallel(layout, UNTIED)
     training, copy = Training(job, adamw(job)), dist.get_rank(job.groups.dp)
     with Checkpoints(folder, dist.group.WORLD) as store:
-        saved = store.steps()
+        saved = store.list_steps()
         if saved:
             store.load(training)
         begin = job.full_state_dict()

@@ -47,7 +47,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict as by_name
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
@@ -137,7 +137,7 @@ def weights(folder):
     state = {"state": {"model": GPT(PRESETS["nano"]).state_dict()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this process is alone
-        dcp.load(state, checkpoint_id=take_home.checkpoints(folder)[-1])
+        dcp.load(state, checkpoint_id=take_home.list_checkpoints(folder)[-1])
     return state["state"]["model"]
 
 
@@ -214,7 +214,7 @@ def begins(strategy):
     torch.manual_seed(1000)
     of_rank_0 = GPT(PRESETS["nano"]).state_dict()
     options = take_home.Options(strategy=strategy)
-    found = by_name.get_model_state_dict(take_home.spread(model, options, ranks.device()))
+    found = dcp_state.get_model_state_dict(take_home.parallelize_model(model, options, ranks.device()))
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
     return all(torch.equal(full[name].cpu(), of_rank_0[name]) for name in of_rank_0)
 
@@ -275,7 +275,7 @@ assert losses[0] != losses[1]
 # The third step reports the mean over all ranks:
 
 # %%
-show.source(core.averaged)
+show.source(core.average_over_ranks)
 
 # %% [markdown]
 # The shares are equally large and every target counts, so a mean of means is right here. The loss is detached first: otherwise each step's graph would stay in memory.
@@ -298,7 +298,7 @@ def filled_up(model, windows):
     sampler = DistributedSampler(windows, shuffle=False)
     with torch.no_grad():
         values = [loss(model(a[None]), b[None]) for a, b in (windows[i] for i in sampler)]
-    return core.averaged(torch.stack(values).mean()).item()
+    return core.average_over_ranks(torch.stack(values).mean()).item()
 
 
 def both_ways():
@@ -385,14 +385,14 @@ show.source(core.main)
 #
 # A real job asks for more: batches that do not fit, half precision, a stop and a new start, models that do not fit.
 # [code/train.py](../code/train.py) has all of that in one file of some 600 lines that needs PyTorch alone: copy it anywhere, and run it under `torchrun`, `srun` or alone.
-# Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `text` and `Windows`.
+# Its model and its data come first, a hundred lines that you replace by yours: `GPT`, `load_text` and `Windows`.
 # `main` asks a `Training` for batches and steps:
 
 # %%
-show.source(take_home.main, Training.batches, Training.step)
+show.source(take_home.main, Training.make_loader, Training.step)
 
 # %% [markdown]
-# `batches` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
+# `make_loader` deals what is left of an epoch, so that a run that begins in its middle loads nothing twice. `build` is a function that makes the model: this page gives it the course's GPT, the script takes its own.
 # On a GPU, `pin_memory` puts batches into memory that the GPU reads by itself, so that with `non_blocking=True` the copy returns at once.
 # Kernels come after the copy, in the same stream, so no line waits for it.
 # Only `copied.synchronize()` waits: until the GPU begins this step, of which it then has all kernels.
@@ -457,7 +457,7 @@ _ = home("micro-batches of 2", micro=2)
 # ## bf16: products in 16 bits
 #
 # `autocast` computes matrix products in `bfloat16` and keeps weights, gradients and optimizer in `float32`. `bfloat16` has `float32`'s range and 8 binary digits.
-# It wraps the model's forward, so validation computes as training does: `spread` does that, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
+# It wraps the model's forward, so validation computes as training does: `parallelize_model` does that, [below](#fsdp2-weights-gradients-and-optimizer-sharded).
 # The scaler does nothing unless `precision="fp16"`: `float16` needs [a scale that all ranks share](trainers.md#fp16-a-scale-that-all-ranks-share).
 
 # %% tags=["hide-input"]
@@ -507,10 +507,10 @@ assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for n
 #
 # ## FSDP2: weights, gradients and optimizer sharded
 #
-# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `spread` makes either. They differ there, in `backward`, and in one line of `Training.clip`:
+# DDP keeps everything on every rank. When that does not fit, there is FSDP2. `parallelize_model` makes either. They differ there, in `backward`, and in one line of `Training.clip_gradients`:
 
 # %%
-show.source(take_home.spread)
+show.source(take_home.parallelize_model)
 
 # %% [markdown]
 # - **Units.** Each `fully_shard` makes one: its parameters are gathered together before its forward and freed after it. One call on the whole model would be one unit, and gather everything at once. Blocks first, then the root, which takes what is left: embedding and last norm.
@@ -567,11 +567,11 @@ def begun_on_meta():
     weights = dict(full) if dist.get_rank() == 0 else {}
     with torch.device("meta"):
         model = GPT(PRESETS["nano"])
-    take_home.spread(model, take_home.Options(strategy="fsdp2"), ranks.device())
+    take_home.parallelize_model(model, take_home.Options(strategy="fsdp2"), ranks.device())
     model.to_empty(device=ranks.device())
-    full_options = by_name.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    by_name.set_model_state_dict(model, weights, options=full_options)
-    found = by_name.get_model_state_dict(model)
+    full_options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp_state.set_model_state_dict(model, weights, options=full_options)
+    found = dcp_state.get_model_state_dict(model)
     return max((found[n].full_tensor().cpu() - full[n]).abs().max().item() for n in full)
 
 
@@ -580,7 +580,7 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 # %% [markdown]
 # ### Compiled blocks
 #
-# The first lines of `spread` compile each block before it is sharded. All blocks share one compiled program, and gathering stays outside of it.
+# The first lines of `parallelize_model` compile each block before it is sharded. All blocks share one compiled program, and gathering stays outside of it.
 
 # %% tags=["hide-input"]
 # Holds compiled blocks against one process
@@ -656,11 +656,11 @@ show.table(
 # ## The script to take home
 #
 # What is left of [code/train.py](../code/train.py) is what a job needs around its training.
-# `report` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
+# `log_metrics` writes a line of JSON every 10 steps on rank 0, and draws the step where there is a terminal.
 # A signal reaches one rank or all, at any moment. Every [`step`](#what-a-job-asks-for-besides) begins with an all-reduce of two numbers: the tokens that count, and the ranks that got the signal. So all ranks learn of it in one step, which is the last:
 
 # %%
-show.source(Training.report)
+show.source(Training.log_metrics)
 
 
 # %% [markdown]
@@ -685,10 +685,10 @@ rest = at_home(2, FOLDER / "signal", **rest)[0]
 print("the second start made", len(rest), "more steps")
 
 # %% [markdown]
-# `entered` keeps the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
+# `lock_folder` keeps the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
 # Each of these, and a damaged checkpoint, ends all ranks with one line and status 2, as a bad option does.
 #
-# What it needs from you is a model with a list `blocks`, and three texts. All strategies take any such module; `--tensor` wants the names of its matrices in `CUTS`.
+# What it needs from you is a model with a list `blocks`, and three texts. All strategies take any such module; `--tensor` wants the names of its matrices in `STYLES`.
 # Checkpoints load under any strategy, on any number of ranks that divides the batch.
 #
 # ## What goes wrong, and how it looks

@@ -48,7 +48,7 @@ with warnings.catch_warnings():  # in a notebook, of missing widgets
     warnings.simplefilter("ignore")
     import pytorch_lightning as L
 
-    from shardlab.trainers import beside
+    from shardlab.trainers import existing_ranks
     from shardlab.trainers import core as lightning
 
 show.style()
@@ -67,7 +67,7 @@ show.source(lightning.LitGPT)
 # The arguments of the `Trainer` say where to train and how long, how often to validate, and which checkpoints to keep:
 
 # %%
-show.source(lightning.trainer, lightning.main)
+show.source(lightning.build_trainer, lightning.main)
 
 # %% [markdown]
 # On one machine `python -m shardlab.trainers.core --folder runs/a` is enough: Lightning uses the GPUs that it finds, and starts a process of the script for each.
@@ -79,7 +79,7 @@ show.source(lightning.trainer, lightning.main)
 # [lightning.sbatch](../code/shardlab/trainers/lightning.sbatch) is the batch file:
 
 # %%
-beside.batch_file()
+existing_ranks.show_batch_file()
 
 # %% [markdown]
 # Two minutes before the time limit Slurm sends `SIGUSR1` to each task. Lightning's handler then saves a checkpoint, and calls `scontrol requeue`, which puts the job back into the queue.
@@ -87,18 +87,18 @@ beside.batch_file()
 # So a callback notes the signal, and calls that handler once all ranks know of it, every ten steps:
 
 # %%
-show.source(lightning.SaveTogether, lightning.newest)
+show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 
 
 # %% [markdown]
-# At the next start there may be two checkpoints, that of the signal and that of the last validation. Lightning goes on from the one that `ckpt_path` names, or without it from that of the signal, however old it is. `newest` gives it the newer one.
+# At the next start there may be two checkpoints, that of the signal and that of the last validation. Lightning goes on from the one that `ckpt_path` names, or without it from that of the signal, however old it is. `find_newest_checkpoint` gives it the newer one.
 # For all this the batch file needs `--signal` and `--requeue`. With `#SBATCH --signal=B:USR1@120` the signal would go only to the shell of the batch file, and nothing would be saved.
 #
 # The [tests](../tests/test_trainers.py) submit this file to a real Slurm of two nodes on one machine, send the signal, and check that the job starts again and finishes. They have no GPU: `accelerator="auto"` on GPUs, and nccl between nodes, are not tested.
 #
 # ### Held against a plain loop
 #
-# On this page `ranks.run` starts the ranks, and `TheseRanks` (12 lines) makes Lightning use them.
+# On this page `ranks.run` starts the ranks, and `ExistingRanks` (12 lines) makes Lightning use them.
 # The cell compares two epochs of 40 windows, in ten steps of 8, with a loop without Lightning. That loop draws the order of the windows with `torch.randperm`, whose seed is the seed + epoch.
 
 # %%
@@ -129,12 +129,12 @@ with warnings.catch_warnings():
     one = ranks.run(plain_loop, 1, device="cpu")[0]
     fits = {
         # CPU: Lightning is given the CPU here
-        "DDP": ranks.run(beside.fit, 2, "ddp", 10, device="cpu")[0],
+        "DDP": ranks.run(existing_ranks.fit_on_ranks, 2, "ddp", 10, device="cpu")[0],
         # CPU: Lightning is given the CPU here
-        "FSDP2": ranks.run(beside.fit, 2, "fsdp2", 10, device="cpu")[0],
+        "FSDP2": ranks.run(existing_ranks.fit_on_ranks, 2, "fsdp2", 10, device="cpu")[0],
         "FSDP2, its default mesh": ranks.run(
             # CPU: Lightning is given the CPU here
-            beside.fit, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
+            existing_ranks.fit_on_ranks, 2, "fsdp2", 10, 8, 40, "auto", device="cpu"
         )[0],
     }
 
@@ -198,8 +198,8 @@ def probed(items, batch, precision="32-true", **options):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=beside.DDP(),
-        plugins=[beside.TheseRanks()],
+        strategy=existing_ranks.DDP(),
+        plugins=[existing_ranks.ExistingRanks()],
         precision=precision,
         num_sanity_val_steps=0,
         **quiet,
@@ -318,8 +318,8 @@ def in_fp16(group, steps=16):
         with torch.autocast("cpu", torch.float16):
             value = loss(model(tokens), targets)
         optimizer.zero_grad()
-        scaler.scaled(value).backward()
-        if scaler.unscale(optimizer):
+        scaler.scale_loss(value).backward()
+        if scaler.unscale_gradients(optimizer):
             optimizer.step()
         scales.append(scaler.scale)
         mean = value.detach() / dist.get_world_size()

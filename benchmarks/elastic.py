@@ -124,7 +124,7 @@ CASES = [
 ]
 
 
-def agent(who: str, case: Case, number: int, ranks: int, port: int, folder: Path) -> Any:
+def start_agent(who: str, case: Case, number: int, ranks: int, port: int, folder: Path) -> Any:
     """Start one agent, ours or torchrun's."""
     at, nodes = f"127.0.0.1:{port}", f"{case.least}:2"
     if who == "ours":
@@ -148,7 +148,7 @@ def agent(who: str, case: Case, number: int, ranks: int, port: int, folder: Path
         )
 
 
-def steps(folder: Path) -> list[dict[str, Any]]:
+def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Return rank 0's record of each step."""
     with suppress(OSError):
         lines = (folder / "steps.jsonl").read_text().splitlines(keepends=True)
@@ -156,31 +156,31 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def once(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, Any]:
+def run_case(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, Any]:
     """Run one job with its fault; return the seconds and steps lost, and the ranks after it."""
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), find_free_port("127.0.0.1")
-        start = lambda number: agent(who, case, number, ranks // 2, port, folder)  # noqa: E731
+        start = lambda number: start_agent(who, case, number, ranks // 2, port, folder)  # noqa: E731
         agents, started = [start(0)], set()
         try:
             if not case.late:
-                wait_for(lambda: listens(agents[0], port), agents, limit)  # hosts the store
+                wait_for(lambda: is_listening(agents[0], port), agents, limit)  # hosts the store
                 agents.append(start(1))
             wait_for(
-                lambda: max([s["step"] for s in steps(folder)], default=0) >= AT, agents, limit
+                lambda: max([s["step"] for s in read_steps(folder)], default=0) >= AT, agents, limit
             )
             for one in agents:
                 started |= {*psutil.Process(one.pid).children(recursive=True)}
-            inject(case, agents, start)
-            before = steps(folder)
+            inject_fault(case, agents, start)
+            before = read_steps(folder)
             known = len(before)
             if case.name in ("raises", "hangs"):
                 known = AT
-            found = lambda: went_on(steps(folder), known, before[0]["ranks"], case)  # noqa: E731
+            found = lambda: find_restart(read_steps(folder), known, before[0]["ranks"], case)  # noqa: E731
             wait_for(lambda: found() is not None, agents, limit)
             result = found() or {"seconds": None, "lost": None, "after": 0}
             time.sleep(3 * SLEEP)
-            result["same"] = same_losses(steps(folder))
+            result["same"] = has_same_losses(read_steps(folder))
             return result
         finally:
             for one in agents:
@@ -193,7 +193,7 @@ def once(who: str, case: Case, ranks: int, limit: float = 100.0) -> dict[str, An
                     process.kill()
 
 
-def listens(agent: subprocess.Popen, port: int) -> bool:
+def is_listening(agent: subprocess.Popen, port: int) -> bool:
     """Return True if this process listens at this port already."""
     found = psutil.Process(agent.pid).net_connections("tcp") if agent.poll() is None else []
     return any(one.status == "LISTEN" and one.laddr.port == port for one in found)
@@ -206,7 +206,7 @@ def wait_for(done: Any, agents: list[Any], limit: float) -> None:
         time.sleep(0.1)
 
 
-def inject(case: Case, agents: list[Any], start: Any) -> None:
+def inject_fault(case: Case, agents: list[Any], start: Any) -> None:
     """Cause the fault, unless the training script does so itself."""
     if case.name == "comes":
         agents.append(start(1))
@@ -225,7 +225,7 @@ def inject(case: Case, agents: list[Any], start: Any) -> None:
                 rank.kill()
 
 
-def went_on(
+def find_restart(
     lines: list[dict[str, Any]], known: int, size: int, case: Case
 ) -> dict[str, Any] | None:
     """Return the first step after a restart, where the step or the number of ranks jumps."""
@@ -238,7 +238,7 @@ def went_on(
     return None
 
 
-def same_losses(lines: list[dict[str, Any]]) -> bool:
+def has_same_losses(lines: list[dict[str, Any]]) -> bool:
     """Return True if each step that was repeated had the same loss both times, up to rounding."""
     losses: dict[int, list[float]] = {}
     for line in lines:
@@ -246,14 +246,14 @@ def same_losses(lines: list[dict[str, Any]]) -> bool:
     return all(max(found) - min(found) < 1e-4 for found in losses.values())
 
 
-def bare_start(ranks: int) -> float:
+def time_bare_start(ranks: int) -> float:
     """Return the seconds until the script's first step, started by a loop, from a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(TRAIN)
         (folder / "fault").write_text("")
         for least in (EVERY + 1, EVERY + 2):
-            begin, already = time.time(), len(steps(folder))
+            begin, already = time.time(), len(read_steps(folder))
             port, processes = find_free_port("127.0.0.1"), []
             for rank in range(ranks):
                 given = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
@@ -262,16 +262,16 @@ def bare_start(ranks: int) -> float:
                 command = [sys.executable, str(folder / "train.py"), name, "none"]
                 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
                 processes.append(subprocess.Popen(command, env=environment, **quiet))
-            wait_for(lambda at=already + 1: len(steps(folder)) > at - 1, processes, 100)
-            first = steps(folder)[already]["time"] - begin
-            wait_for(lambda n=least: steps(folder)[-1]["step"] >= n, processes, 100)
+            wait_for(lambda at=already + 1: len(read_steps(folder)) > at - 1, processes, 100)
+            first = read_steps(folder)[already]["time"] - begin
+            wait_for(lambda n=least: read_steps(folder)[-1]["step"] >= n, processes, 100)
             for process in processes:
                 process.kill()
                 process.wait()
         return first
 
 
-def row(case: Case, ranks: int, floor: float, found: dict[str, list[dict]]) -> dict[str, Any]:
+def make_row(case: Case, ranks: int, floor: float, found: dict[str, list[dict]]) -> dict[str, Any]:
     """Return one row of the result; the module's docstring explains the columns."""
     pairs = list(zip(found["ours"], found["torchrun"], strict=True))
     both = [(a["seconds"], b["seconds"]) for a, b in pairs if a["seconds"] and b["seconds"]]
@@ -307,14 +307,14 @@ def main(arguments: list[str] | None = None) -> None:
     cases = CASES[:1] if chosen.quick else CASES
     rows, starts = [], {}
     for ranks in chosen.ranks:
-        starts[ranks] = round(bare_start(ranks), 1)
+        starts[ranks] = round(time_bare_start(ranks), 1)
         for case in cases:
             found: dict[str, list[dict]] = {"ours": [], "torchrun": []}
             for _ in range(chosen.repeats):
                 for who in found:
-                    found[who].append(once(who, case, ranks))
+                    found[who].append(run_case(who, case, ranks))
                     print(f"{case.words}, {ranks} ranks, {who}: {found[who][-1]}", file=sys.stderr)
-            rows.append(row(case, ranks, starts[ranks], found))
+            rows.append(make_row(case, ranks, starts[ranks], found))
     if chosen.json:
         about = {"date": date.today().isoformat(), "torch": torch.__version__}
         about |= {"python": platform.python_version(), "cores": os.cpu_count()}

@@ -76,7 +76,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 Contender = tuple[Step, list[Tensor]]  # its step, and the losses of its steps
 
 
-def batches_of(config: Config, batch: int) -> Batches:
+def make_batches(config: Config, batch: int) -> Batches:
     """Return this rank's share of the text, loaded as the script loads it, in an endless loop."""
     windows = Windows(config.seq, parts()[0])
     order = DistributedSampler(windows, seed=0, drop_last=True)
@@ -84,18 +84,20 @@ def batches_of(config: Config, batch: int) -> Batches:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def spread_over(config: Config, strategy: str) -> nn.Module:
+def build_parallel_model(config: Config, strategy: str) -> nn.Module:
     torch.manual_seed(0)
     return take_home.parallelize_model(GPT(config), Options(strategy=strategy), ranks.device())
 
 
-def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Path) -> Contender:
+def make_script_step(
+    config: Config, strategy: str, batch: int, steps: int, folder: Path
+) -> Contender:
     """Return a step of code/train.py: the body of its loop with a report in every step."""
     losses: list[Tensor] = []
-    loader, world = batches_of(config, batch), dist.get_world_size()
+    loader, world = make_batches(config, batch), dist.get_world_size()
     how = {"lr": RATE, "clip": CLIP, "batch": batch * world, "micro": batch, "steps": steps}
     options = Options(folder=str(folder), strategy=strategy, seq=config.seq, **how)
-    training = Training(options, spread_over(config, strategy), ranks.device())
+    training = Training(options, build_parallel_model(config, strategy), ranks.device())
 
     def step() -> None:
         value, norm = training.step(*next(loader))
@@ -106,12 +108,12 @@ def by_script(config: Config, strategy: str, batch: int, steps: int, folder: Pat
     return step, losses
 
 
-def bare(config: Config, strategy: str, batch: int, steps: int) -> Contender:
+def make_bare_step(config: Config, strategy: str, batch: int, steps: int) -> Contender:
     """Return a step with the mathematically required operations, and nothing else."""
     device, losses = ranks.device(), []
-    model = spread_over(config, strategy)
+    model = build_parallel_model(config, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    loaded = itertools.islice(batches_of(config, batch), steps)
+    loaded = itertools.islice(make_batches(config, batch), steps)
     ready = iter([(tokens.to(device), targets.to(device)) for tokens, targets in loaded])
 
     def step() -> None:
@@ -141,9 +143,9 @@ class InTurn:
             yield next(self.batches)
 
 
-def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) -> None:
+def train_with_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) -> None:
     """Train with Lightning on this rank, on all of the loader's batches, and log to `folder`."""
-    lightning = prepare()
+    lightning = import_lightning()
     device, size = ranks.device(), dist.get_world_size()
     plan = lightning.DDP() if strategy == "ddp" else lightning.ModelParallelStrategy(size, 1)
     # Ranks may share a GPU, which `devices=…` does not allow.
@@ -166,7 +168,7 @@ def by_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) ->
     trainer.fit(lightning.LitGPT(strategy == "fsdp2", config), loader)
 
 
-def prepare() -> Any:
+def import_lightning() -> Any:
     """Import the course's module for Lightning without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -175,15 +177,19 @@ def prepare() -> Any:
     return existing_ranks
 
 
-def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path) -> Times:
+def measure_contenders(
+    config: Config, strategy: str, batch: int, rounds: int, folder: Path
+) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
     steps = WARM_UP + rounds
-    ours, our_losses = by_script(config, strategy, batch, steps, folder)
-    floor, bare_losses = bare(config, strategy, batch, steps)
+    ours, our_losses = make_script_step(config, strategy, batch, steps, folder)
+    floor, bare_losses = make_bare_step(config, strategy, batch, steps)
     contenders = {"ours": ours, "theirs": None, "bare": floor}
     times: Times = {name: [] for name in contenders}
     taken = turns(contenders, rounds, ranks.device(), {}, times)
-    by_lightning(config, strategy, InTurn(batches_of(config, batch), taken, steps), folder)
+    train_with_lightning(
+        config, strategy, InTurn(make_batches(config, batch), taken, steps), folder
+    )
     means = [core.average_over_ranks(value).item() for value in bare_losses]
     if dist.get_rank() == 0:
         lines = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
@@ -196,7 +202,7 @@ def measure(config: Config, strategy: str, batch: int, rounds: int, folder: Path
     return times
 
 
-def cases(kind: str, size: int, quick: bool) -> list[tuple[str, int, int]]:
+def list_cases(kind: str, size: int, quick: bool) -> list[tuple[str, int, int]]:
     """Return (model, sequences of a rank, rounds) of each case on a link."""
     if quick:
         return [("nano", 1, 1)]
@@ -209,18 +215,18 @@ def main(arguments: list[str] | None = None) -> None:
         print("no rows: pytorch-lightning is not installed here", file=sys.stderr)
         chosen.links = []
     else:
-        prepare()  # once, and not in every rank
+        import_lightning()  # once, and not in every rank
     rows = []
     for kind in chosen.links:
         for size in chosen.ranks:
             for (name, batch, rounds), strategy in itertools.product(
-                cases(kind, size, chosen.quick), STRATEGIES
+                list_cases(kind, size, chosen.quick), STRATEGIES
             ):
                 say(strategy, name, kind, f"{size} ranks")
                 config = PRESETS[name]
                 with tempfile.TemporaryDirectory() as folder:
                     how = config, strategy, batch, rounds * chosen.repeats, Path(folder)
-                    times = slowest(ranks.run(measure, size, *how, **where(kind)))
+                    times = slowest(ranks.run(measure_contenders, size, *how, **where(kind)))
                 case = f"{strategy}: {named(name, config)}, {batch * config.seq} tokens a rank"
                 given = case, "Lightning's Trainer", size, kind, times, chosen.repeats
                 rows.append(one_row(*given, lambda middle: middle["bare"]))

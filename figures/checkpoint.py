@@ -116,7 +116,7 @@ def draw_async() -> None:
     figure, axes = canvas(6.2, 3.3)
     left, unit = 1.2, 0.62
 
-    def row(y: float, words: str) -> None:
+    def draw_row(y: float, words: str) -> None:
         axes.text(left - 0.12, y + 0.2, words, ha="right", va="center")
 
     def steps(y: float, start: float, count: int, first: int) -> None:
@@ -125,20 +125,20 @@ def draw_async() -> None:
             _piece(axes, x, y, unit * 0.96, 0.4, COLORS[0], f"{first + i}")
 
     title(axes, 0.05, 0.16, "at once", ha="left")
-    row(0.36, "training")
+    draw_row(0.36, "training")
     steps(0.36, 0, 2, 1)
     steps(0.36, 5, 3, 3)
-    row(0.86, "writing")
+    draw_row(0.86, "writing")
     _piece(axes, left + 2 * unit, 0.86, 3 * unit, 0.4, COLORS[4], "write")
     style = {"ha": "center", "va": "center", "fontsize": 10}
     axes.text(left + 3.5 * unit, 0.56, "held up", **style)
 
     title(axes, 0.05, 1.66, "in the background", ha="left")
-    row(1.86, "training")
+    draw_row(1.86, "training")
     steps(1.86, 0, 2, 1)
     steps(1.86, 2.5, 5, 3)
     _piece(axes, left + 2 * unit, 1.86, 0.47 * unit, 0.4, COLORS[7])
-    row(2.36, "writing")
+    draw_row(2.36, "writing")
     _piece(axes, left + 2.5 * unit, 2.36, 3 * unit, 0.4, COLORS[4], "write the copy")
     arrow(axes, (left + 2.23 * unit, 2.95), (left + 2.23 * unit, 2.3))
     words = "copy: the state after step 2, whatever steps 3 to 5 do"

@@ -17,30 +17,30 @@ def draw_order() -> None:
     order = [7, 2, 11, 5, 0, 9, 3, 12, 8, 1, 10, 4, 6]
     places = [left + i * size for i in range(len(order))]
 
-    def row(y: float, ranks: int, start: int, name: str) -> None:
+    def draw_row(y: float, ranks: int, start: int, name: str) -> None:
         title(axes, left - 0.14, y + size / 2, name, ha="right")
         for i, window in enumerate(order):
             holds = ((i - start) % ranks,) if i < 12 else ()
             if i >= start:
                 cell(axes, places[i], y, size, holds, str(window))
 
-    def bracket(y: float, first: int, last: int, text: str) -> None:
+    def draw_bracket(y: float, first: int, last: int, text: str) -> None:
         a, b = places[first] + 0.03, places[last] + size - 0.03
         axes.plot([a, a, b, b], [y, y + 0.07, y + 0.07, y], color=INK, lw=1)
         words(axes, (a + b) / 2, y + 0.2, text)
 
-    row(0.35, 2, 0, "two ranks")
-    bracket(0.78, 0, 3, "step 1")
-    bracket(0.78, 4, 7, "step 2")
-    bracket(0.78, 8, 11, "step 3")
+    draw_row(0.35, 2, 0, "two ranks")
+    draw_bracket(0.78, 0, 3, "step 1")
+    draw_bracket(0.78, 4, 7, "step 2")
+    draw_bracket(0.78, 8, 11, "step 3")
     words(axes, places[12] + size / 2, 0.98, "dropped")
     words(axes, places[0], 0.18, "the order of one epoch, the same on all ranks", ha="left")
     x = places[8]
     axes.plot([x, x], [0.28, 2.62], color=INK, lw=1.4, ls=(0, (4, 2)))
     words(axes, x - 0.08, 1.38, "stopped after step 2: place 8", ha="right")
     arrow(axes, (x, 1.25), (x, 1.55))
-    row(1.62, 2, 8, "on two again")
-    row(2.2, 4, 8, "on four")
+    draw_row(1.62, 2, 8, "on two again")
+    draw_row(2.2, 4, 8, "on four")
     for rank in range(4):
         cell(axes, left + 1.15 * rank, 2.95, 0.26, (rank,))
         words(axes, left + 1.15 * rank + 0.36, 3.08, f"rank {rank}", ha="left")

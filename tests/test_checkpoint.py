@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 BATCH = 8  # windows of a step, over all ranks
 
 
-def run(fn, size, *args, device="auto", timeout=60):
+def run_ranks(fn, size, *args, device="auto", timeout=60):
     return ranks.run(fn, size, *args, device=device, timeout=timeout)
 
 
@@ -58,7 +58,7 @@ def shard_over_all(model):
         fully_shard(part, mesh=mesh)
 
 
-def build(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
+def build_run(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
     """Build a small GPT with AdamW and a schedule; `kind`: how ranks share the model."""
     torch.manual_seed(0)
     model = here(GPT(replace(PRESETS["nano"], dropout=dropout))).to(dtype)
@@ -79,7 +79,7 @@ def build(kind="sharded", dtype=torch.float32, dropout=0.0, frozen=False):
     return Training(model, optimizer, schedule)
 
 
-def train(training, steps):
+def train_steps(training, steps):
     """Train some steps on this rank's share of each batch; return the losses over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     share, losses = BATCH // size, []
@@ -98,7 +98,7 @@ def train(training, steps):
     return losses
 
 
-def everything(training):
+def copy_state(training):
     """Return unsharded copies of all tensors of a training run by name, and its plain values."""
     with named_tensors(training) as state:
         pairs = {
@@ -112,7 +112,7 @@ def everything(training):
     return found, copy.deepcopy(training.get_non_tensor_state()), training.step, training.samples
 
 
-def same(a, b):
+def are_equal(a, b):
     return (
         a[0].keys() == b[0].keys()
         and all(torch.equal(a[0][name], b[0][name]) for name in a[0])
@@ -123,65 +123,68 @@ def same(a, b):
 # Resumed training equals unstopped training.
 
 
-def unstopped(root, kinds, how):
+def train_and_save(root, kinds, how):
     """Return per kind of model: losses after a save, the saved state, the state at the end."""
     found = []
     for number, kind in enumerate(kinds):
-        training = build(kind, frozen=number == 1, **how)
+        training = build_run(kind, frozen=number == 1, **how)
         with Checkpoints(root / f"{number}", dist.group.WORLD) as store:
-            train(training, 2)
+            train_steps(training, 2)
             store.save(training, wait=number % 2 == 0)
-            at_save = everything(training)
-            losses = train(training, 3)
-        found.append((losses, at_save, everything(training)))
+            at_save = copy_state(training)
+            losses = train_steps(training, 3)
+        found.append((losses, at_save, copy_state(training)))
     return found
 
 
-def resumed(root, kinds, how):
+def load_and_train(root, kinds, how):
     found = []
     for number, kind in enumerate(kinds):
         torch.manual_seed(99)  # any state before the load, which the checkpoint replaces
-        training = build(kind, frozen=number == 1, **how)
+        training = build_run(kind, frozen=number == 1, **how)
         torch.manual_seed(98)
         with Checkpoints(root / f"{number}", dist.group.WORLD) as store:
             store.load(training)
-        loaded = everything(training)
-        found.append((train(training, 3), loaded, everything(training)))
+        loaded = copy_state(training)
+        found.append((train_steps(training, 3), loaded, copy_state(training)))
     return found
 
 
 def test_as_many_ranks_go_on_bit_for_bit_dropout_and_schedule_included(tmp_path):
     kinds = ["sharded", "zero 2", "replicated"]
-    before, after = (run(way, 2, tmp_path, kinds, {"dropout": 0.1}) for way in (unstopped, resumed))
+    before, after = (
+        run_ranks(way, 2, tmp_path, kinds, {"dropout": 0.1})
+        for way in (train_and_save, load_and_train)
+    )
     for one, other in zip(before, after, strict=True):
         for (losses, at_save, end), (more, loaded, new_end) in zip(one, other, strict=True):
-            assert same(at_save, loaded)
+            assert are_equal(at_save, loaded)
             if ranks.place(2)[1] == "cpu":
-                assert losses == more and same(end, new_end)
+                assert losses == more and are_equal(end, new_end)
             # A GPU's attention adds in no fixed order. Wrong masks make a difference of 1e-2.
             assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-4
 
 
 def test_four_ranks_save_and_any_number_in_any_kind_of_model_goes_on(tmp_path):
     saved, double = ["sharded", "zero 1", "zero 2", "zero 3"], {"dtype": torch.float64}
-    before = run(unstopped, 4, tmp_path, saved, double)[0]
+    before = run_ranks(train_and_save, 4, tmp_path, saved, double)[0]
     others = {
         2: ["torch's", "zero 3", "replicated", "sharded"],
         1: ["plain", "sharded", "plain", "plain"],
     }
     for size, kinds in others.items():
-        after = run(resumed, size, tmp_path, kinds, double)[0]
+        after = run_ranks(load_and_train, size, tmp_path, kinds, double)[0]
         for kind, one, other in zip(saved, before, after, strict=True):
             (losses, at_save, end), (more, loaded, new_end) = one, other
             assert sum("exp_avg" in name for name in at_save[0]) > 50
-            assert same(at_save, loaded), kind  # loaded state equals saved state bitwise
+            assert are_equal(at_save, loaded), kind  # loaded state equals saved state bitwise
             # After that, fewer ranks add gradients up in another order: float64 rounds at 1e-16,
             # and AdamW divides by gradients of 1e-6 and more. A wrong state would show at 1e-4.
             assert max(abs(a - b) for a, b in zip(losses, more, strict=True)) < 1e-10, kind
             assert max((end[0][k] - new_end[0][k]).abs().max().item() for k in end[0]) < 1e-9
 
 
-def in_groups(turned=False):
+def build_with_groups(turned=False):
     """Return parameter groups: decay for matrices, none for the rest, at another learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
@@ -192,7 +195,7 @@ def in_groups(turned=False):
     return Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
 
 
-def some_steps(training, count=2):
+def take_steps(training, count=2):
     for _ in range(count):
         training.optimizer.zero_grad()
         training.model(torch.ones(2, 6)).square().sum().backward()
@@ -203,19 +206,19 @@ def some_steps(training, count=2):
 
 
 def test_groups_keep_their_rates_and_in_another_order_they_are_refused(tmp_path):
-    training = in_groups()
-    some_steps(training)
+    training = build_with_groups()
+    take_steps(training)
     with Checkpoints(tmp_path) as store:
         store.save(training)
-        store.load(again := in_groups())
+        store.load(again := build_with_groups())
         for each in (training, again):
-            some_steps(each)
-        assert same(everything(training), everything(again))
-        turned = in_groups(turned=True)
-        before = everything(turned)
+            take_steps(each)
+        assert are_equal(copy_state(training), copy_state(again))
+        turned = build_with_groups(turned=True)
+        before = copy_state(turned)
         with pytest.raises(CheckpointError, match="parameter groups differ"):
             store.load(turned)
-        assert same(before, everything(turned))
+        assert are_equal(before, copy_state(turned))
 
 
 class Spare(nn.Module):
@@ -229,7 +232,7 @@ class Spare(nn.Module):
         return self.used(x)
 
 
-def with_spare():
+def build_with_spare():
     torch.manual_seed(0)
     model = Spare()
     return Training(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -237,20 +240,20 @@ def with_spare():
 
 def test_what_had_no_gradient_has_no_state_and_goes_on_without(tmp_path):
     for steps in (0, 2):
-        training, again = with_spare(), with_spare()
-        some_steps(training, steps)
+        training, again = build_with_spare(), build_with_spare()
+        take_steps(training, steps)
         if not steps:
-            some_steps(again, 1)  # its optimizer states are lost, too
+            take_steps(again, 1)  # its optimizer states are lost, too
         with Checkpoints(tmp_path / f"{steps}") as store:
             store.save(training, wait=steps > 0)
             store.wait()
             assert bool(training.optimizer.state) == bool(steps)  # torch's way leaves counters of 1
             store.load(again)
         for _ in range(2):
-            assert same(everything(training), everything(again)), steps
-            some_steps(training, 3)
-            some_steps(again, 3)
-        assert same(everything(training), everything(again)), steps
+            assert are_equal(copy_state(training), copy_state(again)), steps
+            take_steps(training, 3)
+            take_steps(again, 3)
+        assert are_equal(copy_state(training), copy_state(again)), steps
 
 
 def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
@@ -262,51 +265,51 @@ def test_an_asynchronous_save_holds_the_moment_of_its_call(tmp_path):
             assert go_on.wait(20)
             return super().write_data(plan, planner)
 
-    training = in_groups()
-    some_steps(training)
-    before = everything(training)
+    training = build_with_groups()
+    take_steps(training)
+    before = copy_state(training)
     with Checkpoints(tmp_path, writer=Held) as store:
         assert store.save(training, wait=False) is None
         assert begun.wait(20)
-        some_steps(training)  # changes every tensor, before anything is written
+        take_steps(training)  # changes every tensor, before anything is written
         assert list_checkpoints(tmp_path) == []  # until then, the checkpoint does not count
         go_on.set()
         assert store.wait() == list_checkpoints(tmp_path)[-1]
         store.load(training)
-    assert same(before, everything(training))
+    assert are_equal(before, copy_state(training))
 
 
-def draws(root):
+def draw_after_load(root):
     """Draw random numbers twice after a load."""
     found = []
     with Checkpoints(root, dist.group.WORLD) as store:
         for _ in range(2):
-            store.load(build("plain"))
+            store.load(build_run("plain"))
             found.append(torch.rand(1).item())
     return found
 
 
 def test_random_numbers_go_on_where_they_stopped_and_other_ranks_have_their_own(tmp_path):
-    training = build("plain")
+    training = build_run("plain")
     with Checkpoints(tmp_path) as store:
         store.save(training)
         drawn = torch.rand(3).tolist(), random.random(), np.random.rand()
         store.load(training)
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
-    (first, again), (second, _) = run(draws, 2, tmp_path)
+    (first, again), (second, _) = run_ranks(draw_after_load, 2, tmp_path)
     assert first == again != second
 
 
 # One file for a plain process.
 
 
-def exported(path):
+def export_each_kind(path):
     found = {}
     for kind in ("sharded", "replicated", "torch's", "zero 3"):
-        training = build(kind)
-        train(training, 1)
+        training = build_run(kind)
+        train_steps(training, 1)
         export_model(training.model, path / kind, dist.group.WORLD)
-        state = everything(training)[0]
+        state = copy_state(training)[0]
         found[kind] = {n: state[f"model.{n}"] for n in GPT(PRESETS["nano"]).state_dict()}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -318,7 +321,7 @@ def exported(path):
 
 
 def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(tmp_path):
-    found, _ = run(exported, 2, tmp_path)
+    found, _ = run_ranks(export_each_kind, 2, tmp_path)
     for kind, whole in found.items():
         model = GPT(PRESETS["nano"])
         model.load_state_dict(torch.load(tmp_path / kind, weights_only=True))
@@ -330,7 +333,7 @@ def test_a_plain_process_reads_the_exported_model_and_a_failed_export_leaves_it(
 # Kills.
 
 
-def small(value=0.0, sharded=False):
+def build_small_run(value=0.0, sharded=False):
     """Return a training run with every tensor filled with `value`."""
     model = here(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
     if sharded:
@@ -339,12 +342,12 @@ def small(value=0.0, sharded=False):
     model(here(torch.ones(1, 64))).sum().backward()
     optimizer.step()
     training = Training(model, optimizer)
-    fill(training, value)
+    fill_tensors(training, value)
     return training
 
 
 @torch.no_grad()
-def fill(training, value):
+def fill_tensors(training, value):
     training.step = int(value)
     for parameter in training.model.parameters():
         parameter.fill_(value)
@@ -352,25 +355,25 @@ def fill(training, value):
             tensor.fill_(value)
 
 
-def read(root):
+def load_current_step(root):
     """Return the step of the current checkpoint, after checking that all of it is of that step."""
-    training = small(-1)
+    training = build_small_run(-1)
     Checkpoints(root).load(training)
-    tensors = everything(training)[0].values()
+    tensors = copy_state(training)[0].values()
     assert all((tensor == training.step).all() for tensor in tensors)
     return training.step
 
 
-def life(root, log, victims, delay):
+def save_until_killed(root, log, victims, delay):
     """Continue from the current checkpoint and save one step after another, until a kill."""
-    training = small(-1, sharded=True)
+    training = build_small_run(-1, sharded=True)
     store = Checkpoints(root, dist.group.WORLD, keep=1)
     store.load(training)
     dist.barrier()
     if dist.get_rank() in victims:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(training.step + 1, training.step + 1000):
-        fill(training, step)
+        fill_tensors(training, step)
         store.save(training, wait=step % 3 > 0)  # every third save is synchronous
         if step % 3 and dist.get_rank() == 0:
             with open(log, "a") as file:
@@ -379,7 +382,7 @@ def life(root, log, victims, delay):
 
 def test_ten_kills_at_random_moments_lose_nothing(tmp_path):
     root, log = tmp_path / "run", tmp_path / "log"
-    Checkpoints(root).save(small(1))
+    Checkpoints(root).save(build_small_run(1))
     log.write_text("1\n")
     dice = random.Random(7)
     left_over, before = 0, 1
@@ -388,24 +391,24 @@ def test_ten_kills_at_random_moments_lose_nothing(tmp_path):
         # The loop does nothing but save, some 50 ms each on two cores: most kills meet a save. On a
         # CPU only: GPUs would take longer to start than to save.
         with pytest.raises(ranks.RankError, match="SIGKILL"):
-            run(life, 2, root, log, victims, dice.uniform(0, 0.4), device="cpu")
+            run_ranks(save_until_killed, 2, root, log, victims, dice.uniform(0, 0.4), device="cpu")
         promised = max(before, int(log.read_text().split()[-1]))
-        before = read(root)
+        before = load_current_step(root)
         # 3 may be complete when 2 was the last to be noted, for it is saved in the background; and
         # so may 4 when its rank died before it could note it.
         assert promised <= before <= promised + 2
         left_over += any(path.name.startswith(".saving") for path in root.iterdir())
     assert left_over >= 1  # of 10 kills: some hit a save
     with Checkpoints(root, keep=1) as store:
-        store.save(small(read(root)))
+        store.save(build_small_run(load_current_step(root)))
     assert sorted(path.name[0] for path in root.iterdir()) == [".", "0"]  # .lock, one checkpoint
 
 
 def test_a_kill_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
     """Kill a save in one process at its first operation on a file, its second, …, its last."""
-    Checkpoints(tmp_path / "first", keep=1).save(small(1))
+    Checkpoints(tmp_path / "first", keep=1).save(build_small_run(1))
     survived, number = False, 0
-    steps, training = [], small(2)
+    steps, training = [], build_small_run(2)
     while not survived:
         root = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "first", root)
@@ -417,10 +420,10 @@ def test_a_kill_at_any_file_operation_of_a_save_loses_nothing(tmp_path):
         _, status = os.waitpid(child, 0)
         survived = status == 0
         assert survived or os.WTERMSIG(status) == signal.SIGKILL
-        steps.append(read(root))
+        steps.append(load_current_step(root))
         if number % 8 == 0:  # the next save removes the leftovers, and works
-            Checkpoints(root, keep=1).save(small(3))
-            assert read(root) == 3 and len(list(root.iterdir())) == 2
+            Checkpoints(root, keep=1).save(build_small_run(3))
+            assert load_current_step(root) == 3 and len(list(root.iterdir())) == 2
         shutil.rmtree(root)
         number += 1
     # The old checkpoint up to some operation, then the new one; both occur often.
@@ -449,15 +452,15 @@ class Full(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def fails_on_rank_1(root):
+def save_to_full_disk(root):
     """Return per way to wait every rank's error for a full disk on rank 1, and the files left."""
     folders.shutil.disk_usage = lambda _: SimpleNamespace(free=20_000)
     found = []
     for wait, writer in ((True, dcp.FileSystemWriter), (False, Full)):
-        training = small(1, sharded=True)
+        training = build_small_run(1, sharded=True)
         with Checkpoints(root / f"{wait}", dist.group.WORLD, writer=writer) as store:
             store.save(training)
-            fill(training, 2)
+            fill_tensors(training, 2)
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             if dist.get_rank() == 1 and wait:  # limits the size of files
@@ -469,23 +472,23 @@ def fails_on_rank_1(root):
             dist.barrier()
             found.append((str(caught.value), sorted(os.listdir(store.root))))
             dist.barrier()
-            fill(training, 3)
+            fill_tensors(training, 3)
             store.save(training)
     return found
 
 
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last_one(tmp_path):
-    found = run(fails_on_rank_1, 2, tmp_path)
+    found = run_ranks(save_to_full_disk, 2, tmp_path)
     assert found[0] == found[1]
     for message, left in found[0]:
         assert "not saved: rank 1:" in message and ".saving-000002-step-2" in message
         assert left == [".lock", "000001-step-1"]
     # 4,680 weights, with two averages of each, and four counters
     assert "the disk is full: a save needs at least 56,176 bytes" in found[0][1][0]
-    assert read(tmp_path / "True") == read(tmp_path / "False") == 3
+    assert load_current_step(tmp_path / "True") == load_current_step(tmp_path / "False") == 3
 
 
-def not_shared(root):
+def save_to_unshared_folder(root):
     if dist.get_rank() == 1:  # its files are on another disk, invisible to rank 0
         describe_file = folders.describe_file
 
@@ -497,12 +500,12 @@ def not_shared(root):
         folders.describe_file = alone
     store = Checkpoints(root, dist.group.WORLD)
     with pytest.raises(CheckpointError, match="rank 0 does not see __1_0.distcp, random-1.pt"):
-        store.save(small(1, sharded=True))
+        store.save(build_small_run(1, sharded=True))
     return sorted(os.listdir(root))
 
 
 def test_a_folder_that_the_ranks_do_not_share(tmp_path):
-    assert run(not_shared, 2, tmp_path) == [[".lock"]] * 2
+    assert run_ranks(save_to_unshared_folder, 2, tmp_path) == [[".lock"]] * 2
 
 
 # The current checkpoint, and the ones that are deleted.
@@ -510,18 +513,18 @@ def test_a_folder_that_the_ranks_do_not_share(tmp_path):
 
 def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
     store = Checkpoints(tmp_path, keep=2)
-    training = small(100)
+    training = build_small_run(100)
     for step in (100, 200, 300):
-        fill(training, step)
+        fill_tensors(training, step)
         store.save(training)
     assert store.list_steps() == [200, 300]
     store.load(training, step=200)  # a user goes back, because the loss had exploded
     assert training.step == 200
-    fill(training, 300.0)
+    fill_tensors(training, 300.0)
     store.save(training)
-    fill(training, 250)
+    fill_tensors(training, 250)
     store.save(training)
-    assert store.list_steps() == [300, 250] and read(tmp_path) == 250
+    assert store.list_steps() == [300, 250] and load_current_step(tmp_path) == 250
     with pytest.raises(ValueError, match="step=200: must be one of the saved steps"):
         store.load(training, step=200)
 
@@ -529,29 +532,29 @@ def test_the_current_one_is_the_one_saved_last_and_keep_counts_them(tmp_path):
 def test_one_job_at_a_time_saves_into_a_folder_from_its_first_save_to_its_end(tmp_path):
     """A job locks the folder also between its saves; readers are allowed, a dead job unlocks."""
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
-    first.save(small(1))
+    first.save(build_small_run(1))
     for wait in (True, False):
         with pytest.raises(ValueError, match=f"folder='{tmp_path}': another process"):
-            second.save(small(2), wait)
-    assert read(tmp_path) == 1 and second.list_steps() == [1]
-    first.save(small(3), wait=False)
+            second.save(build_small_run(2), wait)
+    assert load_current_step(tmp_path) == 1 and second.list_steps() == [1]
+    first.save(build_small_run(3), wait=False)
     first.close()
-    second.save(small(4))
+    second.save(build_small_run(4))
     assert second.list_steps() == [3, 4]
     del second  # without a close, as after an error
     with Checkpoints(tmp_path) as third:
-        third.save(small(7))
-    assert read(tmp_path) == 7
+        third.save(build_small_run(7))
+    assert load_current_step(tmp_path) == 7
 
 
-def disagree(root):
+def save_with_disagreement(root):
     """Return the error of a rank whose folder, step, position or optimizer differs."""
     mine, group, found = dist.get_rank() == 1, dist.group.WORLD, {}
     for what in ("folder", "keep", "step", "samples", "groups", "optimizer", "load"):
         try:
             keep = 3 if mine and what == "keep" else 2
             store = Checkpoints(root / "other" if mine and what == "folder" else root, group, keep)
-            training = small(1)
+            training = build_small_run(1)
             if mine and what == "groups":
                 parts = [{"params": part.parameters()} for part in training.model]
                 training.optimizer = torch.optim.AdamW(parts)
@@ -568,7 +571,7 @@ def disagree(root):
 
 
 def test_ranks_that_disagree_are_all_told_before_anything_is_written(tmp_path):
-    (found, left), other = run(disagree, 2, tmp_path)
+    (found, left), other = run_ranks(save_with_disagreement, 2, tmp_path)
     assert (found, left) == other and left == [] and len(found) == 7
     for what, message in found.items():
         assert message.startswith({"groups": "parameter groups", "load": "step"}.get(what, what))
@@ -578,17 +581,17 @@ def test_ranks_that_disagree_are_all_told_before_anything_is_written(tmp_path):
 # Checkpoints that are damaged, foreign, or of another model.
 
 
-def truncate(path):
+def truncate_file(path):
     os.truncate(path, path.stat().st_size - 7)
 
 
-def flip(path):
+def flip_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
-def forge(path, **changes):
+def forge_manifest(path, **changes):
     """Write a manifest with changed contents and a correct checksum."""
     manifest = json.loads(path.read_text()) | changes
     manifest.pop("crc32")
@@ -596,8 +599,8 @@ def forge(path, **changes):
 
 
 DAMAGE = {
-    "truncated shard": ("__0_0.distcp", truncate, r"has [\d,]+ bytes instead of [\d,]+"),
-    "flipped bit": ("__1_0.distcp", flip, r"its CRC-32 is \w{8} instead of \w{8}"),
+    "truncated shard": ("__0_0.distcp", truncate_file, r"has [\d,]+ bytes instead of [\d,]+"),
+    "flipped bit": ("__1_0.distcp", flip_bit, r"its CRC-32 is \w{8} instead of \w{8}"),
     "no shard": ("__1_0.distcp", os.remove, "is missing"),
     "no manifest": (MANIFEST, os.remove, "is missing, so the folder is not a shardlab checkpoint"),
     "flipped manifest": (
@@ -607,44 +610,44 @@ DAMAGE = {
     ),
     "foreign": (
         MANIFEST,
-        lambda p: forge(p, format="deepspeed"),
+        lambda p: forge_manifest(p, format="deepspeed"),
         "must be .*, not .'deepspeed', 2.",
     ),
 }
 
 
-def saves(root):
+def save_once(root):
     with Checkpoints(root, dist.group.WORLD) as store:
-        store.save(small(1, sharded=True))
+        store.save(build_small_run(1, sharded=True))
 
 
-def refuses(root, fresh):
+def load_and_expect_refusal(root, fresh):
     """Load on ranks that must refuse; return the message, and whether all state is unchanged."""
-    training = small(5, sharded=True)
+    training = build_small_run(5, sharded=True)
     if fresh:  # an optimizer that has made no step
         training.optimizer = torch.optim.AdamW(training.model.parameters())
     generators = torch.get_rng_state()
-    before = everything(training)
+    before = copy_state(training)
     with Checkpoints(root, dist.group.WORLD) as store:
         try:
             store.load(training)
         except CheckpointError as error:
             message = str(error)
-        untouched = same(before, everything(training))
+        untouched = are_equal(before, copy_state(training))
         untouched &= torch.equal(generators, torch.get_rng_state())
         return message, untouched and bool(training.optimizer.state) != fresh
 
 
-def all_refuse(root, names):
-    return {name: refuses(root / name, i % 2 > 0) for i, name in enumerate(names)}
+def load_all_and_expect_refusal(root, names):
+    return {name: load_and_expect_refusal(root / name, i % 2 > 0) for i, name in enumerate(names)}
 
 
 def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
-    run(saves, 2, tmp_path / "good")
+    run_ranks(save_once, 2, tmp_path / "good")
     for name, (file, spoil, _) in DAMAGE.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         spoil(list_checkpoints(tmp_path / name)[-1] / file)
-    for found in run(all_refuse, 2, tmp_path, list(DAMAGE)):
+    for found in run_ranks(load_all_and_expect_refusal, 2, tmp_path, list(DAMAGE)):
         for name, (message, untouched) in found.items():
             file, _, words = DAMAGE[name]
             path = list_checkpoints(tmp_path / name)[-1] / file
@@ -654,7 +657,7 @@ def test_damage_is_named_on_every_rank_before_anything_is_touched(tmp_path):
             assert untouched, name
 
 
-def other(*sizes, make=torch.optim.AdamW, split=False):
+def build_other_run(*sizes, make=torch.optim.AdamW, split=False):
     """Return a training run like the saved one, except for the arguments."""
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes or (64, 64, 8))]
     model = nn.Sequential(*layers)
@@ -662,31 +665,35 @@ def other(*sizes, make=torch.optim.AdamW, split=False):
     return Training(model, make(whole))
 
 
-def scheduled():
-    training = other()
+def build_scheduled_run():
+    training = build_other_run()
     training.schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
     return training
 
 
 OTHERS = {
-    "0.weight is float32 [64, 64] in the checkpoint, float32 [65, 64]": lambda: other(64, 65, 8),
-    "missing in the checkpoint: model.2.bias, model.2.weight": lambda: other(64, 64, 8, 8),
-    "only in the checkpoint: model.1.bias, model.1.weight, ": lambda: other(64, 64),
-    "optimizer is AdamW in the checkpoint, SGD": lambda: other(make=torch.optim.SGD),
-    "parameter groups differ": lambda: other(split=True),
-    "schedule is None in the checkpoint, StepLR in this run": scheduled,
+    "0.weight is float32 [64, 64] in the checkpoint, float32 [65, 64]": lambda: build_other_run(
+        64, 65, 8
+    ),
+    "missing in the checkpoint: model.2.bias, model.2.weight": lambda: build_other_run(
+        64, 64, 8, 8
+    ),
+    "only in the checkpoint: model.1.bias, model.1.weight, ": lambda: build_other_run(64, 64),
+    "optimizer is AdamW in the checkpoint, SGD": lambda: build_other_run(make=torch.optim.SGD),
+    "parameter groups differ": lambda: build_other_run(split=True),
+    "schedule is None in the checkpoint, StepLR in this run": build_scheduled_run,
 }
 
 
 def test_another_model_or_optimizer_is_named_before_anything_is_touched(tmp_path):
     store = Checkpoints(tmp_path)
-    path = store.save(small(1))
+    path = store.save(build_small_run(1))
     for words, make in OTHERS.items():
-        before = everything(training := make())
+        before = copy_state(training := make())
         with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
             store.load(training)
         assert str(path) in str(caught.value)
-        assert same(before, everything(training)) and not training.optimizer.state
+        assert are_equal(before, copy_state(training)) and not training.optimizer.state
 
 
 def test_a_folder_without_a_complete_checkpoint(tmp_path):
@@ -696,8 +703,8 @@ def test_a_folder_without_a_complete_checkpoint(tmp_path):
     store = Checkpoints(tmp_path)
     assert store.list_steps() == []
     with pytest.raises(CheckpointError, match="there is no complete checkpoint in this folder"):
-        store.load(small())
-    store.save(small(1))
+        store.load(build_small_run())
+    store.save(build_small_run(1))
     assert sorted(os.listdir(tmp_path)) == [".lock", "000001-step-1", "epoch_3", "notes.txt"]
 
 
@@ -709,12 +716,12 @@ class Trap:
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path):
     Trap.path = tmp_path / "sprung"
     store = Checkpoints(tmp_path / "run")
-    path = store.save(small(1)) / "rest.pt"
+    path = store.save(build_small_run(1)) / "rest.pt"
     torch.save(Trap(), path)
     files = json.loads((path.parent / MANIFEST).read_text())["files"]
-    forge(path.parent / MANIFEST, files=files | {"rest.pt": folders.describe_file(path)})
+    forge_manifest(path.parent / MANIFEST, files=files | {"rest.pt": folders.describe_file(path)})
     with pytest.raises(CheckpointError, match=r"rest\.pt: cannot be read: Weights only load"):
-        store.load(small())
+        store.load(build_small_run())
     assert not Trap.path.exists()
 
 

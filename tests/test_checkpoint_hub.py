@@ -79,13 +79,13 @@ def hub(tmp_path_factory):
 def with_head(folder, change=0):
     """Add the output layer of a tied model in a file of its own, like Qwen3-1.7B's folder."""
     index = json.loads((folder / hub_files.INDEX_FILE).read_text())
-    head = tensors(folder)["model.embed_tokens.weight"] + change
+    head = read_tensors(folder)["model.embed_tokens.weight"] + change
     save_file({"lm_head.weight": head}, folder / "model-head.safetensors")
     index["weight_map"]["lm_head.weight"] = "model-head.safetensors"
     (folder / hub_files.INDEX_FILE).write_text(json.dumps(index))
 
 
-def tensors(folder):
+def read_tensors(folder):
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -93,21 +93,21 @@ def tensors(folder):
     return found
 
 
-def once(folder):
+def read_once(folder):
     """Return the tensors, those of tied layers once, as transformers and the course write them."""
-    found = tensors(folder)
+    found = read_tensors(folder)
     if json.loads((folder / "config.json").read_text())["tie_word_embeddings"]:
         found.pop("lm_head.weight", None)
     return found
 
 
-def equal(a, b):
+def are_equal(a, b):
     return a.keys() == b.keys() and all(
         a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
     )
 
 
-def logits(folder):
+def compute_logits(folder):
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
@@ -132,8 +132,8 @@ def there_and_back(hub, out, layout):
 def test_what_transformers_wrote_goes_into_a_mesh_and_comes_back_bit_for_bit(hub, tmp_path):
     found = ranks.run(there_and_back, 4, hub, tmp_path, MESH, timeout=120)
     for kind in SHAPES:
-        assert equal(once(hub / kind), tensors(tmp_path / kind))
-        assert torch.equal(logits(hub / kind), logits(tmp_path / kind))
+        assert are_equal(read_once(hub / kind), read_tensors(tmp_path / kind))
+        assert torch.equal(compute_logits(hub / kind), compute_logits(tmp_path / kind))
         written = sorted(path.name for path in (tmp_path / kind).iterdir())
         assert len(written) > 4
         assert {hub_files.INDEX_FILE, "generation_config.json"} <= set(written)
@@ -149,7 +149,7 @@ def test_the_course_s_gpt_computes_what_transformers_does_from_the_same_folder(h
     assert found == want
     load_hub(model, hub / kind)
     with torch.no_grad():
-        apart = (model(TOKENS) - logits(hub / kind)).abs().max().item()
+        apart = (model(TOKENS) - compute_logits(hub / kind)).abs().max().item()
     # GPT-2 has learned positions and another GELU: it is another model with these weights.
     assert apart > 1e-3 if kind == "gpt2" else apart < 1e-5
 
@@ -168,7 +168,7 @@ def in_shards(hub, out):
 def test_models_in_shards_of_fsdp2_go_out_under_the_hub_s_names(hub, tmp_path):
     ranks.run(in_shards, 3, hub, tmp_path, device="cpu", timeout=120)
     for kind in ("llama", "gpt2"):
-        assert equal(once(hub / kind), tensors(tmp_path / kind))
+        assert are_equal(read_once(hub / kind), read_tensors(tmp_path / kind))
 
 
 def test_two_layers_that_differ_are_not_tied(hub, tmp_path):
@@ -180,12 +180,12 @@ def test_two_layers_that_differ_are_not_tied(hub, tmp_path):
     assert torch.equal(untied.head.weight, untied.embedding.weight + 1)
 
 
-def peak():
+def measure_peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def streams(folder, config):
+def load_and_save_on_rank(folder, config):
     """Return the bytes of loading and saving beyond the model: tensors at the peak, all memory."""
     torch.set_num_threads(1)
     group, found = dist.group.WORLD, []
@@ -200,11 +200,11 @@ def streams(folder, config):
     ):
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
-        before = peak()
+        before = measure_peak()
         with count.held(*(piece.tensor for piece in list_pieces(model))) as held:
             start = held.now
             act()
-        found.append((held.peak - start, peak() - before))
+        found.append((held.peak - start, measure_peak() - before))
     return found
 
 
@@ -215,12 +215,12 @@ def test_no_rank_ever_has_the_whole_in_its_memory(tmp_path):
     model = of_transformers(config, "llama")
     model.save_pretrained(tmp_path / "big", max_shard_size="4MB")
     size, most = (of(p.nbytes for p in model.parameters()) for of in (sum, max))
-    for rank in ranks.run(streams, 4, tmp_path, config, device="cpu", timeout=120):
+    for rank in ranks.run(load_and_save_on_rank, 4, tmp_path, config, device="cpu", timeout=120):
         (load, load_all), (save, save_all) = rank
         # A tensor, of which a slice is read; a file, and the memory for its next tensor.
         assert load <= most + 10**5 and save <= 4_000_000 + most + 10**5, (load, save)
         assert load_all < size / 4 and save_all < size / 4, (size, load_all, save_all)
-    assert equal(tensors(tmp_path / "big"), tensors(tmp_path / "out"))
+    assert are_equal(read_tensors(tmp_path / "big"), read_tensors(tmp_path / "out"))
 
 
 # Folders that do not match.
@@ -237,11 +237,11 @@ def without_index(folder):
     return hub_files.INDEX_FILE
 
 
-def changed(change):
+def make_damage(change):
     """Write a folder whose tensors have passed through `change`, in one file."""
 
     def damage(folder):
-        found = tensors(folder)
+        found = read_tensors(folder)
         said = change(found)
         for path in folder.glob("model*"):
             path.unlink()
@@ -264,7 +264,7 @@ def other_shape(found):
 
 
 DAMAGES = {of.__name__: of for of in (cut_off, without_index)} | {
-    of.__name__: changed(of) for of in (other_name, other_shape)
+    of.__name__: make_damage(of) for of in (other_name, other_shape)
 }
 
 
@@ -279,7 +279,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line_and_the_model_stays(
     with pytest.raises(CheckpointError) as caught:
         load_hub(model, folder)
     assert said in str(caught.value) and "\n" not in str(caught.value)
-    assert equal(before, dict(model.named_parameters()))
+    assert are_equal(before, dict(model.named_parameters()))
 
 
 def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path):
@@ -361,7 +361,7 @@ def handed_over(config, old, new):
     with count.sent() as sent:
         transfer_weights(*models, group)
     source, target = (model.full_state_dict() for model in models)
-    assert equal(source, target)
+    assert are_equal(source, target)
     return sent.bytes, predict_transfer_bytes(*parts)[rank]
 
 

@@ -51,7 +51,7 @@ class Agent:
     def __init__(self, call, log: Path, environment: dict[str, str] | None = None):
         self.log = log
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=logged, args=(call, log, environment or {}))
+        self.process = fork.Process(target=run_logged, args=(call, log, environment or {}))
         self.process.start()
 
     def send(self, number: int) -> None:
@@ -69,7 +69,7 @@ class Agent:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def logged(call, log: Path, environment: dict[str, str]) -> None:
+def run_logged(call, log: Path, environment: dict[str, str]) -> None:
     """Exit this fork with the status that `call` returns."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
@@ -117,7 +117,7 @@ def start(tmp_path):
             agent.wait()
 
 
-def listening(port: int):
+def make_port_probe(port: int):
     def there() -> bool:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -125,14 +125,14 @@ def listening(port: int):
     return there
 
 
-def notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
+def read_notes(folder: Path, number: int) -> dict[int, dict[str, str]]:
     """Return the environments that the ranks of a round have noted."""
     return {
         int(p.name.split("-")[1]): json.loads(p.read_text()) for p in folder.glob(f"{number}-*")
     }
 
 
-def alive(found: dict[int, dict]) -> list[int]:
+def list_alive(found: dict[int, dict]) -> list[int]:
     """Return the running ranks, without unreaped ones, such as orphans."""
     return [r for r, of in found.items() if not gone(of["pid"])]
 
@@ -149,9 +149,9 @@ def pair(start, tmp_path, monkeypatch):
 
     def started(act: str, **changes) -> tuple[Agent, Agent]:
         host = start.ours(act, **{"nodes": (1, 2), **changes})
-        wait_for(listening(start.port))
+        wait_for(make_port_probe(start.port))
         other = start.ours(act, **{"nodes": (1, 2), **changes})
-        wait_for(lambda: len(notes(tmp_path, 0)) == 2 * changes.get("ranks", 1))
+        wait_for(lambda: len(read_notes(tmp_path, 0)) == 2 * changes.get("ranks", 1))
         return host, other
 
     return started
@@ -170,10 +170,10 @@ time.sleep(60 if round < 2 else 0)
 """
     agents = [start.ours(fails, nodes=(2, 2), ranks=2) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
-    rounds = [notes(tmp_path, number) for number in range(3)]
+    rounds = [read_notes(tmp_path, number) for number in range(3)]
     assert [len(found) for found in rounds] == [4, 4, 4]
     assert len({found[0]["MASTER_PORT"] for found in rounds}) == 3
-    assert not any(alive(found) for found in rounds)
+    assert not any(list_alive(found) for found in rounds)
     for status in (3, 4):
         assert all(f"rank 2 was first to fail: status {status}" in a.said() for a in agents)
 
@@ -181,10 +181,10 @@ time.sleep(60 if round < 2 else 0)
 def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
     act = f"if size == 1: {REST}"
     host = start.ours(act, nodes=(1, 2))
-    wait_for(lambda: notes(tmp_path, 0))
+    wait_for(lambda: read_notes(tmp_path, 0))
     late = start.ours(act, nodes=(1, 2))
     assert (host.wait(), late.wait()) == (0, 0)
-    assert len(notes(tmp_path, 0)) == 1 and len(notes(tmp_path, 1)) == 2
+    assert len(read_notes(tmp_path, 0)) == 1 and len(read_notes(tmp_path, 1)) == 2
     assert "agent 1 has joined" in host.said()
 
 
@@ -194,12 +194,12 @@ def test_a_node_that_comes_late_joins_in_the_next_round(start, tmp_path):
 def test_a_silent_agent_is_left_out_and_may_come_back(pair, tmp_path):
     host, other = pair(f"if not (round and size == 2): {REST}", restarts=0)
     other.send(signal.SIGSTOP)
-    wait_for(lambda: notes(tmp_path, 1))
-    assert len(notes(tmp_path, 1)) == 1 and "agent 1 is silent" in host.said()
-    assert alive(notes(tmp_path, 0)) == [1]  # a stopped agent cannot end its ranks
+    wait_for(lambda: read_notes(tmp_path, 1))
+    assert len(read_notes(tmp_path, 1)) == 1 and "agent 1 is silent" in host.said()
+    assert list_alive(read_notes(tmp_path, 0)) == [1]  # a stopped agent cannot end its ranks
     other.send(signal.SIGCONT)
     assert (host.wait(), other.wait()) == (0, 0)
-    assert len(notes(tmp_path, 2)) == 2 and not alive(notes(tmp_path, 0))
+    assert len(read_notes(tmp_path, 2)) == 2 and not list_alive(read_notes(tmp_path, 0))
 
 
 def test_a_lost_node_costs_no_restart(pair, tmp_path):
@@ -214,7 +214,7 @@ if not round:
     other.send(signal.SIGKILL)
     (tmp_path / "killed").touch()
     assert other.wait() == -9 and host.wait() == 0
-    assert "my neighbour is gone" in host.said() and len(notes(tmp_path, 1)) == 1
+    assert "my neighbour is gone" in host.said() and len(read_notes(tmp_path, 1)) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -231,7 +231,7 @@ note(f"helper-{{rank}}", str(helper.pid))
     host.wait()
     assert other.wait() == 1 and "lost the connection" in other.said()
     helpers = [int(path.read_text()) for path in tmp_path.glob("helper-*")]
-    wait_for(lambda: not alive(notes(tmp_path, 0)) and all(map(gone, helpers)))
+    wait_for(lambda: not list_alive(read_notes(tmp_path, 0)) and all(map(gone, helpers)))
 
 
 def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
@@ -239,7 +239,7 @@ def test_an_agent_leaves_a_store_that_is_silent(pair, tmp_path):
     host, other = pair(REST, nodes=(2, 2))
     host.send(signal.SIGSTOP)
     assert other.wait() == 1 and "no answer from the store" in other.said()
-    assert alive(notes(tmp_path, 0)) == [0]
+    assert list_alive(read_notes(tmp_path, 0)) == [0]
     host.send(signal.SIGCONT)
     host.send(signal.SIGTERM)
     assert host.wait() == 143
@@ -264,7 +264,7 @@ while not round: time.sleep(1)
     other.send(signal.SIGTERM)
     assert other.wait() == 0 and host.wait() == 0
     assert {path.name for path in tmp_path.glob("term-*")} == {"term-0-0", "term-0-1"}
-    assert len(notes(tmp_path, 1)) == 1
+    assert len(read_notes(tmp_path, 1)) == 1
 
 
 # The root cause.
@@ -314,7 +314,9 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
 # Decisions of the host, without processes.
 
 
-def decided(host: Host, now: float, *states: str, order_number: int | None = None) -> Order | None:
+def decide_for_states(
+    host: Host, now: float, *states: str, order_number: int | None = None
+) -> Order | None:
     """Return the host's order to agents in these states; None: the agent is silent."""
     host.heartbeat = getattr(host, "heartbeat", 0) + 1
     number = host.order.number if order_number is None else order_number
@@ -327,10 +329,10 @@ def decided(host: Host, now: float, *states: str, order_number: int | None = Non
 
 def test_the_host_waits_for_the_least_and_calls_for_more():
     host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=2, join=10))
-    assert decided(host, 0, "ready") is None
-    assert decided(host, 5, "ready", "ready") is None  # last call, for a third node
-    assert decided(host, 6, "ready", "ready") is None
-    order = decided(host, 7.1, "ready", "ready")
+    assert decide_for_states(host, 0, "ready") is None
+    assert decide_for_states(host, 5, "ready", "ready") is None  # last call, for a third node
+    assert decide_for_states(host, 6, "ready", "ready") is None
+    order = decide_for_states(host, 7.1, "ready", "ready")
     assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
     places = [order.environment(host.job, *place) for place in ((0, 0), (1, 0), (1, 1))]
@@ -341,38 +343,42 @@ def test_the_host_waits_for_the_least_and_calls_for_more():
     ]
     assert {(of["WORLD_SIZE"], of["MASTER_ADDR"]) for of in places} == {("3", "127.0.0.1")}
     full = Host(host.job)
-    assert decided(full, 0, "ready", "ready", "ready").kind == "run"  # no other node can join
+    assert (
+        decide_for_states(full, 0, "ready", "ready", "ready").kind == "run"
+    )  # no other node can join
     alone = Host(host.job)
-    assert decided(alone, 0, "ready") is None
-    end = decided(alone, 10.1, "ready")
+    assert decide_for_states(alone, 0, "ready") is None
+    end = decide_for_states(alone, 10.1, "ready")
     assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.reason
 
 
 def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
     host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 2)))
-    decided(host, 0, "ready", "ready")
-    assert decided(host, 1, "failed", "running").kind == "stop"
-    assert decided(host, 2, "ready", "running") is None
+    decide_for_states(host, 0, "ready", "ready")
+    assert decide_for_states(host, 1, "failed", "running").kind == "stop"
+    assert decide_for_states(host, 2, "ready", "running") is None
     # A node reports ready, but for an order before this one.
-    assert decided(host, 3, "ready", "ready", order_number=host.order.number - 1) is None
-    assert decided(host, 4, "ready", "ready").round == 1
+    assert decide_for_states(host, 3, "ready", "ready", order_number=host.order.number - 1) is None
+    assert decide_for_states(host, 4, "ready", "ready").round == 1
     # A report that is older than the order says nothing about this round.
-    assert decided(host, 5, "failed", "failed", order_number=host.order.number - 1) is None
-    assert decided(host, 6, "done", "running") is None
-    assert decided(host, 7, "done", "done").kind == "end"
+    assert (
+        decide_for_states(host, 5, "failed", "failed", order_number=host.order.number - 1) is None
+    )
+    assert decide_for_states(host, 6, "done", "running") is None
+    assert decide_for_states(host, 7, "done", "done").kind == "end"
 
 
 def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
     host = start.ours(REST, name="first", nodes=(1, 2))
-    wait_for(lambda: notes(tmp_path, 0))
+    wait_for(lambda: read_notes(tmp_path, 0))
     for act, name in ((REST, "second"), (f"{REST}; 'of another script'", "first")):
         other = start.ours(act, name=name, nodes=(1, 2))
         assert other.wait() == 1 and "belongs to job 'first' of 1:2 nodes" in other.said()
-    assert not host.ended() and not notes(tmp_path, 1)
-    assert addresses(host) == {"127.0.0.1"}  # the store's, which torchrun's does not keep to
+    assert not host.ended() and not read_notes(tmp_path, 1)
+    assert list_addresses(host) == {"127.0.0.1"}  # the store's, which torchrun's does not keep to
 
 
-def addresses(agent: Agent) -> set[str]:
+def list_addresses(agent: Agent) -> set[str]:
     """Return the addresses at which an agent listens."""
     found = psutil.Process(agent.process.pid).net_connections("tcp")
     return {one.laddr.ip for one in found if one.status == "LISTEN"}
@@ -453,7 +459,7 @@ def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
             switch = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
             agents = [start.torchrun(*told, **switch) for _ in range(2)]
         assert [agent.wait() for agent in agents] == [0, 0], agents[0].said()
-        found = notes(folder, 1)
+        found = read_notes(folder, 1)
         losses[who] = [found[rank]["losses"] for rank in range(4)]
         environments[who] = found
     want = one_process()
@@ -512,14 +518,14 @@ def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
     """A node does not come, the address is wrong, two ids share a port: no error contains an id."""
     told = ["--nnodes=2", "missing.py"]
     lonely = start.torchrun(f"--rdzv-conf={QUIET}", *told)
-    wait_for(listening(start.port))
-    assert addresses(lonely) & {"::", "0.0.0.0"}  # all interfaces
+    wait_for(make_port_probe(start.port))
+    assert list_addresses(lonely) & {"::", "0.0.0.0"}  # all interfaces
     wrong = start.torchrun(
         f"--rdzv-conf={QUIET},is_host=0", *told, port=find_free_port("127.0.0.1")
     )
     shared = {"port": find_free_port("127.0.0.1")}
     one = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=17", *told, **shared)
-    wait_for(listening(shared["port"]))
+    wait_for(make_port_probe(shared["port"]))
     other = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=18", *told, **shared)
     assert lonely.wait() == 1 and "RendezvousTimeoutError" in lonely.said()
     assert wrong.wait() == 1

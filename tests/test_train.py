@@ -38,15 +38,15 @@ SMALL = {"steps": 10, "every": 5, "limit": 64 * 143 + 1}
 LOSS, WEIGHT = 5e-6, 2e-4
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights after the last step, from any kind of checkpoint."""
     if (folder / "last.pt").exists():
         found = torch.load(folder / "last.pt", "cpu")
         return found
-    return saved(folder, {"model": GPT(PRESETS["nano"]).state_dict()})["model"]
+    return load_saved(folder, {"model": GPT(PRESETS["nano"]).state_dict()})["model"]
 
 
-def saved(folder: Path, state: dict) -> dict:
+def load_saved(folder: Path, state: dict) -> dict:
     """Return `state` in the last checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process is alone
@@ -54,7 +54,7 @@ def saved(folder: Path, state: dict) -> dict:
     return state
 
 
-def trained(script, size: int, folder: Path, **changes) -> list[list[float]]:
+def train_script(script, size: int, folder: Path, **changes) -> list[list[float]]:
     """Return the losses of each rank; code/train.py trains the course's model."""
 
     def main():
@@ -69,7 +69,7 @@ def trained(script, size: int, folder: Path, **changes) -> list[list[float]]:
         return ranks.run(main, size, show=False, timeout=60)
 
 
-def lines_of(folder: Path, name: str) -> dict[int, float]:
+def read_metrics(folder: Path, name: str) -> dict[int, float]:
     """Return the values of metrics.jsonl under a name, by step; the last where a step has two."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -77,7 +77,7 @@ def lines_of(folder: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in found if name in line}
 
 
-def apart(a: list[float], b: list[float]) -> float:
+def get_largest_gap(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
@@ -85,33 +85,33 @@ def apart(a: list[float], b: list[float]) -> float:
 def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and weights of one process."""
     folder = tmp_path_factory.mktemp("one")
-    (losses,) = trained(one_gpu, 1, folder)
-    return losses, weights(folder)
+    (losses,) = train_script(one_gpu, 1, folder)
+    return losses, load_weights(folder)
 
 
 def test_the_whole_script_equals_one_process(one, tmp_path):
     """The script runs on four ranks; the lesson itself takes two, as do the earlier steps."""
-    losses = trained(core, 4, tmp_path)
-    assert apart(losses[0], one[0]) < LOSS
+    losses = train_script(core, 4, tmp_path)
+    assert get_largest_gap(losses[0], one[0]) < LOSS
     assert all(own == losses[0] for own in losses)  # all ranks report one loss
-    found = weights(tmp_path)
+    found = load_weights(tmp_path)
     assert max((found[name] - one[1][name]).abs().max() for name in found) < WEIGHT
 
 
 @pytest.mark.weekly("trains in float16 and bfloat16")
 def test_half_precision_is_near(one, tmp_path):
     # 8 binary digits: a product is off by up to 2**-8, a loss of 5 by some thousandths.
-    losses = trained(take_home, 2, tmp_path / "bf16", precision="bf16", micro=4)
-    assert 1e-6 < apart(losses[0], one[0]) < 1e-2
+    losses = train_script(take_home, 2, tmp_path / "bf16", precision="bf16", micro=4)
+    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 1e-2
     # fp16 has 11 digits, and its scaler starts at 2**16, where nothing overflows here.
-    losses = trained(take_home, 2, tmp_path / "fp16", precision="fp16", micro=4)
-    assert 1e-6 < apart(losses[0], one[0]) < 2e-3
-    losses = trained(take_home, 2, tmp_path / "fsdp2", precision="bf16", strategy="fsdp2")
-    assert 1e-6 < apart(losses[0], one[0]) < 1e-2
+    losses = train_script(take_home, 2, tmp_path / "fp16", precision="fp16", micro=4)
+    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 2e-3
+    losses = train_script(take_home, 2, tmp_path / "fsdp2", precision="bf16", strategy="fsdp2")
+    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 1e-2
 
 
 def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch):
-    trained(take_home, 2, tmp_path / "whole")
+    train_script(take_home, 2, tmp_path / "whole")
     original, calls = Training.clip_gradients, []
 
     def clip(self):
@@ -139,44 +139,47 @@ def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch
         monkeypatch.setattr(Training, "clip_gradients", original)
         ranks.run(main, 2, show=False, timeout=60)
         for name in ("validation", "test"):  # nothing is left out, and the best is the same one
-            assert lines_of(folder, name) == lines_of(tmp_path / "whole", name)
+            assert read_metrics(folder, name) == read_metrics(tmp_path / "whole", name)
 
 
 def test_a_stop_within_an_epoch_changes_no_bit(tmp_path):
     size = 2
     dropped = {"dropout": 0.1, "micro": 3}
-    whole = trained(take_home, size, tmp_path / "whole", **dropped)[0]
+    whole = train_script(take_home, size, tmp_path / "whole", **dropped)[0]
     parts = []
     for steps in (3, 9, 10):  # within the first epoch, and within the second
-        parts += trained(take_home, size, tmp_path / "parts", **dropped | {"steps": steps})[0]
+        parts += train_script(take_home, size, tmp_path / "parts", **dropped | {"steps": steps})[0]
     assert parts == whole
-    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    a, b = load_weights(tmp_path / "whole"), load_weights(tmp_path / "parts")
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_stop_on_some_ranks_goes_on_with_others(tmp_path):
-    (whole,) = trained(one_gpu, 1, tmp_path / "plain", steps=20, every=20)
+    (whole,) = train_script(one_gpu, 1, tmp_path / "plain", steps=20, every=20)
     for size, first, then, rest in (
         (2, {}, 4, {"strategy": "zero1"}),
         (4, {"strategy": "fsdp2", "tensor": 2}, 2, {}),
     ):
         folder = tmp_path / f"then-{then}"
-        parts = trained(take_home, size, folder, steps=11, **first)[0]  # in epoch 2
-        parts += trained(take_home, then, folder, steps=20, **rest)[0]  # into the third
-        assert apart(parts, whole) < 2 * LOSS
+        parts = train_script(take_home, size, folder, steps=11, **first)[0]  # in epoch 2
+        parts += train_script(take_home, then, folder, steps=20, **rest)[0]  # into the third
+        assert get_largest_gap(parts, whole) < 2 * LOSS
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
     with pytest.raises(ranks.RankError, match="batch=16: must be a multiple of 3"):
-        trained(core, 3, tmp_path)
+        train_script(core, 3, tmp_path)
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
-    trained(take_home, 2, tmp_path, steps=5)
+    train_script(take_home, 2, tmp_path, steps=5)
     for path in (tmp_path / "step-000005").iterdir():  # the files of a killed save of step 7
         (tmp_path / ".step-000007").mkdir(exist_ok=True)
         (tmp_path / ".step-000007" / path.name).write_bytes(path.read_bytes()[:100])
-    assert apart(trained(take_home, 4, tmp_path, strategy="fsdp2")[0], one[0][5:]) < LOSS
+    assert (
+        get_largest_gap(train_script(take_home, 4, tmp_path, strategy="fsdp2")[0], one[0][5:])
+        < LOSS
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,13 +192,13 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
 )
 def test_a_strategy_equals_one_process_and_goes_on(changes, one, tmp_path):
     changes = changes | {"micro": 2, "report": 1, "peak": 1e12}
-    first = trained(take_home, 4, tmp_path, steps=6, **changes)
-    assert apart(first[0], one[0][:6]) < LOSS and all(own == first[0] for own in first)
-    assert apart(trained(take_home, 4, tmp_path, **changes)[0], one[0][6:]) < LOSS
+    first = train_script(take_home, 4, tmp_path, steps=6, **changes)
+    assert get_largest_gap(first[0], one[0][:6]) < LOSS and all(own == first[0] for own in first)
+    assert get_largest_gap(train_script(take_home, 4, tmp_path, **changes)[0], one[0][6:]) < LOSS
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line for line in lines if "loss" in line}
     parameters = sum(p.numel() for p in GPT(PRESETS["nano"]).parameters())
-    assert apart([by_step[n]["loss"] for n in range(1, 11)], one[0]) < LOSS
+    assert get_largest_gap([by_step[n]["loss"] for n in range(1, 11)], one[0]) < LOSS
     for line in by_step.values():
         assert line["memory_bytes"] > 1e6 and line["seconds"] > 0 and line["norm"] > 0
         assert abs(line["time"] - time.time()) < 600
@@ -284,7 +287,7 @@ def test_a_checkpoint_of_another_model_is_not_loaded(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
-    trained(take_home, 2, tmp_path, steps=5)
+    train_script(take_home, 2, tmp_path, steps=5)
     (path,) = list_checkpoints(tmp_path)
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
     assert set(whole) == {".metadata", "__0_0.distcp", "__1_0.distcp", "SHA256SUMS"}
@@ -322,8 +325,8 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
 
 
 def test_workers_change_nothing(one, tmp_path):
-    losses = trained(take_home, 2, tmp_path, workers=2)[0]
-    assert apart(losses, one[0]) < LOSS
+    losses = train_script(take_home, 2, tmp_path, workers=2)[0]
+    assert get_largest_gap(losses, one[0]) < LOSS
 
 
 # code/train.py as a job: processes of torchrun, signals, kills.
@@ -338,7 +341,7 @@ ENVIRONMENT |= {"PYTHONUNBUFFERED": "1"}  # an error is the last line, after all
 SHORT = ["--limit", str(SMALL["limit"]), "--every", "5", "--report", "1"]
 
 
-def begin(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
+def start_job(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
     head = [*TORCHRUN, f"--nproc-per-node={size}"] if size else [sys.executable]
     return subprocess.Popen(
         [*head, str(SCRIPT), "--folder", str(folder), *SHORT, *more],
@@ -350,7 +353,7 @@ def begin(folder: Path, size: int, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], status: int = 0) -> str:
+def wait_for_exit(process: subprocess.Popen[str], status: int = 0) -> str:
     try:
         output, _ = process.communicate(timeout=100)
     finally:
@@ -360,15 +363,15 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> str:
     return output
 
 
-def unbroken(folder: Path, steps: int) -> list[float]:
+def train_without_stop(folder: Path, steps: int) -> list[float]:
     """Return the losses of a job that is not stopped."""
     options = Options(folder=str(folder), limit=SMALL["limit"], every=5, steps=steps)
     return ranks.run(lambda: take_home.main(options), 1, show=False, device="cpu")[0]
 
 
-def until(folder: Path, step: int) -> None:
+def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 90
-    while max(lines_of(folder, "loss"), default=0) < step:
+    while max(read_metrics(folder, "loss"), default=0) < step:
         assert time.monotonic() < deadline, "the job does not get there"
         time.sleep(0.02)
 
@@ -379,7 +382,7 @@ def rank_processes(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children()]
 
 
-def alone(folder: Path, *options: str) -> tuple[int, str]:
+def run_alone(folder: Path, *options: str) -> tuple[int, str]:
     """Run the script on one rank, in a fork; return exit status and output."""
 
     def main() -> None:
@@ -390,48 +393,50 @@ def alone(folder: Path, *options: str) -> tuple[int, str]:
 
 
 def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
-    whole = unbroken(tmp_path / "whole", 30)
+    whole = train_without_stop(tmp_path / "whole", 30)
     folder = tmp_path / "job"
-    first = begin(folder, 2, "--steps", "100000")
-    until(folder, 8)
+    first = start_job(folder, 2, "--steps", "100000")
+    wait_for_step(folder, 8)
     os.kill(rank_processes(first)[1], signal.SIGKILL)
-    killed_after = max(lines_of(folder, "loss"))
-    until(folder, killed_after + 6)  # torchrun has restarted all ranks
+    killed_after = max(read_metrics(folder, "loss"))
+    wait_for_step(folder, killed_after + 6)  # torchrun has restarted all ranks
     os.kill(random.Random(0).choice(rank_processes(first)), signal.SIGUSR1)  # one rank only
-    output = ended(first)
+    output = wait_for_exit(first)
     assert (folder / "stopped").exists()
     assert "\r" not in output  # a progress bar is for terminals
-    made = max(lines_of(folder, "loss"))
+    made = max(read_metrics(folder, "loss"))
     assert list_checkpoints(folder)[-1].name == f"step-{made:06d}"
 
-    second = begin(folder, 2, "--steps", "100000", "--strategy", "fsdp2")
-    until(folder, made + 5)
+    second = start_job(folder, 2, "--steps", "100000", "--strategy", "fsdp2")
+    wait_for_step(folder, made + 5)
     second.send_signal(signal.SIGTERM)  # torchrun forwards it, and then fails itself
-    ended(second, status=1)
+    wait_for_exit(second, status=1)
     assert (folder / "stopped").exists()
-    made = max(lines_of(folder, "loss"))
+    made = max(read_metrics(folder, "loss"))
 
-    status, output = alone(folder, "--steps", str(max(30, made + 1)))
+    status, output = run_alone(folder, "--steps", str(max(30, made + 1)))
     assert status == 0 and not (folder / "stopped").exists(), output
-    found = lines_of(folder, "loss")
+    found = read_metrics(folder, "loss")
     assert list(found) == list(range(1, max(30, made + 1) + 1))
-    assert apart([found[n + 1] for n in range(30)], whole) < 2e-5  # three orders of sums in a row
+    assert (
+        get_largest_gap([found[n + 1] for n in range(30)], whole) < 2e-5
+    )  # three orders of sums in a row
 
 
 def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):
-    first = begin(tmp_path / "job", 0, "--steps", "100000")
+    first = start_job(tmp_path / "job", 0, "--steps", "100000")
     try:
-        until(tmp_path / "job", 3)
-        status, output = alone(tmp_path / "job", "--steps", "5")
+        wait_for_step(tmp_path / "job", 3)
+        status, output = run_alone(tmp_path / "job", "--steps", "5")
         (line,) = [text for text in output.splitlines() if "train.py: " in text]
         assert status == 2 and repr(str(tmp_path / "job")) in line
         assert f"process {first.pid} on" in line
     finally:
         first.kill()  # without clean-up
         first.communicate()
-    made = max(lines_of(tmp_path / "job", "loss"))
-    assert alone(tmp_path / "job", "--steps", str(made + 2))[0] == 0
-    assert max(lines_of(tmp_path / "job", "loss")) == made + 2
+    made = max(read_metrics(tmp_path / "job", "loss"))
+    assert run_alone(tmp_path / "job", "--steps", str(made + 2))[0] == 0
+    assert max(read_metrics(tmp_path / "job", "loss")) == made + 2
 
 
 def test_ranks_that_disagree_are_told(tmp_path):
@@ -471,7 +476,7 @@ def test_what_a_job_is_given_and_cannot_be_is_one_line(tmp_path):
         ("never", ["--stepz", "1"], "train.py: unrecognized arguments: --stepz 1"),
         ("never", ["--steps", "0"], "train.py: steps=0: must be from 1 to 1e+18"),
     ):
-        status, output = alone(tmp_path / folder, *changes)
+        status, output = run_alone(tmp_path / folder, *changes)
         assert status == 2 and "Traceback" not in output and words in output.splitlines()[-1]
     assert not (tmp_path / "never").exists()
 

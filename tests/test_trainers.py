@@ -57,16 +57,18 @@ def test_it_is_torchs_scaler(events, where, power, interval):
         assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
 
 
-def run(fn, *args, timeout=60.0):
+def run_ranks(fn, *args, timeout=60.0):
     return ranks.run(fn, 2, *args, device="cpu", timeout=timeout)
 
 
-def each(wrapper: str, kinds: tuple[str, ...], steps: int):
+def train_each(wrapper: str, kinds: tuple[str, ...], steps: int):
     """Return the results of `trained` by kind and rank: one run of ranks for all kinds."""
-    return zip(*run(lambda: [trained(wrapper, kind, steps) for kind in kinds]), strict=True)
+    return zip(
+        *run_ranks(lambda: [train_in_fp16(wrapper, kind, steps) for kind in kinds]), strict=True
+    )
 
 
-def trained(wrapper: str, kind: str, steps: int):
+def train_in_fp16(wrapper: str, kind: str, steps: int):
     """Return all ranks' losses, scales (doubled every 3 steps) and weights of a GPT in float16."""
     torch.manual_seed(0)
     model, rank = GPT(PRESETS["nano"]), dist.get_rank()
@@ -107,7 +109,7 @@ def trained(wrapper: str, kind: str, steps: int):
 
 
 def test_with_ddp_the_sum_tells_all_ranks():
-    alone, (torchs, _) = each("ddp", ("alone", "torch"), 10)
+    alone, (torchs, _) = train_each("ddp", ("alone", "torch"), 10)
     (losses, scales, weights), (_, others, _) = alone
     assert scales == others and max(scales) > 2**16 and scales[-1] < max(scales)  # up, then down
     assert (losses, scales) == torchs[:2]
@@ -115,7 +117,7 @@ def test_with_ddp_the_sum_tells_all_ranks():
 
 
 def test_with_shards_one_all_reduce_decides():
-    together, (torchs, _), alone = each("fsdp2", ("together", "torch", "alone"), 12)
+    together, (torchs, _), alone = train_each("fsdp2", ("together", "torch", "alone"), 12)
     (losses, scales, weights), (_, others, _) = together
     assert scales == others == torchs[1] and losses == torchs[0]
     assert all(map(torch.equal, weights, torchs[2]))
@@ -127,12 +129,12 @@ def test_with_shards_one_all_reduce_decides():
 def test_alone_with_zero_the_ranks_part_ways():
     """A rank that skips a step sends no new weights, and the others wait for them."""
     with pytest.raises(ranks.RankError, match="parted ways"):
-        run(trained, "zero2", "alone", 12, timeout=6)
-    (_, scales, _), (_, others, _) = run(trained, "zero2", "together", 6)
+        run_ranks(train_in_fp16, "zero2", "alone", 12, timeout=6)
+    (_, scales, _), (_, others, _) = run_ranks(train_in_fp16, "zero2", "together", 6)
     assert scales == others
 
 
-def placed(*kinds):
+def scale_after_overflow(*kinds):
     """Return a rank's scale after one step in which a gradient shard of rank 1 overflows."""
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     parameters = [
@@ -151,7 +153,7 @@ def placed(*kinds):
 def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
     """With torch's scaler it hides the overflow: the lesson shows it."""
     orders = (Shard(0), Replicate()), (Replicate(), Shard(0))
-    assert run(lambda: [placed(*kinds) for kinds in orders]) == [[512, 512]] * 2
+    assert run_ranks(lambda: [scale_after_overflow(*kinds) for kinds in orders]) == [[512, 512]] * 2
 
 
 def test_bad_input_of_lightning_is_named():
@@ -163,7 +165,7 @@ def test_bad_input_of_lightning_is_named():
 
 
 @pytest.fixture
-def started(monkeypatch):
+def start_script(monkeypatch):
     """Start the script with Lightning in a process of its own; return the step where it begins."""
     L = pytest.importorskip("pytorch_lightning")
     from shardlab.trainers import core
@@ -187,13 +189,15 @@ def started(monkeypatch):
     return start
 
 
-def test_a_start_goes_on_from_the_newest_checkpoint(started, tmp_path):
-    assert started(tmp_path / "own", "--steps=2", "--every=1") == 0
-    assert started(tmp_path / "other", "--steps=3", "--every=1") == 0
+def test_a_start_goes_on_from_the_newest_checkpoint(start_script, tmp_path):
+    assert start_script(tmp_path / "own", "--steps=2", "--every=1") == 0
+    assert start_script(tmp_path / "other", "--steps=3", "--every=1") == 0
     # Lightning saves at SIGUSR1, a step after the last validation.
     shutil.move(tmp_path / "other/last.ckpt", tmp_path / "own/hpc_ckpt_1.ckpt")
-    assert started(tmp_path / "own", "--steps=4", "--every=1") == 3
-    assert started(tmp_path / "own", "--steps=5", "--every=1") == 4  # from the validation since
+    assert start_script(tmp_path / "own", "--steps=4", "--every=1") == 3
+    assert (
+        start_script(tmp_path / "own", "--steps=5", "--every=1") == 4
+    )  # from the validation since
 
 
 def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
@@ -218,7 +222,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
         existing_ranks.fit_on_ranks("ddp", 22, extra_callbacks=[signals])
         return signals.saved
 
-    assert run(saved) == [[10, 20], [10, 20]]
+    assert run_ranks(saved) == [[10, 20], [10, 20]]
 
 
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")

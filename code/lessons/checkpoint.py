@@ -98,13 +98,13 @@ FOLDER = Path(TEMPORARY.name)
 BATCH = 8  # windows in a step, over all ranks
 
 
-def run(fn, size, *args, **how):
+def run_on_cpu(fn, size, *args, **how):
     """What `fn` returns on each of `size` ranks, all on the CPU."""
     # CPU: files are measured, not GPUs
     return ranks.run(fn, size, *args, device="cpu", **how)
 
 
-def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
+def build_sharded_run(preset="nano", dtype=torch.float32, lr=1e-3):
     """A small GPT, spread over all ranks by `fully_shard`, with AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
@@ -117,7 +117,7 @@ def sharded(preset="nano", dtype=torch.float32, lr=1e-3):
     return Training(model, optimizer, schedule)
 
 
-def train(training, steps):
+def train_steps(training, steps):
     """Steps on this rank's share of each batch; the mean losses over all ranks."""
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
     each = BATCH // size
@@ -136,7 +136,7 @@ def train(training, steps):
     return losses
 
 
-def small(step=0):
+def build_small_run(step=0):
     """A sharded run, each of whose weights is the number of its step."""
     model = nn.Linear(64, 64)
     fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
@@ -152,7 +152,7 @@ def set_step(training, step):
         parameter.fill_(step)
 
 
-def flip(path):
+def flip_bit(path):
     """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -296,21 +296,21 @@ def train_rows(model, shards, done, steps):
 # Four ranks train three steps and save. Then one, two and three ranks load these files, and train three more.
 
 # %%
-def first_half(path):
+def save_first_half(path):
     model, shards = cut_by_rows()
     train_rows(model, shards, 0, 3)
     save_plain(path, shards, 3)
 
 
-def second_half(path):
+def resume_second_half(path):
     model, shards = cut_by_rows()
     losses = train_rows(model, shards, load_plain(path, shards), 3)
     return losses, model.state_dict()
 
 
 (plain := FOLDER / "plain").mkdir()
-run(first_half, 4, plain)
-went_on = {size: run(second_half, size, plain)[0] for size in (1, 2, 3)}
+run_on_cpu(save_first_half, 4, plain)
+went_on = {size: run_on_cpu(resume_second_half, size, plain)[0] for size in (1, 2, 3)}
 print("files:", ", ".join(sorted(path.name for path in plain.iterdir())))
 print("losses of steps 4 to 6 on three ranks:", went_on[3][0])
 
@@ -321,7 +321,7 @@ print("losses of steps 4 to 6 on three ranks:", went_on[3][0])
 # Holds the resumed runs against one process that never stops
 
 
-def one_process():
+def train_in_one_process():
     torch.manual_seed(0)
     model, losses = GPT(PRESETS["nano"]), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -335,7 +335,7 @@ def one_process():
     return losses[3:], model.state_dict()
 
 
-losses, weights = run(one_process, 1)[0]
+losses, weights = run_on_cpu(train_in_one_process, 1)[0]
 for size, (found, state) in went_on.items():
     assert found == losses and all(torch.equal(state[k], weights[k]) for k in weights)
     print(f"4 ranks, then {size}: same losses, same weights, bit for bit")
@@ -355,7 +355,7 @@ for size, (found, state) in went_on.items():
 
 # %% tags=["hide-input"]
 # Runs the two accidents with the plain version
-def saves_twice(path, dies):
+def save_twice(path, dies):
     _, shards = cut_by_rows()
     for step in (3, 6):
         for _, rows in shards.values():
@@ -367,7 +367,7 @@ def saves_twice(path, dies):
         dist.barrier()
 
 
-def values_loaded(path):
+def load_values(path):
     _, shards = cut_by_rows()
     step = load_plain(path, shards)
     return step, {x for _, rows in shards.values() for x in rows.flatten().tolist()}
@@ -376,13 +376,13 @@ def values_loaded(path):
 for name, dies in (("half saved", True), ("flipped", False)):
     (FOLDER / name).mkdir()
     try:
-        run(saves_twice, 2, FOLDER / name, dies, apart=True)
+        run_on_cpu(save_twice, 2, FOLDER / name, dies, apart=True)
     except ranks.RankError as error:
         print(error)
-flip(FOLDER / "flipped/0.pt")
+flip_bit(FOLDER / "flipped/0.pt")
 found = {}
 for name in ("half saved", "flipped"):
-    step, numbers = found[name] = run(values_loaded, 1, FOLDER / name)[0]
+    step, numbers = found[name] = run_on_cpu(load_values, 1, FOLDER / name)[0]
     print(f"{name}: loads as step {step}, with the numbers {sorted(numbers)}")
 
 # %% [markdown]
@@ -392,8 +392,8 @@ for name in ("half saved", "flipped"):
 # Table: the same accidents, with the plain version and with `Checkpoints`
 
 
-def saves_twice_fully(path, dies):
-    training = small(3)
+def save_twice_with_checkpoints(path, dies):
+    training = build_small_run(3)
     store = Checkpoints(path, dist.group.WORLD)
     synced, fsync = [], os.fsync
     os.fsync = lambda file: (synced.append(file), fsync(file))
@@ -406,7 +406,7 @@ def saves_twice_fully(path, dies):
     return len(synced)
 
 
-def loaded(path):
+def load_weights(path):
     model = nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     try:
@@ -417,13 +417,13 @@ def loaded(path):
 
 
 try:
-    run(saves_twice_fully, 2, FOLDER / "half saved fully", True, apart=True)
+    run_on_cpu(save_twice_with_checkpoints, 2, FOLDER / "half saved fully", True, apart=True)
 except ranks.RankError:
     pass  # this was meant to happen
-half_saved = loaded(FOLDER / "half saved fully")
-synced = sum(run(saves_twice_fully, 2, FOLDER / "flipped fully", False))
-flip(list_checkpoints(FOLDER / "flipped fully")[-1] / "__0_0.distcp")
-refusal = loaded(FOLDER / "flipped fully")
+half_saved = load_weights(FOLDER / "half saved fully")
+synced = sum(run_on_cpu(save_twice_with_checkpoints, 2, FOLDER / "flipped fully", False))
+flip_bit(list_checkpoints(FOLDER / "flipped fully")[-1] / "__0_0.distcp")
+refusal = load_weights(FOLDER / "flipped fully")
 assert found["half saved"] == (3, {3.0, 6.0}) and half_saved == [3.0]
 assert len(found["flipped"][1]) == 2 and "CRC-32" in refusal
 rows = [
@@ -469,24 +469,24 @@ show.source(core.named_tensors, core.restore_training)
 TYPES = torch.float32, torch.float64
 
 
-def unstopped(path, dtype):
-    training = sharded(dtype=dtype)
+def train_without_stop(path, dtype):
+    training = build_sharded_run(dtype=dtype)
     with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
-        train(training, 3)
+        train_steps(training, 3)
         store.save(training)
-    return train(training, 3)
+    return train_steps(training, 3)
 
 
-def resumed(path, dtype):
-    training = sharded(dtype=dtype)
+def train_after_resume(path, dtype):
+    training = build_sharded_run(dtype=dtype)
     with Checkpoints(path / str(dtype), dist.group.WORLD) as store:
         store.load(training)
-    return train(training, 3)
+    return train_steps(training, 3)
 
 
-without_stop = {dtype: run(unstopped, 4, FOLDER, dtype)[0] for dtype in TYPES}
+without_stop = {dtype: run_on_cpu(train_without_stop, 4, FOLDER, dtype)[0] for dtype in TYPES}
 after_stop = {
-    (size, dtype): run(resumed, size, FOLDER, dtype)[0]
+    (size, dtype): run_on_cpu(train_after_resume, size, FOLDER, dtype)[0]
     for size in (4, 2, 1)
     for dtype in TYPES
 }
@@ -545,8 +545,8 @@ show.source(core.begin_save, core.commit_save, core.prune_checkpoints)
 # Rank 0 notes each step whose `save` has returned, in the file `killed.promised`.
 
 # %%
-def life(path, victims, delay):
-    training = small()
+def save_until_killed(path, victims, delay):
+    training = build_small_run()
     store = Checkpoints(path, dist.group.WORLD, keep=1)
     if store.list_steps():
         store.load(training)
@@ -571,7 +571,7 @@ KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # second
 # Table: five kills, and the checkpoint that is current after each
 
 
-def current(path):
+def load_current(path):
     """The step of the current checkpoint; whether all weights are of that step."""
     model = nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
@@ -582,11 +582,11 @@ def current(path):
 path, rows = FOLDER / "killed", []
 for delay, victims in KILLS.items():
     try:
-        run(life, 2, path, victims, delay, apart=True)
+        run_on_cpu(save_until_killed, 2, path, victims, delay, apart=True)
     except ranks.RankError:
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
-    step, intact = current(path)
+    step, intact = load_current(path)
     # A rank may die after the rename, but before it notes the step.
     assert intact and promised <= step <= promised + 1
     left = sum(name.startswith(".saving") for name in os.listdir(path))
@@ -610,10 +610,10 @@ show.table(rows, [*head, "unfinished saves left"])
 # %%
 def save_once(path):
     with Checkpoints(path, dist.group.WORLD) as store:
-        return store.save(small(600))
+        return store.save(build_small_run(600))
 
 
-saved = run(save_once, 2, FOLDER / "good")[0]
+saved = run_on_cpu(save_once, 2, FOLDER / "good")[0]
 manifest = json.loads((saved / MANIFEST).read_text())
 for part in ("files", "tensors"):
     manifest[part] = dict(sorted(manifest[part].items())[:2][-1:])
@@ -636,7 +636,7 @@ show.source(Checkpoints.load)
 # %% tags=["hide-input"]
 # Damages a checkpoint in four ways, and tries to load it
 
-def attempt(path, model=None):
+def try_to_load(path, model=None):
     """Try to load; print why not, and make sure that the model is unchanged."""
     model = model or nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
@@ -651,22 +651,22 @@ def attempt(path, model=None):
     assert not training.optimizer.state and training.step == 0
 
 
-def truncate(path):
+def truncate_file(path):
     os.truncate(path, 10_000)
 
 
 for name, spoil in (
-    ("__0_0.distcp", truncate),
-    ("__1_0.distcp", flip),
+    ("__0_0.distcp", truncate_file),
+    ("__1_0.distcp", flip_bit),
     ("__1_0.distcp", os.remove),
     (MANIFEST, os.remove),
 ):
     path = FOLDER / "bad"
     shutil.copytree(FOLDER / "good", path)
     spoil(list_checkpoints(path)[-1] / name)
-    attempt(path)
+    try_to_load(path)
     shutil.rmtree(path)
-attempt(FOLDER / "good", nn.Linear(64, 65))
+try_to_load(FOLDER / "good", nn.Linear(64, 65))
 
 # %% [markdown]
 # A checksum (CRC-32) finds damage. It does not find what somebody changed together with its checksum: for that, sign the manifest, or do not load strangers' checkpoints.
@@ -695,10 +695,10 @@ class SlowStorage(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
-def held_up(path, wait):
+def measure_blocking_time(path, wait):
     """Seconds of `save`; whether the checkpoint has the weights of the moment of the call."""
-    training = sharded("micro")
-    train(training, 1)
+    training = build_sharded_run("micro")
+    train_steps(training, 1)
     weights = [p.to_local() for p in training.model.parameters()]  # this rank's rows
     with Checkpoints(path, dist.group.WORLD, writer=SlowStorage) as store:
         dist.barrier()
@@ -718,7 +718,7 @@ def held_up(path, wait):
 
 times = {}
 for wait in (True, False):
-    results = [max(run(held_up, 2, FOLDER / f"{wait}-{i}", wait)) for i in range(2)]
+    results = [max(run_on_cpu(measure_blocking_time, 2, FOLDER / f"{wait}-{i}", wait)) for i in range(2)]
     assert all(same for _, same in results)
     times[wait] = min(seconds for seconds, _ in results)
 assert times[True] > 1  # the disk is made slow
@@ -748,14 +748,14 @@ show.table(rows, ["save", "training held up (s)", "ratio", "weights saved"])
 # The table compares that with the files of real saves, on one, two and four ranks.
 
 # %%
-def written(path, preset):
-    training = sharded(preset)
-    train(training, 1)  # before the first step, AdamW has no averages
+def save_one_checkpoint(path, preset):
+    training = build_sharded_run(preset)
+    train_steps(training, 1)  # before the first step, AdamW has no averages
     with Checkpoints(path, dist.group.WORLD) as store:
         return store.save(training)
 
 
-def predicted_bytes(config):
+def predict_bytes(config):
     # The output layer is the embedding: one tensor with two names, written twice.
     return 12 * parameter_count(config) + 4 * config.vocab * config.hidden
 
@@ -765,11 +765,11 @@ def predicted_bytes(config):
 
 rows = []
 for preset, size in (("micro", 1), ("micro", 2), ("micro", 4), ("mini", 2)):
-    path = run(written, size, FOLDER / f"{preset}{size}", preset)[0]
+    path = run_on_cpu(save_one_checkpoint, size, FOLDER / f"{preset}{size}", preset)[0]
     manifest = json.loads((path / MANIFEST).read_text())
     files = manifest["files"].items()
     found = sum(file["bytes"] for name, file in files if name.endswith("distcp"))
-    predicted = predicted_bytes(PRESETS[preset])
+    predicted = predict_bytes(PRESETS[preset])
     pieces = size * len(manifest["tensors"])
     assert 1000 < (found - predicted) / pieces < 2000
     mb = f"{predicted / 1e6:.2f}", f"{found / 1e6:.2f}"
@@ -867,14 +867,14 @@ show.figure(
 # `export_model` gathers the model on rank 0, whose memory must hold it, and writes that file. `torch.load` reads it with `weights_only=True`, which makes tensors and numbers and runs no code.
 
 # %%
-def trained_and_exported(path):
-    training = sharded()
-    losses = train(training, 2)
+def train_and_export(path):
+    training = build_sharded_run()
+    losses = train_steps(training, 2)
     export_model(training.model, path, dist.group.WORLD)
-    return losses, train(training, 1)
+    return losses, train_steps(training, 1)
 
 
-_, (after,) = run(trained_and_exported, 4, FOLDER / "model.pt")[0]
+_, (after,) = run_on_cpu(train_and_export, 4, FOLDER / "model.pt")[0]
 alone = GPT(PRESETS["nano"])
 alone.load_state_dict(torch.load(FOLDER / "model.pt", weights_only=True))
 tokens, targets = text.batch(64, 8, start=16)
@@ -917,7 +917,7 @@ for preset, kind in (("llama-3-8b", "llama"), ("gpt-2", "gpt2")):
 # Then they write it: for each tensor all ranks send their parts to the rank that writes its file. The folder gets its final name when it is complete.
 
 # %%
-def through_a_mesh(source, target):
+def load_and_save_on_mesh(source, target):
     group = dist.group.WORLD
     layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=2)
     with torch.device("meta"):
@@ -934,18 +934,18 @@ known = transformers.LlamaConfig(**hub_names.build_config_json(shape, "llama"))
 transformers.LlamaForCausalLM(known).save_pretrained(
     FOLDER / "hub", max_shard_size="30KB"
 )
-_ = run(through_a_mesh, 8, FOLDER / "hub", FOLDER / "back")
+_ = run_on_cpu(load_and_save_on_mesh, 8, FOLDER / "hub", FOLDER / "back")
 
 # %% tags=["hide-input"]
 # Compares tensors and logits of both folders
 
 
-def stored(folder):
+def read_tensors(folder):
     files = [safe_open(path, "pt") for path in sorted(folder.glob("*.safetensors"))]
     return {n: f.get_tensor(n) for f in files for n in f.keys()}, len(files)  # noqa: SIM118
 
 
-(there, _), (back, files) = stored(FOLDER / "hub"), stored(FOLDER / "back")
+(there, _), (back, files) = read_tensors(FOLDER / "hub"), read_tensors(FOLDER / "back")
 assert there.keys() == back.keys()
 assert all(torch.equal(there[name], back[name]) for name in there)
 print(f"{len(back)} tensors in {files} files: equal, bit for bit")
@@ -988,7 +988,7 @@ GENERATORS = {
 four_heads = replace(PRESETS["micro"], vocab=512)
 
 
-def handed(layout):
+def transfer_to_layout(layout):
     models = []
     for seed, of in enumerate((TRAINER, layout)):
         torch.manual_seed(seed)
@@ -999,7 +999,7 @@ def handed(layout):
     return sent.bytes, [model.full_state_dict() for model in models]
 
 
-def predicted_for(layout):
+def predict_bytes_for_layout(layout):
     parts = [
         [predicted_pieces(four_heads, of, rank) for rank in range(4)]
         for of in (TRAINER, layout)
@@ -1012,7 +1012,7 @@ def predicted_for(layout):
 
 rows = []
 for words, layout in GENERATORS.items():
-    results, predicted = run(handed, 4, layout), predicted_for(layout)
+    results, predicted = run_on_cpu(transfer_to_layout, 4, layout), predict_bytes_for_layout(layout)
     for _, (trainer, generator) in results:
         assert all(torch.equal(trainer[name], generator[name]) for name in trainer)
     assert [sent for sent, _ in results] == predicted
@@ -1042,15 +1042,15 @@ class KilledOnRank1(dcp.FileSystemWriter):
         return written
 
 
-def twice_into_one_folder(path):
+def save_twice_into_one_folder(path):
     warnings.simplefilter("ignore")  # DCP's, that it overwrites a checkpoint
     for step, writer in ((100, dcp.FileSystemWriter), (200, KilledOnRank1)):
-        state = {"model": small(step).model.state_dict()}
+        state = {"model": build_small_run(step).model.state_dict()}
         dcp.save(state, storage_writer=writer(path))
 
 
 try:
-    run(twice_into_one_folder, 2, FOLDER / "in place", apart=True)
+    run_on_cpu(save_twice_into_one_folder, 2, FOLDER / "in place", apart=True)
 except ranks.RankError as error:
     print(error)
 state = {"model": nn.Linear(64, 64).state_dict()}
@@ -1081,7 +1081,7 @@ assert (weight[:32] == 200).all() and (weight[32:] == 100).all()
 
 # %% tags=["hide-input"]
 # Resumes after 120 steps, with AdamW's state and without
-def new(state=None, optimizer_state=None):
+def build_run(state=None, optimizer_state=None):
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -1092,7 +1092,7 @@ def new(state=None, optimizer_state=None):
     return model, optimizer
 
 
-def go_on(model, optimizer, steps, start=0):
+def train_and_evaluate(model, optimizer, steps, start=0):
     """Losses on held-out text around each step; how far the first one moves."""
     tokens, targets = text.batch(64, 32, start=20_000)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -1111,18 +1111,18 @@ def go_on(model, optimizer, steps, start=0):
     return losses, moved
 
 
-def with_and_without():
-    model, optimizer = new()
+def resume_both_ways():
+    model, optimizer = build_run()
     for step in range(120):
         x, y = text.batch(64, 8, start=8 * step)
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
     kept = model.state_dict(), optimizer.state_dict()
-    return go_on(*new(*kept), 6, 120), go_on(*new(kept[0]), 6, 120)
+    return train_and_evaluate(*build_run(*kept), 6, 120), train_and_evaluate(*build_run(kept[0]), 6, 120)
 
 
-kept, lost = run(with_and_without, 1)[0]
+kept, lost = run_on_cpu(resume_both_ways, 1)[0]
 
 # %% tags=["hide-input"]
 # Prints how far the first step moves the weights, and what the loss does
@@ -1171,16 +1171,16 @@ show.figure(
 # ````
 
 # %%
-def counted(ask):
+def count_steps(ask):
     """AdamW's step counter after two steps, and the loss then."""
-    model, optimizer = new()
+    model, optimizer = build_run()
     if ask:
         get_optimizer_state_dict(model, optimizer)
-    losses, _ = go_on(model, optimizer, 2)
+    losses, _ = train_and_evaluate(model, optimizer, 2)
     return int(optimizer.state[model.norm.weight]["step"]), losses[2]
 
 
-counters = {"no": run(counted, 1, False)[0], "yes": run(counted, 1, True)[0]}
+counters = {"no": run_on_cpu(count_steps, 1, False)[0], "yes": run_on_cpu(count_steps, 1, True)[0]}
 
 # %% tags=["hide-input"]
 # Table: counter and loss, with and without a state dict before the first step
@@ -1200,29 +1200,29 @@ show.table(rows, head)
 
 # %% tags=["hide-input"]
 # Lists the windows that each of the three ways reads
-def windows(position, rank, size):
+def list_windows(position, rank, size):
     each = BATCH // size
     return range(position + rank * each, position + (rank + 1) * each)
 
 
-def seen(way):
+def list_windows_seen(way):
     found = []
     for part, size in enumerate((4, 4, 2)):
         for step in range(20):
             done = 20 * part + step  # steps before this one
             for rank in range(size):
                 if way == "from the beginning":
-                    found += windows(BATCH * step, rank, size)
+                    found += list_windows(BATCH * step, rank, size)
                 if way == "each rank its own":  # reads the windows r, r + size, …
                     own = (20 * part) * BATCH // 4 + step * BATCH // size
                     found += [(own + i) * size + rank for i in range(BATCH // size)]
                 if way == "samples of all ranks":
-                    found += windows(BATCH * done, rank, size)
+                    found += list_windows(BATCH * done, rank, size)
     return found
 
 
 WAYS = "from the beginning", "each rank its own", "samples of all ranks"
-trained_on = {way: seen(way) for way in WAYS}
+trained_on = {way: list_windows_seen(way) for way in WAYS}
 
 # %% tags=["hide-input"]
 # Table: windows seen, repeated and skipped, for the three ways of counting
@@ -1244,14 +1244,14 @@ show.table(rows, head)
 # In data parallelism `if rank == 0: torch.save(…)` saves the model. Of a sharded model it saves one rank's shards.
 
 # %%
-def only_rank_0(path):
-    model = sharded().model
+def save_on_rank_0(path):
+    model = build_sharded_run().model
     if dist.get_rank() == 0:
         local = {name: value.to_local() for name, value in model.state_dict().items()}
         torch.save(local, path)
 
 
-run(only_rank_0, 4, FOLDER / "rank0.pt")
+run_on_cpu(save_on_rank_0, 4, FOLDER / "rank0.pt")
 state = torch.load(FOLDER / "rank0.pt", weights_only=True)
 full = GPT(PRESETS["nano"]).state_dict()
 fraction = sum(v.numel() for v in state.values()) / sum(v.numel() for v in full.values())

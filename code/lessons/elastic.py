@@ -58,7 +58,7 @@ FOLDER = Path(TEMPORARY.name)
 # A *launcher* starts a program several times on a node. It tells each process its rank, waits, and ends all processes when one fails.
 
 # %%
-def plain_agent(command, size):
+def run_plain_agent(command, size):
     """Start `size` ranks of a program; their exit statuses."""
     started = []
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port("127.0.0.1")}
@@ -84,7 +84,7 @@ time.sleep(0.1)
 sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(60)
 """
 (FOLDER / "stub.py").write_text(STUB)
-codes = plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
+codes = run_plain_agent([sys.executable, "-S", str(FOLDER / "stub.py")], 3)
 print("exit statuses:", codes)
 
 # %% tags=["hide-input"]
@@ -158,15 +158,15 @@ show.source(core.Agent)
 # Here a job has two nodes, one with one rank and one with three. Each agent runs in a process of its own, and the ranks print variables of their environment.
 
 # %%
-def node(*jobs):
+def run_node(*jobs):
     """Be one node's agent; its exit status, and what it said."""
     number, said = dist.get_rank(), []
-    while number and not listens(*jobs[0].address):  # node 0 is the host
+    while number and not is_listening(*jobs[0].address):  # node 0 is the host
         time.sleep(0.01)
     return core.run(jobs[number], said.append), said
 
 
-def listens(host, port):
+def is_listening(host, port):
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) == 0
 
@@ -177,7 +177,7 @@ LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
 at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
 told = {"nodes": (2, 2), "logs": FOLDER / "found"}
 jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
-ended = ranks.run(node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
+ended = ranks.run(run_node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
 
 # %% tags=["hide-input"]
 # Table: the environment of four ranks on two nodes
@@ -199,7 +199,7 @@ show.table(rows, NAMES)
 program = (sys.executable, str(sessions.JOBS / "killed.py"), str(FOLDER / "killed"))
 at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
 job = Job(program, at, nodes=(2, 2), logs=FOLDER / "logs")
-ended = ranks.run(node, 2, job, job, device="cpu")  # CPU: agents, no GPU
+ended = ranks.run(run_node, 2, job, job, device="cpu")  # CPU: agents, no GPU
 for status, said in ended:
     print(f"status {status}:", *said, sep="\n  ")
 

@@ -68,7 +68,7 @@ LONG = {"steps": 300, "limit": 60_000}
 SMALL = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
 
 
-def on_ranks(script, size, folder, each=False, show=True, **options):
+def run_on_ranks(script, size, folder, each=False, show=True, **options):
     """Run a script on `size` ranks: their losses. each: a folder for each rank."""
 
     def main():
@@ -79,7 +79,7 @@ def on_ranks(script, size, folder, each=False, show=True, **options):
 
 
 # %%
-asked = on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SMALL)
+asked = run_on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SMALL)
 for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
@@ -106,7 +106,7 @@ show.source(one_gpu.evaluate)
 # After 300 steps the model, which wrote noise before, writes something that looks like Python from a distance.
 
 # %%
-(learned,) = on_ranks(one_gpu, 1, FOLDER / "learned", **LONG)
+(learned,) = run_on_ranks(one_gpu, 1, FOLDER / "learned", **LONG)
 
 # %% tags=["hide-input"]
 # Draws the loss over the steps
@@ -123,13 +123,13 @@ show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 ste
 # The *perplexity* that the script prints is $e^{\text{loss}}$, here of the validation loss. A loss of 2.2 nats is a perplexity of $e^{2.2} = 9$: the model is as unsure as if it had to guess among 9 equally likely bytes. At the start there are 256.
 #
 # From here on, twelve steps on a few kilobytes are enough: the only question is whether a change still computes the same.
-# `same` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
+# `run_and_compare` runs a script on two ranks, and compares losses and weights with those of the script above in one process.
 
 # %% tags=["hide-input"]
 # Runs a script on ranks, and holds losses and weights against one process
 
 
-def weights(folder):
+def load_weights(folder):
     """The model's weights in a folder, whichever script has written them."""
     if (folder / "last.pt").exists():
         found = torch.load(folder / "last.pt", "cpu")
@@ -141,26 +141,26 @@ def weights(folder):
     return state["state"]["model"]
 
 
-one = on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SMALL)[0]
-ONE = weights(FOLDER / "plain")
+one = run_on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SMALL)[0]
+ONE = load_weights(FOLDER / "plain")
 
 
-def held(name, losses, folder, limit=1e-5):
+def compare_with_one_process(name, losses, folder, limit=1e-5):
     """Hold losses of some ranks, and the weights in a folder, against one process."""
     mean = [sum(values) / len(losses) for values in zip(*losses, strict=True)]
     gaps = [abs(a - b) for a, b in zip(mean, one, strict=True)]
-    found = weights(folder)
+    found = load_weights(folder)
     moved = max((found[name] - ONE[name]).abs().max().item() for name in ONE)
     assert max(gaps) < limit and moved < 50 * limit, (max(gaps), moved)
     print(f"{name}, {len(losses)} ranks: {len(mean)} losses and all weights equal one process's")
 
 
-def same(script, size=2, each=False, show=False):
+def run_and_compare(script, size=2, each=False, show=False):
     """Run a script on ranks, and say that it equals one process; each rank's losses."""
     name = script.__name__.rpartition(".")[2]
     folder = FOLDER / f"{name}-{size}"
-    losses = on_ranks(script, size, folder, each, show, **SMALL)
-    held(name, losses, folder / "0" if each else folder)
+    losses = run_on_ranks(script, size, folder, each, show, **SMALL)
+    compare_with_one_process(name, losses, folder / "0" if each else folder)
     return losses
 
 
@@ -208,7 +208,7 @@ changes(one_gpu.main, ddp.main)
 # Shows which wrapper repairs weights that began with a seed for each rank
 
 
-def begins(strategy):
+def starts_from_rank_0(strategy):
     torch.manual_seed(1000 + dist.get_rank())
     model = GPT(PRESETS["nano"])
     torch.manual_seed(1000)
@@ -220,7 +220,7 @@ def begins(strategy):
 
 
 for strategy in ("ddp", "fsdp2"):
-    found = ranks.run(begins, 2, strategy)
+    found = ranks.run(starts_from_rank_0, 2, strategy)
     print(f"{strategy}: the model that begins is rank 0's: {found[0]}")
     assert found == [strategy == "ddp"] * 2
 
@@ -232,7 +232,7 @@ for strategy in ("ddp", "fsdp2"):
 # %% tags=["hide-input"]
 # Holds the wrapped model against one process
 
-losses = same(ddp, each=True)
+losses = run_and_compare(ddp, each=True)
 assert losses[0] == losses[1] == one
 
 # %% [markdown]
@@ -259,7 +259,7 @@ changes(ddp.main, sampler.main)
 # %% tags=["hide-input"]
 # Holds the dealt data against one process
 
-losses = same(sampler, each=True)
+losses = run_and_compare(sampler, each=True)
 assert losses[0] != losses[1]
 
 # %% [markdown]
@@ -293,7 +293,7 @@ changes(one_gpu.evaluate, core.evaluate)
 # %% tags=["hide-input"]
 # Table: a validation loss by the number of ranks, filled up and counted once
 
-def filled_up(model, windows):
+def evaluate_padded(model, windows):
     """The mean of the ranks' means, over what a sampler gives to each."""
     sampler = DistributedSampler(windows, shuffle=False)
     with torch.no_grad():
@@ -301,17 +301,17 @@ def filled_up(model, windows):
     return core.average_over_ranks(torch.stack(values).mean()).item()
 
 
-def both_ways():
+def evaluate_both_ways():
     torch.set_default_dtype(torch.float64)  # so that what differs is not rounding
     model = GPT(PRESETS["nano"])
     model.load_state_dict(ONE)
     windows = text.Windows(64, text.parts()[1][: 64 * 5 + 1])
     exact = core.evaluate(model, windows, dist.get_rank(), dist.get_world_size(), size=1)
-    return filled_up(model, windows), exact
+    return evaluate_padded(model, windows), exact
 
 
 # CPU: float64, of the host
-found = {size: ranks.run(both_ways, size, device="cpu")[0] for size in (1, 2, 4)}
+found = {size: ranks.run(evaluate_both_ways, size, device="cpu")[0] for size in (1, 2, 4)}
 assert len({f"{exact:.9f}" for _, exact in found.values()}) == 1
 assert len({f"{wrong:.6f}" for wrong, _ in found.values()}) == 3
 show.table(
@@ -339,7 +339,7 @@ changes(sampler.main, core.main)
 # Shows a checkpoint that two ranks write at once
 
 
-def write_at_once(path):
+def write_concurrently(path):
     """Each rank writes its checkpoint to one path; rank 1 opens it while rank 0 writes."""
     content = Path(f"{path}.{dist.get_rank()}")
     torch.save({"weight": torch.full((20_000,), float(dist.get_rank()))}, content)
@@ -357,7 +357,7 @@ def write_at_once(path):
         dist.barrier()
 
 
-ranks.run(write_at_once, 2, path := FOLDER / "at-once.pt")
+ranks.run(write_concurrently, 2, path := FOLDER / "at-once.pt")
 try:
     torch.load(path)
 except Exception as error:
@@ -366,7 +366,7 @@ except Exception as error:
 # %% tags=["hide-input"]
 # Holds the whole script against one process
 
-losses = same(core, show=True)
+losses = run_and_compare(core, show=True)
 assert losses[0] == losses[1]
 
 # %% [markdown]
@@ -402,12 +402,12 @@ show.source(take_home.main, Training.make_loader, Training.step)
 # Runs the script to take home, and holds it against one process
 
 
-def course_gpt(options):
+def build_course_gpt(options):
     """The model of the scripts above."""
     return GPT(replace(PRESETS["nano"], dropout=options.dropout))
 
 
-def at_home(size, folder, **options):
+def run_take_home(size, folder, **options):
     """Losses of the script to take home on `size` ranks."""
     options = {"report": 6} | {k: v for k, v in SMALL.items() if k != "sample"} | options
 
@@ -415,21 +415,21 @@ def at_home(size, folder, **options):
         warnings.simplefilter("ignore")
         # With tensor=2 torch says that it adds up a norm in two all-reduces.
         logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-        return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
+        return take_home.main(take_home.Options(folder=str(folder), **options), build_course_gpt)
 
     return ranks.run(main, size, show=False)
 
 
-def home(name, size=2, limit=1e-5, **options):
+def compare_take_home(name, size=2, limit=1e-5, **options):
     """Run the script to take home, and say that it equals one process; each rank's losses."""
     folder = FOLDER / f"home-{name}-{size}"
-    losses = at_home(size, folder, **options)
+    losses = run_take_home(size, folder, **options)
     assert all(own == losses[0] for own in losses)
-    held(name, losses, folder, limit)
+    compare_with_one_process(name, losses, folder, limit)
     return losses
 
 
-_ = home("the script to take home")
+_ = compare_take_home("the script to take home")
 
 # %% [markdown]
 # ## Accumulation: several backwards before a step
@@ -451,7 +451,7 @@ show.source(Training.backward)
 # %% tags=["hide-input"]
 # Holds four micro-batches a step against one process
 
-_ = home("micro-batches of 2", micro=2)
+_ = compare_take_home("micro-batches of 2", micro=2)
 
 # %% [markdown]
 # ## bf16: products in 16 bits
@@ -463,7 +463,7 @@ _ = home("micro-batches of 2", micro=2)
 # %% tags=["hide-input"]
 # Holds bf16 on two ranks against float32 in one process, with its own limit
 
-losses = home("bf16", micro=2, precision="bf16", limit=2e-2)
+losses = compare_take_home("bf16", micro=2, precision="bf16", limit=2e-2)
 gap = max(abs(a - b) for a, b in zip(losses[0], one, strict=True))
 assert 1e-5 < gap < 5e-3
 print(f"in bf16 the losses are within {gap:.0e} of those in float32")
@@ -491,15 +491,15 @@ show.source(Training.state_dict, Training.load_state_dict)
 # The proof: 12 steps with dropout on two ranks without a stop; and the same, stopped after step 5, in the middle of an epoch, and started again.
 
 # %%
-unbroken = at_home(2, FOLDER / "unbroken", dropout=0.1)[0]
-stopped = at_home(2, FOLDER / "parts", dropout=0.1, steps=5)[0]
-resumed = at_home(2, FOLDER / "parts", dropout=0.1)[0]
+unbroken = run_take_home(2, FOLDER / "unbroken", dropout=0.1)[0]
+stopped = run_take_home(2, FOLDER / "parts", dropout=0.1, steps=5)[0]
+resumed = run_take_home(2, FOLDER / "parts", dropout=0.1)[0]
 print("the same losses, bit for bit:", stopped + resumed == unbroken)
 
 # %% tags=["hide-input"]
 # Holds losses and weights of the stopped run against the run without a stop
 
-a, b = weights(FOLDER / "unbroken"), weights(FOLDER / "parts")
+a, b = load_weights(FOLDER / "unbroken"), load_weights(FOLDER / "parts")
 assert stopped + resumed == unbroken and all(torch.equal(a[name], b[name]) for name in a)
 
 # %% [markdown]
@@ -528,7 +528,7 @@ rows = []
 for strategy, degree in (("ddp", 1), ("zero1", 1), ("zero2", 1), ("fsdp2", 1), ("fsdp2", 2)):
     folder = FOLDER / f"home-{strategy}-{degree}"
     how = {"strategy": strategy, "tensor": degree, "micro": 4, "steps": 6}
-    found = at_home(2, folder, **how)
+    found = run_take_home(2, folder, **how)
     gap = max(abs(a - b) for a, b in zip(found[0], one[:6], strict=True))
     line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert found[0] == found[1] and gap < 1e-5
@@ -541,8 +541,8 @@ show.table(rows, ["strategy, 2 ranks", "tensor", "losses", "norm of the gradient
 # So the run that DDP began goes on under FSDP2, on four ranks instead of two:
 
 # %%
-at_home(2, FOLDER / "moved", steps=5)
-moved = at_home(4, FOLDER / "moved", strategy="fsdp2")[0]
+run_take_home(2, FOLDER / "moved", steps=5)
+moved = run_take_home(4, FOLDER / "moved", strategy="fsdp2")[0]
 
 # %% tags=["hide-input"]
 # Holds the moved run against one process
@@ -560,7 +560,7 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 # The script builds the model on every rank's host before it cuts it ([how many GB that takes](../book/your_job.md#emit)). On the device `meta`, tensors have shapes and no storage. So a larger model is built there, cut, given room for its shards, and filled from rank 0's host, one tensor at a time.
 
 # %%
-def begun_on_meta():
+def build_on_meta():
     """On a rank: how far a model that no rank holds whole is from the plain one."""
     torch.manual_seed(0)
     full = GPT(PRESETS["nano"]).state_dict()
@@ -575,7 +575,7 @@ def begun_on_meta():
     return max((found[n].full_tensor().cpu() - full[n]).abs().max().item() for n in full)
 
 
-assert ranks.run(begun_on_meta, 2) == [0, 0]
+assert ranks.run(build_on_meta, 2) == [0, 0]
 
 # %% [markdown]
 # ### Compiled blocks
@@ -585,7 +585,7 @@ assert ranks.run(begun_on_meta, 2) == [0, 0]
 # %% tags=["hide-input"]
 # Holds compiled blocks against one process
 
-_ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
+_ = compare_take_home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 
 # %% [markdown]
 # This page takes the backend `aot_eager`, which needs no C++ compiler. On a GPU take `--compiler inductor`; its first step takes a minute.
@@ -598,7 +598,7 @@ _ = home("compiled blocks", micro=4, strategy="fsdp2", compiler="aot_eager")
 # Times a step with messages and without
 
 
-def times(repeats=2, steps=2, batch=8):
+def time_steps(repeats=2, steps=2, batch=8):
     """Seconds of a step on this rank: with messages, without."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(PRESETS["micro"]).to(ranks.device()))
@@ -621,7 +621,7 @@ def times(repeats=2, steps=2, batch=8):
 # %% tags=["hide-input", "measured"]
 # Table: speed-up and efficiency on 1, 2 and 4 ranks
 
-measured = {size: max(ranks.run(times, size)) for size in (1, 2, 4)}
+measured = {size: max(ranks.run(time_steps, size)) for size in (1, 2, 4)}
 alone = measured[1][0]
 rows = []
 for size, (step, compute) in measured.items():
@@ -670,18 +670,18 @@ show.source(Training.log_metrics)
 # Here rank 1 alone gets a signal while it trains; the command is then given once more.
 
 # %%
-def signalled(folder, **options):
+def train_with_signal(folder, **options):
     """On a rank: the script to take home; rank 1 is asked to stop after half a second."""
     if dist.get_rank() == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    return take_home.main(take_home.Options(folder=str(folder), **options), course_gpt)
+    return take_home.main(take_home.Options(folder=str(folder), **options), build_course_gpt)
 
 
 long = {"steps": 2000, "every": 2000, "limit": SMALL["limit"]}
-made = len(ranks.run(partial(signalled, FOLDER / "signal", **long), 2, show=False)[0])
+made = len(ranks.run(partial(train_with_signal, FOLDER / "signal", **long), 2, show=False)[0])
 print("stopped early:", made < 2000, "-", (FOLDER / "signal/stopped").exists())
 rest = long | {"steps": made + 5}
-rest = at_home(2, FOLDER / "signal", **rest)[0]
+rest = run_take_home(2, FOLDER / "signal", **rest)[0]
 print("the second start made", len(rest), "more steps")
 
 # %% [markdown]

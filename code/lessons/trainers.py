@@ -102,7 +102,7 @@ show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 # The cell compares two epochs of 40 windows, in ten steps of 8, with a loop without Lightning. That loop draws the order of the windows with `torch.randperm`, whose seed is the seed + epoch.
 
 # %%
-def plain_loop(steps=10):
+def train_plainly(steps=10):
     """One process: losses, gradient norms, weights."""
     torch.manual_seed(0)
     model, losses, norms = GPT(PRESETS["nano"]), [], []
@@ -126,7 +126,7 @@ def plain_loop(steps=10):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     # CPU: Lightning is given the CPU here
-    one = ranks.run(plain_loop, 1, device="cpu")[0]
+    one = ranks.run(train_plainly, 1, device="cpu")[0]
     fits = {
         # CPU: Lightning is given the CPU here
         "DDP": ranks.run(existing_ranks.fit_on_ranks, 2, "ddp", 10, device="cpu")[0],
@@ -191,7 +191,7 @@ class Probe(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def probed(items, batch, precision="32-true", **options):
+def probe_trainer(items, batch, precision="32-true", **options):
     """On a rank: batches seen, gradients, metrics, keys of a checkpoint, precision."""
     names = ("logger", "checkpointing", "progress_bar", "model_summary")
     quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
@@ -216,10 +216,10 @@ def probed(items, batch, precision="32-true", **options):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     # CPU: Lightning is given the CPU here
-    a, b = ranks.run(lambda: probed(8, 2, max_epochs=2), 2, device="cpu")
+    a, b = ranks.run(lambda: probe_trainer(8, 2, max_epochs=2), 2, device="cpu")
     options = dict(max_epochs=1, accumulate_grad_batches=4)
     # CPU: Lightning is given the CPU here
-    c, _ = ranks.run(lambda: probed(10, 1, "16-mixed", **options), 2, device="cpu")
+    c, _ = ranks.run(lambda: probe_trainer(10, 1, "16-mixed", **options), 2, device="cpu")
 assert a[0][:2] != a[0][2:] and c[1] == [1, 0.25] and c[4] == "bf16-mixed"
 assert a[2]["own"] != b[2]["own"] and a[2]["mean"] == b[2]["mean"]
 assert not any("rng" in key or "random" in key for key in a[3])
@@ -263,7 +263,7 @@ show.table(rows, ["you write", "you get"])
 # Table: error of gradients in float16, by the scale of the loss
 
 
-def gradients(dtype, scale=1.0):
+def compute_gradients(dtype, scale=1.0):
     """Gradients of one backward, as a list, divided by the scale."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
@@ -274,9 +274,9 @@ def gradients(dtype, scale=1.0):
     return [p.grad / scale for p in model.parameters()]
 
 
-exact, rows, worst = gradients(torch.float32), [], {}
+exact, rows, worst = compute_gradients(torch.float32), [], {}
 for power in (0, 16, 20):
-    found = gradients(torch.float16, 2.0**power)
+    found = compute_gradients(torch.float16, 2.0**power)
     pairs = [(f, e) for f, e in zip(found, exact, strict=True) if f.isfinite().all()]
     worst[power] = max(((f - e).norm() / e.norm()).item() for f, e in pairs)
     bad = len(exact) - len(pairs)
@@ -305,7 +305,7 @@ show.source(LossScaler)
 # The function trains with FSDP2 on two ranks, and doubles the scale after 3 good steps instead of 2,000.
 
 # %%
-def in_fp16(group, steps=16):
+def train_in_fp16(group, steps=16):
     """On a rank: the mean losses, and this rank's scale after each step."""
     torch.manual_seed(0)
     model, mesh = GPT(PRESETS["nano"]), DeviceMesh.from_group(dist.group.WORLD, "cpu")
@@ -330,7 +330,7 @@ def in_fp16(group, steps=16):
 
 both_ways = ranks.run(
     # CPU: its mesh and autocast are the CPU's
-    lambda: [in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
+    lambda: [train_in_fp16(group) for group in (None, dist.group.WORLD)], 2, device="cpu"
 )
 broken, repaired = zip(*both_ways, strict=True)
 
@@ -395,7 +395,7 @@ show.table(
 # Shows torch's scales after an overflow on rank 1, by the gradients' order
 
 
-def two_gradients(first_is_sharded):
+def scale_after_overflow(first_is_sharded):
     """On a rank: the scale after a step in which rank 1's shard overflows."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -415,7 +415,7 @@ def two_gradients(first_is_sharded):
 
 for sharded in (True, False):
     # CPU: its mesh is the CPU's
-    scales = ranks.run(two_gradients, 2, sharded, device="cpu")
+    scales = ranks.run(scale_after_overflow, 2, sharded, device="cpu")
     print(f"{'sharded' if sharded else 'replicated'} first: scales {scales}")
     assert scales == ([512, 512] if sharded else [1024, 512])
 
@@ -455,7 +455,7 @@ de.check(settings, optimizer=True)  # an AdamW comes beside them
 # On most CPUs DeepSpeed refuses fp16: "Type fp16 is not supported on your device", from `_do_sanity_check` in `engine.py`. They lack instructions without which torch computes `float16` only slowly. So the cell overrules the check, and the real engine trains: once with these settings, once with a first scale of $2^{20}$ and a window of 3.
 
 # %%
-def with_deepspeed(changes, steps=10):
+def train_with_deepspeed(changes, steps=10):
     """On a rank: losses, and the scale and the overflow of each step."""
     de.prepare()
     from deepspeed.accelerator import get_accelerator
@@ -477,7 +477,7 @@ def with_deepspeed(changes, steps=10):
 # Table: DeepSpeed's scale, measured beside the rule in its source
 
 
-def predicted(overflows, scale, window, hysteresis=2):
+def predict_scales(overflows, scale, window, hysteresis=2):
     """The scale before each step, by DynamicLossScaler.update_scale."""
     scales, left, last = [], hysteresis, -1
     for step, overflow in enumerate(overflows):
@@ -493,7 +493,7 @@ def predicted(overflows, scale, window, hysteresis=2):
     return scales
 
 
-def one_process(steps=10):
+def train_in_one_process(steps=10):
     """The losses in float32."""
     torch.manual_seed(0)
     model, losses = GPT(PRESETS["nano"]), []
@@ -513,16 +513,16 @@ de.prepare()
 high = {"initial_scale_power": 20, "loss_scale_window": 3}
 as_given, too_high = zip(
     # CPU: compared with one process on the CPU
-    *ranks.run(lambda: [with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
+    *ranks.run(lambda: [train_with_deepspeed(c) for c in ({}, high)], 2, device="cpu"),
     strict=True,
 )
 assert as_given[0] == as_given[1] and too_high[0] == too_high[1]  # ranks agree
 losses, scales, overflows = as_given[0]
-apart = max(abs(a - b) for a, b in zip(losses, one_process(), strict=True))
+apart = max(abs(a - b) for a, b in zip(losses, train_in_one_process(), strict=True))
 assert scales == [2**16] * 10 and not any(overflows) and apart < 0.02
 print(f"settings as above: 10 steps at 2^16; losses {apart:.0e} from float32")
 losses, scales, overflows = too_high[0]
-rule = predicted(overflows, 2.0**20, 3)
+rule = predict_scales(overflows, 2.0**20, 3)
 assert scales == rule and scales[:3] == [2**20, 2**20, 2**19]
 rows = [
     [name, *(f"2^{math.log2(scale):.0f}" for scale in row)]

@@ -602,7 +602,7 @@ DAMAGE = {
     "truncated shard": ("__0_0.distcp", truncate_file, r"has [\d,]+ bytes instead of [\d,]+"),
     "flipped bit": ("__1_0.distcp", flip_bit, r"its CRC-32 is \w{8} instead of \w{8}"),
     "no shard": ("__1_0.distcp", os.remove, "is missing"),
-    "no manifest": (MANIFEST, os.remove, "is missing, so the folder is not a shardlab checkpoint"),
+    "no manifest": (MANIFEST, os.remove, "is missing, so this is not a shardlab checkpoint"),
     "flipped manifest": (
         MANIFEST,
         lambda path: path.write_text(path.read_text().replace('"step": 1', '"step": 3')),

@@ -417,7 +417,8 @@ def load_weights(path):
 
 
 try:
-    run_on_cpu(save_twice_with_checkpoints, 2, FOLDER / "half saved fully", True, apart=True)
+    path = FOLDER / "half saved fully"
+    run_on_cpu(save_twice_with_checkpoints, 2, path, True, apart=True)
 except ranks.RankError:
     pass  # this was meant to happen
 half_saved = load_weights(FOLDER / "half saved fully")
@@ -484,7 +485,9 @@ def train_after_resume(path, dtype):
     return train_steps(training, 3)
 
 
-without_stop = {dtype: run_on_cpu(train_without_stop, 4, FOLDER, dtype)[0] for dtype in TYPES}
+without_stop = {
+    dtype: run_on_cpu(train_without_stop, 4, FOLDER, dtype)[0] for dtype in TYPES
+}
 after_stop = {
     (size, dtype): run_on_cpu(train_after_resume, size, FOLDER, dtype)[0]
     for size in (4, 2, 1)
@@ -718,7 +721,10 @@ def measure_blocking_time(path, wait):
 
 times = {}
 for wait in (True, False):
-    results = [max(run_on_cpu(measure_blocking_time, 2, FOLDER / f"{wait}-{i}", wait)) for i in range(2)]
+    results = [
+        max(run_on_cpu(measure_blocking_time, 2, FOLDER / f"{wait}-{i}", wait))
+        for i in range(2)
+    ]
     assert all(same for _, same in results)
     times[wait] = min(seconds for seconds, _ in results)
 assert times[True] > 1  # the disk is made slow
@@ -1012,7 +1018,8 @@ def predict_bytes_for_layout(layout):
 
 rows = []
 for words, layout in GENERATORS.items():
-    results, predicted = run_on_cpu(transfer_to_layout, 4, layout), predict_bytes_for_layout(layout)
+    results = run_on_cpu(transfer_to_layout, 4, layout)
+    predicted = predict_bytes_for_layout(layout)
     for _, (trainer, generator) in results:
         assert all(torch.equal(trainer[name], generator[name]) for name in trainer)
     assert [sent for sent, _ in results] == predicted
@@ -1119,7 +1126,8 @@ def resume_both_ways():
         loss(model(x), y).backward()
         optimizer.step()
     kept = model.state_dict(), optimizer.state_dict()
-    return train_and_evaluate(*build_run(*kept), 6, 120), train_and_evaluate(*build_run(kept[0]), 6, 120)
+    with_state, without = build_run(*kept), build_run(kept[0])
+    return train_and_evaluate(*with_state, 6, 120), train_and_evaluate(*without, 6, 120)
 
 
 kept, lost = run_on_cpu(resume_both_ways, 1)[0]
@@ -1180,7 +1188,9 @@ def count_steps(ask):
     return int(optimizer.state[model.norm.weight]["step"]), losses[2]
 
 
-counters = {"no": run_on_cpu(count_steps, 1, False)[0], "yes": run_on_cpu(count_steps, 1, True)[0]}
+counters = {
+    word: run_on_cpu(count_steps, 1, ask)[0] for word, ask in (("no", False), ("yes", True))
+}
 
 # %% tags=["hide-input"]
 # Table: counter and loss, with and without a state dict before the first step

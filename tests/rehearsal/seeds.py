@@ -84,8 +84,8 @@ SEEDS = [
     Seed(
         "a file that wants a GPU",
         "shardlab/checkpoint/export.py",
-        "_write(path, {name: tensor.cpu() for name, tensor in full.items()})",
-        "_write(path, dict(full))",
+        "_write_atomically(path, {name: tensor.cpu() for name, tensor in full.items()})",
+        "_write_atomically(path, dict(full))",
         "checkpoint.weights_for_a_machine_without_a_gpu",
         "the file's weights are on",
     ),

@@ -4,13 +4,10 @@ torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank writ
 and any number of ranks can read them. This package adds what DCP leaves to its users:
 
 - `core`: the contents of a checkpoint, the atomic rename that completes a save, and `Checkpoints`;
-- `folder`: the files of a checkpoint, its manifest, the check for damage before loading, and the
-  agreement of all ranks on errors;
+- `folder`: a checkpoint's files and manifest, the check for damage, and errors on all ranks;
 - `export`: `export_model`, one file for a plain process;
-- `hub`: `load_hub` and `save_hub`, weights in the format of Hugging Face's hub; `hub_names`, the
-  names of tensors and sizes there;
-- `resharding`: `transfer_weights`, between two layouts of a model while a job runs, for models with
-  any kind of sharding;
+- `hub`: `load_hub` and `save_hub`, weights in Hugging Face's format; `hub_names`: names there;
+- `resharding`: `transfer_weights`, between any two layouts of a model, while a job runs;
 - `save_interval`: the best interval between saves.
 
     store = Checkpoints("runs/a", dist.group.WORLD, keep=2)

@@ -3,8 +3,7 @@
 torch.distributed.checkpoint (DCP) writes and reads the tensors: every rank writes its own shards,
 and any number of ranks can read them. This module adds, in this order:
 
-1. `Training`, the full state of a training run; `named_tensors` and `restore_training`, which save
-   and load its tensors;
+1. `Training`, the full state of a training run; `named_tensors`, `restore_training`: its tensors;
 2. `begin_save`, `commit_save` and `prune_checkpoints`: a new folder for each save, an atomic rename
    that completes the checkpoint, and the removal of old checkpoints after the rename;
 3. `Checkpoints`, which does all of this on all ranks, synchronously or in the background.
@@ -234,9 +233,8 @@ class Checkpoints:
         files.check_optimizer(training)
         random = files.get_random_state(next(training.module.parameters()).device)
         small = {f"random-{self.members.rank}.pt": files.dump_weights_only(random, "random state")}
-        state = training.get_non_tensor_state()
-        state = files.dump_weights_only(state, "optimizer and schedule")  # raises on every rank
-        if self.members.rank == 0:
+        state = files.dump_weights_only(training.get_non_tensor_state(), "optimizer and schedule")
+        if self.members.rank == 0:  # all ranks serialize, so that all raise an error
             small["rest.pt"] = state
         with named_tensors(training) as tensors:
             entries = self._gather_entries(training, tensors, "step", "samples")
@@ -341,8 +339,7 @@ class Checkpoints:
             try:
                 dcp.load(tensors, checkpoint_id=folder, process_group=self.members.group)
             except CheckpointException as error:  # the disk failed after the check
-                text = "only partly loaded, build model and optimizer again"
-                text = f"{folder}: {text}: {describe_error(error)}"
+                text = f"{folder}: partly loaded, build `training` again: {describe_error(error)}"
                 raise CheckpointError(text) from None
         training.step, training.samples = manifest["step"], manifest["samples"]
         restore_training(training, tensors, state)

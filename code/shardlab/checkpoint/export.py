@@ -41,14 +41,14 @@ def export_model(
         full = get_model_state_dict(module, options=options)
     problem: list[str | None] = [None]
     if group is None or dist.get_rank(group) == 0:
-        problem = [_write(path, {name: tensor.cpu() for name, tensor in full.items()})]
+        problem = [_write_atomically(path, {name: tensor.cpu() for name, tensor in full.items()})]
     if group is not None:  # also a barrier: the file exists when any rank returns
         dist.broadcast_object_list(problem, group_src=0, group=group)
     if problem[0]:
         raise CheckpointError(problem[0])
 
 
-def _write(path: Path, full: dict[str, torch.Tensor]) -> str | None:
+def _write_atomically(path: Path, full: dict[str, torch.Tensor]) -> str | None:
     """Write a temporary file and rename it to `path`; return an error message, or None."""
     temporary = path.with_name(f".{path.name}.saving")
     try:

@@ -113,8 +113,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         kind = manifest["format"], manifest["version"]
     except FileNotFoundError:
-        text = f"{path}: is missing, so the folder is not a shardlab checkpoint"
-        raise CheckpointError(text) from None
+        raise CheckpointError(f"{path}: is missing, so this is not a shardlab checkpoint") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: damaged: {describe_error(error)}") from None
     if kind != (FORMAT, VERSION):

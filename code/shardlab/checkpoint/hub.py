@@ -67,8 +67,7 @@ class StoredTensor:
 def read_tensor_index(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor in `folder`, by name, from headers and index, without reading values.
 
-    Raises CheckpointError, which names the file, if a file is missing, truncated, or no
-    safetensors file.
+    Raises CheckpointError for a file that is missing, truncated, or no safetensors file.
     """
     if (folder / INDEX_FILE).exists():  # the index gives the files; their headers give the tensors
         parts = sorted({*read_json("index", folder / INDEX_FILE)["weight_map"].values()})
@@ -89,8 +88,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 for name, part in parts.items()
             }
     except (OSError, SafetensorError) as error:
-        text = "is unreadable, truncated, or not a safetensors file"
-        raise CheckpointError(f"{path}: {text}: {error}") from None
+        raise CheckpointError(f"{path}: not a complete safetensors file: {error}") from None
 
 
 @torch.no_grad()
@@ -103,9 +101,8 @@ def load_hub(
     Values are converted to the model's dtype. Returns the names of tensors in the folder that the
     GPT does not have, such as GPT-2's positions.
 
-    Raises CheckpointError, equal on all ranks and before the model changes. It names the file or
-    tensor that is missing, truncated, of another shape, unknown, or stored twice with different
-    values although the model ties both.
+    Raises CheckpointError on all ranks, before the model changes, for a file or tensor that is
+    missing, truncated, unknown, of another shape, or tied in the model but stored with two values.
     """
     folder = Path(folder)
     with closing(Members(group)) as members:
@@ -168,8 +165,7 @@ def _match_tensors(
         aliases = (name, name.removeprefix(family.optional_prefix), *tied)
         aliases = [n for n in dict.fromkeys(aliases) if n in stored]
         if not aliases:
-            text = f"{name} is missing: the folder has another model, or renamed tensors"
-            raise CheckpointError(f"{folder}: {text}")
+            raise CheckpointError(f"{folder}: {name} is missing (another model, or renamed?)")
         for alias in aliases:
             tensor = stored[alias]
             if tensor.shape != wanted:
@@ -186,9 +182,9 @@ def _match_tensors(
         known |= set(aliases)
     unused = sorted(stored.keys() - known)
     for name in unused:
-        names = name, f"{family.optional_prefix}{name}"
+        names = name, family.optional_prefix + name
         if not any(re.fullmatch(family.ignored, each) for each in names):
-            text = f"{name} is unknown: the folder has another model, or renamed tensors"
+            text = f"{name} is unknown: another model, or renamed tensors?"
             raise CheckpointError(f"{folder / stored[name].file}: {text}")
     return links, found | {name: stored[name] for name in unused}, tuple(unused)
 
@@ -217,8 +213,7 @@ def save_hub(
     tokenizer, and tensors that the GPT does not have are copied from it. shard_bytes: largest size
     of a file, unless one tensor is larger. The folder gets its name once all files are on the disk.
 
-    Raises ValueError for an existing folder; CheckpointError, equal on all ranks, if a file cannot
-    be read or written.
+    Raises ValueError for an existing folder; CheckpointError on all ranks if the save fails.
     """
     check_whole(shard_bytes=shard_bytes)
     folder, template = Path(folder), Path(template)
@@ -260,9 +255,8 @@ class _Sources:
         self.template, self.members = template, members
         config, own = _get_config(model), resharding.list_pieces(model)
         self.pieces = resharding.group_by_name(own)
-        self.holders = resharding.find_holders(
-            members.all_gather_object(resharding.list_parts(own))
-        )
+        parts = members.all_gather_object(resharding.list_parts(own))
+        self.holders = resharding.find_holders(parts)
         links, self.stored, _ = members.run_on_rank_0(lambda: _match_tensors(template, config))
         self.links_by_hub: dict[str, list[tuple[str, Link]]] = defaultdict(list)
         for name, link in links.items():
@@ -286,10 +280,8 @@ class _Sources:
             if full is not None:
                 part = full[tuple(slice(*ends) for ends in link.box)]
                 wanted = [Piece(name, box, part.T if link.transposed else part)]
-            cpu = torch.device("cpu")
-            resharding.run_transfers(
-                plan, self.pieces[name], wanted, dtype, self.members.group, cpu
-            )
+            group, cpu = self.members.group, torch.device("cpu")
+            resharding.run_transfers(plan, self.pieces[name], wanted, dtype, group, cpu)
         return full
 
 
@@ -319,9 +311,8 @@ def _finish_save(
     try:
         if not problem:
             if len(weights) > 1:
-                files.write_durably(
-                    saving / INDEX_FILE, f"{json.dumps(index, indent=2)}\n".encode()
-                )
+                content = json.dumps(index, indent=2).encode() + b"\n"
+                files.write_durably(saving / INDEX_FILE, content)
             for path in sorted(template.iterdir()):
                 is_index = path.name.endswith(".index.json")
                 if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and not is_index:
@@ -338,7 +329,6 @@ def _finish_save(
 
 
 def _get_config(model: nn.Module) -> Config:
-    """Return the config of a GPT, inside any wrapper."""
     model = files.unwrap_model(model)
     config = getattr(model.module if isinstance(model, Sharded) else model, "config", None)
     if not isinstance(config, Config):

@@ -71,7 +71,7 @@ _LLAMA_KEYS = _COMMON_KEYS | {
     "norm_eps": "rms_norm_eps",
 }
 _LLAMA_FIELDS = {"mlp": "swiglu", "norm": "rms", "bias": False}
-_LLAMA_FIXED_KEYS = {"hidden_act": "silu", "attention_bias": False}
+_FIXED_KEYS = {"hidden_act": "silu", "attention_bias": False}
 
 
 class Family(NamedTuple):
@@ -81,7 +81,7 @@ class Family(NamedTuple):
     module_names: Mapping[str, str] = _LLAMA_NAMES  # the GPT's module names -> the hub's
     field_keys: Mapping[str, str] = _LLAMA_KEYS  # fields of Config -> keys of config.json
     fixed_fields: Mapping[str, Any] = _LLAMA_FIELDS  # fields of Config that the family fixes
-    fixed_keys: Mapping[str, Any] = _LLAMA_FIXED_KEYS  # keys and the only value supported
+    fixed_keys: Mapping[str, Any] = _FIXED_KEYS  # keys and the only value supported
     layer_prefix: str = "model.layers.{}."  # prefix of the names of a layer's tensors
     transposed: tuple[str, ...] = ()  # modules whose weights are stored transposed
     fused_qkv: bool = False  # True if queries, keys and values are concatenated in one tensor
@@ -92,14 +92,14 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        fixed_keys=_LLAMA_FIXED_KEYS | {"mlp_bias": False},
+        fixed_keys=_FIXED_KEYS | {"mlp_bias": False},
         ignored=r".*\.rotary_emb\.inv_freq",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _LLAMA_NAMES | _QK_NORM,
         fixed_fields=_LLAMA_FIELDS | {"qk_norm": True},
-        fixed_keys=_LLAMA_FIXED_KEYS | {"use_sliding_window": False},
+        fixed_keys=_FIXED_KEYS | {"use_sliding_window": False},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
             "expert_ffn": "moe_intermediate_size",
         },
         fixed_fields=_LLAMA_FIELDS | {"qk_norm": True},
-        fixed_keys=_LLAMA_FIXED_KEYS
+        fixed_keys=_FIXED_KEYS
         | {
             "use_sliding_window": False,
             "norm_topk_prob": True,
@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
             "routed_scale": "routed_scaling_factor",
         },
         fixed_fields=_LLAMA_FIELDS | {"router": "sigmoid"},
-        fixed_keys=_LLAMA_FIXED_KEYS | {"norm_topk_prob": True, "rope_interleave": True},
+        fixed_keys=_FIXED_KEYS | {"norm_topk_prob": True, "rope_interleave": True},
         ignored=r"model\.layers\.61\..*",  # the multi-token prediction module
     ),
     "gpt2": Family(
@@ -302,8 +302,8 @@ def read_config_file(path: Path) -> Config:
 def _parse_config(given: Mapping[str, Any]) -> Config:
     """Convert a config.json's content; raise ValueError for unsupported computations."""
     if given.get("model_type") not in FAMILIES:
-        text = f"must be one of {', '.join(FAMILIES)}"
-        raise ValueError(f"model_type={given.get('model_type')!r}: {text}")
+        kinds = ", ".join(FAMILIES)
+        raise ValueError(f"model_type={given.get('model_type')!r}: must be one of {kinds}")
     family, rope = FAMILIES[given["model_type"]], given.get("rope_parameters") or {}
     scaling = given.get("rope_scaling") or rope
     given = {**_MISSING_KEY_DEFAULTS, **given, **rope}

@@ -119,8 +119,7 @@ def transfer_weights(
     generator can be the same, overlap or differ. A rank sends only the parts that other ranks lack,
     in the target's dtype. Temporary copies are of one tensor at a time.
 
-    Raises ValueError on every rank, before any communication, if no rank has some part of the
-    target's tensors, and if source and target do not have the same tensors.
+    Raises ValueError on every rank, before any transfer, if source and target tensors differ.
     """
     check_group(group)
     sources, targets = ([] if m is None else list_pieces(m) for m in (source, target))
@@ -144,9 +143,7 @@ def predict_transfer_bytes(
     `mesh.predicted_pieces` returns a layout's parts. itemsize: bytes of an element of the target.
     """
     if len(before) != len(after):
-        raise ValueError(
-            f"after: must have as many ranks as before ({len(before)}), not {len(after)}"
-        )
+        raise ValueError(f"after: must have {len(before)} ranks, as before has, not {len(after)}")
     sent = [0] * len(before)
     for name, plan in plan_tensors(before, after).items():
         each = 4 if name.endswith("bias_E") else itemsize  # bias_E is float32 in any model
@@ -172,8 +169,7 @@ def plan_tensors(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, l
             has = f"is {list(targets[name])}" if name in targets else "is missing"
             problems.append(f"{name} {has}, and {list(sources[name])} in the source")
     if problems:
-        text = "must have the same tensors as the source, whole and of the same shapes"
-        raise ValueError(f"target: {text}, but {problems[0]}")
+        raise ValueError(f"target: must have the same tensors as the source, but {problems[0]}")
     return found
 
 

@@ -1,7 +1,6 @@
 """The host's decisions, computed from the agents' reports without access to processes or store.
 
-An `Order` tells all agents what to do, and a `Report` holds the state of an agent's ranks. `Host`
-turns reports into orders.
+`Host` turns each agent's `Report`, the state of its ranks, into an `Order` for all agents.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ class Job:
     `last_call`, the wait for more nodes once the minimum has joined; `join`, the wait for the
     minimum; `grace`, from SIGTERM to SIGKILL. logs: folder for the ranks' output; None: inherited.
 
-    Raises ValueError for a command without words, numbers out of range, an `at` without a port, or
-    a host that has no address.
+    Raises ValueError for an empty command, numbers out of range, an `at` without a valid address.
     """
 
     command: tuple[str, ...]

@@ -2,8 +2,7 @@
 
     losses, norms, weights = ranks.run(fit_on_ranks, 2, "ddp", 10, device="cpu")[0]  # or "fsdp2"
 
-By default, Lightning starts the script again for each rank; here it uses the processes that
-`ranks.run` or torchrun has started.
+By default, Lightning starts the script again for each rank; here it uses the ranks that run.
 """
 
 from __future__ import annotations

@@ -89,9 +89,7 @@ def build_parallel_model(config: Config, strategy: str) -> nn.Module:
     return take_home.parallelize_model(GPT(config), Options(strategy=strategy), ranks.device())
 
 
-def make_script_step(
-    config: Config, strategy: str, batch: int, steps: int, folder: Path
-) -> Contender:
+def script_step(config: Config, strategy: str, batch: int, steps: int, folder: Path) -> Contender:
     """Return a step of code/train.py: the body of its loop with a report in every step."""
     losses: list[Tensor] = []
     loader, world = make_batches(config, batch), dist.get_world_size()
@@ -143,7 +141,7 @@ class InTurn:
             yield next(self.batches)
 
 
-def train_with_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) -> None:
+def run_lightning(config: Config, strategy: str, loader: InTurn, folder: Path) -> None:
     """Train with Lightning on this rank, on all of the loader's batches, and log to `folder`."""
     lightning = import_lightning()
     device, size = ranks.device(), dist.get_world_size()
@@ -177,19 +175,15 @@ def import_lightning() -> Any:
     return existing_ranks
 
 
-def measure_contenders(
-    config: Config, strategy: str, batch: int, rounds: int, folder: Path
-) -> Times:
+def time_steps(config: Config, strategy: str, batch: int, rounds: int, folder: Path) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
     steps = WARM_UP + rounds
-    ours, our_losses = make_script_step(config, strategy, batch, steps, folder)
+    ours, our_losses = script_step(config, strategy, batch, steps, folder)
     floor, bare_losses = make_bare_step(config, strategy, batch, steps)
     contenders = {"ours": ours, "theirs": None, "bare": floor}
     times: Times = {name: [] for name in contenders}
     taken = turns(contenders, rounds, ranks.device(), {}, times)
-    train_with_lightning(
-        config, strategy, InTurn(make_batches(config, batch), taken, steps), folder
-    )
+    run_lightning(config, strategy, InTurn(make_batches(config, batch), taken, steps), folder)
     means = [core.average_over_ranks(value).item() for value in bare_losses]
     if dist.get_rank() == 0:
         lines = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
@@ -226,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
                 config = PRESETS[name]
                 with tempfile.TemporaryDirectory() as folder:
                     how = config, strategy, batch, rounds * chosen.repeats, Path(folder)
-                    times = slowest(ranks.run(measure_contenders, size, *how, **where(kind)))
+                    times = slowest(ranks.run(time_steps, size, *how, **where(kind)))
                 case = f"{strategy}: {named(name, config)}, {batch * config.seq} tokens a rank"
                 given = case, "Lightning's Trainer", size, kind, times, chosen.repeats
                 rows.append(one_row(*given, lambda middle: middle["bare"]))

@@ -314,7 +314,7 @@ def test_a_crash_is_a_cause_unless_another_failure_came_first(name):
 # Decisions of the host, without processes.
 
 
-def decide_for_states(
+def decide_on(
     host: Host, now: float, *states: str, order_number: int | None = None
 ) -> Order | None:
     """Return the host's order to agents in these states; None: the agent is silent."""
@@ -329,10 +329,10 @@ def decide_for_states(
 
 def test_the_host_waits_for_the_least_and_calls_for_more():
     host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 3), last_call=2, join=10))
-    assert decide_for_states(host, 0, "ready") is None
-    assert decide_for_states(host, 5, "ready", "ready") is None  # last call, for a third node
-    assert decide_for_states(host, 6, "ready", "ready") is None
-    order = decide_for_states(host, 7.1, "ready", "ready")
+    assert decide_on(host, 0, "ready") is None
+    assert decide_on(host, 5, "ready", "ready") is None  # last call, for a third node
+    assert decide_on(host, 6, "ready", "ready") is None
+    order = decide_on(host, 7.1, "ready", "ready")
     assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
     places = [order.environment(host.job, *place) for place in ((0, 0), (1, 0), (1, 1))]
@@ -343,29 +343,25 @@ def test_the_host_waits_for_the_least_and_calls_for_more():
     ]
     assert {(of["WORLD_SIZE"], of["MASTER_ADDR"]) for of in places} == {("3", "127.0.0.1")}
     full = Host(host.job)
-    assert (
-        decide_for_states(full, 0, "ready", "ready", "ready").kind == "run"
-    )  # no other node can join
+    assert decide_on(full, 0, "ready", "ready", "ready").kind == "run"  # no other node can join
     alone = Host(host.job)
-    assert decide_for_states(alone, 0, "ready") is None
-    end = decide_for_states(alone, 10.1, "ready")
+    assert decide_on(alone, 0, "ready") is None
+    end = decide_on(alone, 10.1, "ready")
     assert (end.kind, end.status) == ("end", 1) and "1 of at least 2 nodes" in end.reason
 
 
 def test_the_host_starts_nobody_while_ranks_of_the_last_round_live():
     host = Host(Job(("x",), "127.0.0.1:1", nodes=(2, 2)))
-    decide_for_states(host, 0, "ready", "ready")
-    assert decide_for_states(host, 1, "failed", "running").kind == "stop"
-    assert decide_for_states(host, 2, "ready", "running") is None
+    decide_on(host, 0, "ready", "ready")
+    assert decide_on(host, 1, "failed", "running").kind == "stop"
+    assert decide_on(host, 2, "ready", "running") is None
     # A node reports ready, but for an order before this one.
-    assert decide_for_states(host, 3, "ready", "ready", order_number=host.order.number - 1) is None
-    assert decide_for_states(host, 4, "ready", "ready").round == 1
+    assert decide_on(host, 3, "ready", "ready", order_number=host.order.number - 1) is None
+    assert decide_on(host, 4, "ready", "ready").round == 1
     # A report that is older than the order says nothing about this round.
-    assert (
-        decide_for_states(host, 5, "failed", "failed", order_number=host.order.number - 1) is None
-    )
-    assert decide_for_states(host, 6, "done", "running") is None
-    assert decide_for_states(host, 7, "done", "done").kind == "end"
+    assert decide_on(host, 5, "failed", "failed", order_number=host.order.number - 1) is None
+    assert decide_on(host, 6, "done", "running") is None
+    assert decide_on(host, 7, "done", "done").kind == "end"
 
 
 def test_another_job_at_the_same_port_is_turned_away(start, tmp_path):
@@ -520,10 +516,8 @@ def test_where_torchruns_nodes_do_not_meet_it_says_one_of_three_errors(start):
     lonely = start.torchrun(f"--rdzv-conf={QUIET}", *told)
     wait_for(make_port_probe(start.port))
     assert list_addresses(lonely) & {"::", "0.0.0.0"}  # all interfaces
-    wrong = start.torchrun(
-        f"--rdzv-conf={QUIET},is_host=0", *told, port=find_free_port("127.0.0.1")
-    )
-    shared = {"port": find_free_port("127.0.0.1")}
+    other, shared = ({"port": find_free_port("127.0.0.1")} for _ in range(2))
+    wrong = start.torchrun(f"--rdzv-conf={QUIET},is_host=0", *told, **other)
     one = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=17", *told, **shared)
     wait_for(make_port_probe(shared["port"]))
     other = start.torchrun(f"--rdzv-conf={QUIET}", "--rdzv-id=18", *told, **shared)

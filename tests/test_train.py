@@ -77,7 +77,7 @@ def read_metrics(folder: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in found if name in line}
 
 
-def get_largest_gap(a: list[float], b: list[float]) -> float:
+def max_gap(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
@@ -92,7 +92,7 @@ def one(tmp_path_factory) -> tuple[list[float], dict[str, torch.Tensor]]:
 def test_the_whole_script_equals_one_process(one, tmp_path):
     """The script runs on four ranks; the lesson itself takes two, as do the earlier steps."""
     losses = train_script(core, 4, tmp_path)
-    assert get_largest_gap(losses[0], one[0]) < LOSS
+    assert max_gap(losses[0], one[0]) < LOSS
     assert all(own == losses[0] for own in losses)  # all ranks report one loss
     found = load_weights(tmp_path)
     assert max((found[name] - one[1][name]).abs().max() for name in found) < WEIGHT
@@ -102,12 +102,12 @@ def test_the_whole_script_equals_one_process(one, tmp_path):
 def test_half_precision_is_near(one, tmp_path):
     # 8 binary digits: a product is off by up to 2**-8, a loss of 5 by some thousandths.
     losses = train_script(take_home, 2, tmp_path / "bf16", precision="bf16", micro=4)
-    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 1e-2
+    assert 1e-6 < max_gap(losses[0], one[0]) < 1e-2
     # fp16 has 11 digits, and its scaler starts at 2**16, where nothing overflows here.
     losses = train_script(take_home, 2, tmp_path / "fp16", precision="fp16", micro=4)
-    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 2e-3
+    assert 1e-6 < max_gap(losses[0], one[0]) < 2e-3
     losses = train_script(take_home, 2, tmp_path / "fsdp2", precision="bf16", strategy="fsdp2")
-    assert 1e-6 < get_largest_gap(losses[0], one[0]) < 1e-2
+    assert 1e-6 < max_gap(losses[0], one[0]) < 1e-2
 
 
 def test_a_signal_saves_the_next_step_before_anything_else(tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_stop_on_some_ranks_goes_on_with_others(tmp_path):
         folder = tmp_path / f"then-{then}"
         parts = train_script(take_home, size, folder, steps=11, **first)[0]  # in epoch 2
         parts += train_script(take_home, then, folder, steps=20, **rest)[0]  # into the third
-        assert get_largest_gap(parts, whole) < 2 * LOSS
+        assert max_gap(parts, whole) < 2 * LOSS
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_named(tmp_path):
@@ -176,10 +176,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
     for path in (tmp_path / "step-000005").iterdir():  # the files of a killed save of step 7
         (tmp_path / ".step-000007").mkdir(exist_ok=True)
         (tmp_path / ".step-000007" / path.name).write_bytes(path.read_bytes()[:100])
-    assert (
-        get_largest_gap(train_script(take_home, 4, tmp_path, strategy="fsdp2")[0], one[0][5:])
-        < LOSS
-    )
+    assert max_gap(train_script(take_home, 4, tmp_path, strategy="fsdp2")[0], one[0][5:]) < LOSS
 
 
 @pytest.mark.parametrize(
@@ -193,12 +190,12 @@ def test_a_killed_save_leaves_the_last_checkpoint(one, tmp_path):
 def test_a_strategy_equals_one_process_and_goes_on(changes, one, tmp_path):
     changes = changes | {"micro": 2, "report": 1, "peak": 1e12}
     first = train_script(take_home, 4, tmp_path, steps=6, **changes)
-    assert get_largest_gap(first[0], one[0][:6]) < LOSS and all(own == first[0] for own in first)
-    assert get_largest_gap(train_script(take_home, 4, tmp_path, **changes)[0], one[0][6:]) < LOSS
+    assert max_gap(first[0], one[0][:6]) < LOSS and all(own == first[0] for own in first)
+    assert max_gap(train_script(take_home, 4, tmp_path, **changes)[0], one[0][6:]) < LOSS
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     by_step = {line["step"]: line for line in lines if "loss" in line}
     parameters = sum(p.numel() for p in GPT(PRESETS["nano"]).parameters())
-    assert get_largest_gap([by_step[n]["loss"] for n in range(1, 11)], one[0]) < LOSS
+    assert max_gap([by_step[n]["loss"] for n in range(1, 11)], one[0]) < LOSS
     for line in by_step.values():
         assert line["memory_bytes"] > 1e6 and line["seconds"] > 0 and line["norm"] > 0
         assert abs(line["time"] - time.time()) < 600
@@ -326,7 +323,7 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
 
 def test_workers_change_nothing(one, tmp_path):
     losses = train_script(take_home, 2, tmp_path, workers=2)[0]
-    assert get_largest_gap(losses, one[0]) < LOSS
+    assert max_gap(losses, one[0]) < LOSS
 
 
 # code/train.py as a job: processes of torchrun, signals, kills.
@@ -418,9 +415,7 @@ def test_a_job_outlives_a_killed_rank_and_signals_and_goes_on(tmp_path):
     assert status == 0 and not (folder / "stopped").exists(), output
     found = read_metrics(folder, "loss")
     assert list(found) == list(range(1, max(30, made + 1) + 1))
-    assert (
-        get_largest_gap([found[n + 1] for n in range(30)], whole) < 2e-5
-    )  # three orders of sums in a row
+    assert max_gap([found[n + 1] for n in range(30)], whole) < 2e-5  # three orders of sums in a row
 
 
 def test_a_second_job_in_a_folder_is_refused_while_the_first_lives(tmp_path):

@@ -57,15 +57,14 @@ def test_it_is_torchs_scaler(events, where, power, interval):
         assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
 
 
-def run_ranks(fn, *args, timeout=60.0):
+def run_on(fn, *args, timeout=60.0):
     return ranks.run(fn, 2, *args, device="cpu", timeout=timeout)
 
 
 def train_each(wrapper: str, kinds: tuple[str, ...], steps: int):
     """Return the results of `trained` by kind and rank: one run of ranks for all kinds."""
-    return zip(
-        *run_ranks(lambda: [train_in_fp16(wrapper, kind, steps) for kind in kinds]), strict=True
-    )
+    found = run_on(lambda: [train_in_fp16(wrapper, kind, steps) for kind in kinds])
+    return zip(*found, strict=True)
 
 
 def train_in_fp16(wrapper: str, kind: str, steps: int):
@@ -129,8 +128,8 @@ def test_with_shards_one_all_reduce_decides():
 def test_alone_with_zero_the_ranks_part_ways():
     """A rank that skips a step sends no new weights, and the others wait for them."""
     with pytest.raises(ranks.RankError, match="parted ways"):
-        run_ranks(train_in_fp16, "zero2", "alone", 12, timeout=6)
-    (_, scales, _), (_, others, _) = run_ranks(train_in_fp16, "zero2", "together", 6)
+        run_on(train_in_fp16, "zero2", "alone", 12, timeout=6)
+    (_, scales, _), (_, others, _) = run_on(train_in_fp16, "zero2", "together", 6)
     assert scales == others
 
 
@@ -153,7 +152,7 @@ def scale_after_overflow(*kinds):
 def test_a_replicated_gradient_that_comes_first_hides_no_overflow():
     """With torch's scaler it hides the overflow: the lesson shows it."""
     orders = (Shard(0), Replicate()), (Replicate(), Shard(0))
-    assert run_ranks(lambda: [scale_after_overflow(*kinds) for kinds in orders]) == [[512, 512]] * 2
+    assert run_on(lambda: [scale_after_overflow(*kinds) for kinds in orders]) == [[512, 512]] * 2
 
 
 def test_bad_input_of_lightning_is_named():
@@ -165,7 +164,7 @@ def test_bad_input_of_lightning_is_named():
 
 
 @pytest.fixture
-def start_script(monkeypatch):
+def start_at(monkeypatch):
     """Start the script with Lightning in a process of its own; return the step where it begins."""
     L = pytest.importorskip("pytorch_lightning")
     from shardlab.trainers import core
@@ -189,15 +188,13 @@ def start_script(monkeypatch):
     return start
 
 
-def test_a_start_goes_on_from_the_newest_checkpoint(start_script, tmp_path):
-    assert start_script(tmp_path / "own", "--steps=2", "--every=1") == 0
-    assert start_script(tmp_path / "other", "--steps=3", "--every=1") == 0
+def test_a_start_goes_on_from_the_newest_checkpoint(start_at, tmp_path):
+    assert start_at(tmp_path / "own", "--steps=2", "--every=1") == 0
+    assert start_at(tmp_path / "other", "--steps=3", "--every=1") == 0
     # Lightning saves at SIGUSR1, a step after the last validation.
     shutil.move(tmp_path / "other/last.ckpt", tmp_path / "own/hpc_ckpt_1.ckpt")
-    assert start_script(tmp_path / "own", "--steps=4", "--every=1") == 3
-    assert (
-        start_script(tmp_path / "own", "--steps=5", "--every=1") == 4
-    )  # from the validation since
+    assert start_at(tmp_path / "own", "--steps=4", "--every=1") == 3
+    assert start_at(tmp_path / "own", "--steps=5", "--every=1") == 4  # from the validation since
 
 
 def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
@@ -222,7 +219,7 @@ def test_ranks_save_after_the_same_step_whenever_the_signal_comes():
         existing_ranks.fit_on_ranks("ddp", 22, extra_callbacks=[signals])
         return signals.saved
 
-    assert run_ranks(saved) == [[10, 20], [10, 20]]
+    assert run_on(saved) == [[10, 20], [10, 20]]
 
 
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")

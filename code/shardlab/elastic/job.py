@@ -38,22 +38,22 @@ class Job:
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
-            raise ValueError(f"command={self.command!r}: allowed are a program and its arguments")
+            raise ValueError(f"command={self.command!r}: must be a program and its arguments")
         check_whole(1, PROCESSES, ranks=self.ranks)
         check_whole(0, restarts=self.restarts)
         check_number(patience=self.patience, join=self.join)
         check_number(0, last_call=self.last_call, grace=self.grace)
         least, most = self.nodes
         if not 1 <= least <= most <= RANKS:
-            raise ValueError(f"nodes={least}:{most}: allowed are LEAST:MOST, from 1 to {RANKS:,}")
+            raise ValueError(f"nodes={least}:{most}: must be LEAST:MOST, from 1 to {RANKS:,}")
         host, _, port = self.at.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"at={self.at!r}: allowed is HOST:PORT, with a port from 1 to 65535")
+            raise ValueError(f"at={self.at!r}: must be HOST:PORT, with a port from 1 to 65535")
         try:
             socket.getaddrinfo(*self.address)
         except OSError as error:
-            words = f"at={self.at!r}: allowed are hosts that have an address ({error.strerror})"
-            raise ValueError(words) from None
+            text = f"its host must have an address ({error.strerror})"
+            raise ValueError(f"at={self.at!r}: {text}") from None
 
     @property
     def address(self) -> tuple[str, int]:

@@ -335,7 +335,7 @@ def test_the_host_waits_for_the_least_and_calls_for_more():
     order = decide_on(host, 7.1, "ready", "ready")
     assert (order.kind, order.round, order.agents, order.ranks) == ("run", 0, (0, 1), (1, 2))
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
-    places = [order.environment(host.job, *place) for place in ((0, 0), (1, 0), (1, 1))]
+    places = [order.build_environment(host.job, *place) for place in ((0, 0), (1, 0), (1, 1))]
     assert [" ".join(of[name] for name in names) for of in places] == [
         "0 0 1 0",
         "1 0 2 1",
@@ -464,7 +464,7 @@ def test_the_same_script_under_both_with_equal_losses(start, tmp_path):
 
     # Variables of each rank: the names that both set.
     ours, theirs = (environments[who][3] for who in ("ours", "torchrun"))
-    for name in Order(agents=(0,), ranks=(1,)).environment(Job(("x",), "127.0.0.1:1"), 0, 0):
+    for name in Order(agents=(0,), ranks=(1,)).build_environment(Job(("x",), "127.0.0.1:1"), 0, 0):
         assert name in ours and name in theirs, name
     assert theirs["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 

@@ -685,7 +685,7 @@ rest = run_take_home(2, FOLDER / "signal", **rest)[0]
 print("the second start made", len(rest), "more steps")
 
 # %% [markdown]
-# `lock_folder` keeps the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
+# `lock_folder` locks the folder. A second job in it is refused while the first lives, and ranks that see different folders are told.
 # Each of these, and a damaged checkpoint, ends all ranks with one line and status 2, as a bad option does.
 #
 # What it needs from you is a model with a list `blocks`, and three texts. All strategies take any such module; `--tensor` wants the names of its matrices in `STYLES`.

@@ -296,7 +296,7 @@ class Training(Stateful):
         copied = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         loss = self.backward(tokens, targets, sums[0]) / self.world
         self.scaler.unscale_(self.optimizer)
-        norm = self.clip()
+        norm = self.clip_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         dist.all_reduce(loss)  # a scalar: the mean over all ranks
@@ -469,7 +469,7 @@ def main(options: Options, build: Callable[[Options], nn.Module] = GPT) -> list[
             losses.append(loss)
             steps = training.steps_done if training.stopped else steps  # so this step is the last
             if training.steps_done % options.report == 0 or training.steps_done == steps:
-                training.report(loss, norm)
+                training.log_metrics(loss, norm)
             if training.steps_done % options.every == 0 or training.steps_done == steps:
                 training.save()
                 if not training.stopped:  # after a stop there is no time: the next start does it

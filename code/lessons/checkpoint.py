@@ -99,13 +99,13 @@ BATCH = 8  # windows in a step, over all ranks
 
 
 def run_on_cpu(fn, size, *args, **how):
-    """What `fn` returns on each of `size` ranks, all on the CPU."""
+    """Run `fn` on `size` CPU ranks; return each rank's result."""
     # CPU: files are measured, not GPUs
     return ranks.run(fn, size, *args, device="cpu", **how)
 
 
 def build_sharded_run(preset="nano", dtype=torch.float32, lr=1e-3):
-    """A small GPT, spread over all ranks by `fully_shard`, with AdamW."""
+    """Build a small GPT sharded by `fully_shard`, with AdamW."""
     torch.manual_seed(0)
     model = GPT(PRESETS[preset]).to(dtype)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # by default it takes this machine's GPUs
@@ -118,7 +118,7 @@ def build_sharded_run(preset="nano", dtype=torch.float32, lr=1e-3):
 
 
 def train_steps(training, steps):
-    """Steps on this rank's share of each batch; the mean losses over all ranks."""
+    """Train on this rank's share of each batch; return the mean losses over all ranks."""
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
     each = BATCH // size
     for _ in range(steps):
@@ -137,7 +137,7 @@ def train_steps(training, steps):
 
 
 def build_small_run(step=0):
-    """A sharded run, each of whose weights is the number of its step."""
+    """Build a sharded run whose weights all equal its step."""
     model = nn.Linear(64, 64)
     fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     training = Training(model, torch.optim.AdamW(model.parameters()), step=step)
@@ -222,7 +222,7 @@ def save_plain(folder, shards, step):
 
 
 def load_plain(folder, shards):
-    """Fill this rank's rows of every tensor, from whichever files hold them."""
+    """Fill this rank's rows of every tensor from all files that have some of them."""
     for path in sorted(folder.glob("*.json")):
         line = json.loads(path.read_text())
         saved = torch.load(folder / line["file"], mmap=True)
@@ -248,7 +248,7 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def cut_by_rows():
-    """The model, and this rank's rows of its weights and of AdamW's averages."""
+    """Return the model, and this rank's rows of its weights and of AdamW's averages."""
     torch.manual_seed(0)
     model, shards = GPT(PRESETS["nano"]), {}
     for name, weight in model.named_parameters():
@@ -263,7 +263,7 @@ def cut_by_rows():
 
 @torch.no_grad()
 def gather_rows(model, shards):
-    """Put the rows of all ranks into the model's weights."""
+    """Gather the rows of all ranks into the model's weights."""
     for name, weight in model.named_parameters():
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, shards[name][1])
@@ -575,7 +575,7 @@ KILLS = {0.31: (0,), 0.47: (1,), 0.22: (0, 1), 0.56: (0,), 0.38: (1,)}  # second
 
 
 def load_current(path):
-    """The step of the current checkpoint; whether all weights are of that step."""
+    """Return the current checkpoint's step, and whether all weights are of that step."""
     model = nn.Linear(64, 64)
     training = Training(model, torch.optim.AdamW(model.parameters()))
     Checkpoints(path).load(training)
@@ -699,7 +699,7 @@ class SlowStorage(dcp.FileSystemWriter):
 
 
 def measure_blocking_time(path, wait):
-    """Seconds of `save`; whether the checkpoint has the weights of the moment of the call."""
+    """Return the seconds of `save`, and whether it saved the weights of the moment of the call."""
     training = build_sharded_run("micro")
     train_steps(training, 1)
     weights = [p.to_local() for p in training.model.parameters()]  # this rank's rows
@@ -1100,7 +1100,7 @@ def build_run(state=None, optimizer_state=None):
 
 
 def train_and_evaluate(model, optimizer, steps, start=0):
-    """Losses on held-out text around each step; how far the first one moves."""
+    """Return held-out losses around each step, and how far the first step moves weights."""
     tokens, targets = text.batch(64, 32, start=20_000)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     losses, moved = [], None
@@ -1180,7 +1180,7 @@ show.figure(
 
 # %%
 def count_steps(ask):
-    """AdamW's step counter after two steps, and the loss then."""
+    """Return AdamW's step counter after two steps, and the loss."""
     model, optimizer = build_run()
     if ask:
         get_optimizer_state_dict(model, optimizer)

@@ -59,7 +59,7 @@ FOLDER = Path(TEMPORARY.name)
 
 # %%
 def run_plain_agent(command, size):
-    """Start `size` ranks of a program; their exit statuses."""
+    """Start `size` ranks of a program; return their exit statuses."""
     started = []
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port("127.0.0.1")}
     for rank in range(size):
@@ -159,7 +159,7 @@ show.source(core.Agent)
 
 # %%
 def run_node(*jobs):
-    """Be one node's agent; its exit status, and what it said."""
+    """Run one node's agent; return its exit status and its messages."""
     number, said = dist.get_rank(), []
     while number and not is_listening(*jobs[0].address):  # node 0 is the host
         time.sleep(0.01)

@@ -69,7 +69,7 @@ SMALL = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
 
 
 def run_on_ranks(script, size, folder, each=False, show=True, **options):
-    """Run a script on `size` ranks: their losses. each: a folder for each rank."""
+    """Run a script on `size` ranks; return each rank's losses. each: use a folder per rank."""
 
     def main():
         own = folder / str(dist.get_rank()) if each else folder
@@ -130,7 +130,7 @@ show.figure(figure, "The loss falls from 5.5 to about 2 nats per byte in 300 ste
 
 
 def load_weights(folder):
-    """The model's weights in a folder, whichever script has written them."""
+    """Return the model's weights in a folder of any of the scripts."""
     if (folder / "last.pt").exists():
         found = torch.load(folder / "last.pt", "cpu")
         return {name.removeprefix("module."): tensor for name, tensor in found.items()}
@@ -146,7 +146,7 @@ ONE = load_weights(FOLDER / "plain")
 
 
 def compare_with_one_process(name, losses, folder, limit=1e-5):
-    """Hold losses of some ranks, and the weights in a folder, against one process."""
+    """Compare ranks' losses, and the weights in a folder, with those of one process."""
     mean = [sum(values) / len(losses) for values in zip(*losses, strict=True)]
     gaps = [abs(a - b) for a, b in zip(mean, one, strict=True)]
     found = load_weights(folder)
@@ -156,7 +156,7 @@ def compare_with_one_process(name, losses, folder, limit=1e-5):
 
 
 def run_and_compare(script, size=2, each=False, show=False):
-    """Run a script on ranks, and say that it equals one process; each rank's losses."""
+    """Run a script on ranks, compare it with one process, and return each rank's losses."""
     name = script.__name__.rpartition(".")[2]
     folder = FOLDER / f"{name}-{size}"
     losses = run_on_ranks(script, size, folder, each, show, **SMALL)
@@ -294,7 +294,7 @@ changes(one_gpu.evaluate, core.evaluate)
 # Table: a validation loss by the number of ranks, filled up and counted once
 
 def evaluate_padded(model, windows):
-    """The mean of the ranks' means, over what a sampler gives to each."""
+    """Return the mean of the ranks' means over their padded shares."""
     sampler = DistributedSampler(windows, shuffle=False)
     with torch.no_grad():
         values = [loss(model(a[None]), b[None]) for a, b in (windows[i] for i in sampler)]
@@ -340,7 +340,7 @@ changes(sampler.main, core.main)
 
 
 def write_concurrently(path):
-    """Each rank writes its checkpoint to one path; rank 1 opens it while rank 0 writes."""
+    """Write each rank's checkpoint to one path; rank 1 opens it while rank 0 writes."""
     content = Path(f"{path}.{dist.get_rank()}")
     torch.save({"weight": torch.full((20_000,), float(dist.get_rank()))}, content)
     data = content.read_bytes()
@@ -403,12 +403,12 @@ show.source(take_home.main, Training.make_loader, Training.step)
 
 
 def build_course_gpt(options):
-    """The model of the scripts above."""
+    """Build the model of the scripts above."""
     return GPT(replace(PRESETS["nano"], dropout=options.dropout))
 
 
 def run_take_home(size, folder, **options):
-    """Losses of the script to take home on `size` ranks."""
+    """Run the script to take home on `size` ranks; return each rank's losses."""
     options = {"report": 6} | {k: v for k, v in SMALL.items() if k != "sample"} | options
 
     def main():
@@ -421,7 +421,7 @@ def run_take_home(size, folder, **options):
 
 
 def compare_take_home(name, size=2, limit=1e-5, **options):
-    """Run the script to take home, and say that it equals one process; each rank's losses."""
+    """Run the script to take home, compare it with one process, and return the losses."""
     folder = FOLDER / f"home-{name}-{size}"
     losses = run_take_home(size, folder, **options)
     assert all(own == losses[0] for own in losses)
@@ -561,7 +561,7 @@ print("steps 6 to 12, FSDP2 on four ranks after DDP on two: losses equal one pro
 
 # %%
 def build_on_meta():
-    """On a rank: how far a model that no rank holds whole is from the plain one."""
+    """Return this rank's largest difference between a model built on `meta` and the plain one."""
     torch.manual_seed(0)
     full = GPT(PRESETS["nano"]).state_dict()
     weights = dict(full) if dist.get_rank() == 0 else {}
@@ -599,7 +599,7 @@ _ = compare_take_home("compiled blocks", micro=4, strategy="fsdp2", compiler="ao
 
 
 def time_steps(repeats=2, steps=2, batch=8):
-    """Seconds of a step on this rank: with messages, without."""
+    """Return the seconds of a step on this rank, with messages and without."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(PRESETS["micro"]).to(ranks.device()))
     tokens, targets = text.batch(128, batch // dist.get_world_size())
@@ -671,7 +671,7 @@ show.source(Training.log_metrics)
 
 # %%
 def train_with_signal(folder, **options):
-    """On a rank: the script to take home; rank 1 is asked to stop after half a second."""
+    """Run the script to take home; rank 1 gets a signal after half a second."""
     if dist.get_rank() == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     return take_home.main(take_home.Options(folder=str(folder), **options), build_course_gpt)

@@ -103,7 +103,7 @@ show.source(lightning.SynchronizedSave, lightning.find_newest_checkpoint)
 
 # %%
 def train_plainly(steps=10):
-    """One process: losses, gradient norms, weights."""
+    """Train in one process; return losses, gradient norms and weights."""
     torch.manual_seed(0)
     model, losses, norms = GPT(PRESETS["nano"]), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -168,7 +168,7 @@ show.table(rows, ["2 ranks, 10 steps", "losses", "norms before clipping", "weigh
 
 
 class Probe(L.LightningModule):
-    """Notes what it is given; the gradient of a micro-batch is 1."""
+    """A module that records its inputs; the gradient of a micro-batch is 1."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ class Probe(L.LightningModule):
 
 
 def probe_trainer(items, batch, precision="32-true", **options):
-    """On a rank: batches seen, gradients, metrics, keys of a checkpoint, precision."""
+    """Return this rank's batches, gradients, metrics, checkpoint keys and precision."""
     names = ("logger", "checkpointing", "progress_bar", "model_summary")
     quiet = {name if name == "logger" else f"enable_{name}": False for name in names}
     trainer = L.Trainer(
@@ -264,7 +264,7 @@ show.table(rows, ["you write", "you get"])
 
 
 def compute_gradients(dtype, scale=1.0):
-    """Gradients of one backward, as a list, divided by the scale."""
+    """Return the gradients of one backward, divided by the scale."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
     tokens, targets = text.batch(32, 4)
@@ -306,7 +306,7 @@ show.source(LossScaler)
 
 # %%
 def train_in_fp16(group, steps=16):
-    """On a rank: the mean losses, and this rank's scale after each step."""
+    """Return the mean losses, and this rank's scale after each step."""
     torch.manual_seed(0)
     model, mesh = GPT(PRESETS["nano"]), DeviceMesh.from_group(dist.group.WORLD, "cpu")
     for part in [*model.blocks, model]:
@@ -396,7 +396,7 @@ show.table(
 
 
 def scale_after_overflow(first_is_sharded):
-    """On a rank: the scale after a step in which rank 1's shard overflows."""
+    """Return this rank's scale after a step in which rank 1's shard overflows."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, weights = DeviceMesh.from_group(dist.group.WORLD, "cpu"), []
@@ -456,7 +456,7 @@ de.check(settings, optimizer=True)  # an AdamW comes beside them
 
 # %%
 def train_with_deepspeed(changes, steps=10):
-    """On a rank: losses, and the scale and the overflow of each step."""
+    """Return this rank's losses, and each step's scale and overflow."""
     de.prepare()
     from deepspeed.accelerator import get_accelerator
 
@@ -478,7 +478,7 @@ def train_with_deepspeed(changes, steps=10):
 
 
 def predict_scales(overflows, scale, window, hysteresis=2):
-    """The scale before each step, by DynamicLossScaler.update_scale."""
+    """Return the scale before each step, by DynamicLossScaler.update_scale."""
     scales, left, last = [], hysteresis, -1
     for step, overflow in enumerate(overflows):
         scales.append(scale)
@@ -494,7 +494,7 @@ def predict_scales(overflows, scale, window, hysteresis=2):
 
 
 def train_in_one_process(steps=10):
-    """The losses in float32."""
+    """Return the losses in float32."""
     torch.manual_seed(0)
     model, losses = GPT(PRESETS["nano"]), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -17,47 +17,45 @@ EXT = show.ROOT / "book/_ext"
 PYTHON = "_build/html/_static/python/python.js"
 
 
-def loaded(path):
-    """Import a module from a file, under another name."""
+def import_file(path):
     spec = importlib.util.spec_from_file_location(f"tried_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-calculators = loaded(EXT / "browser/calculators.py")
+calculators = import_file(EXT / "browser/calculators.py")
 
 
-def answer(kind: str, **given: str | bool) -> dict:
-    return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
+def run_form(kind: str, **given: str | bool) -> dict:
+    return json.loads(calculators.answer_question(json.dumps({"kind": kind, "given": given})))
 
 
 # --- Answers of their Python ------------------------------------------------------------------
 
 
-def printed(capsys: pytest.CaptureFixture[str], line: str) -> dict:
-    """Return the output of the command itself."""
+def run_json(capsys: pytest.CaptureFixture[str], line: str) -> dict:
     assert main([*line.removeprefix("python -m shardlab ").split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_memory_is_what_the_command_says(capsys) -> None:
-    found = answer("memory", model="llama-3-8b", dp="64", zero="3", sequence_parallel=True)
+    found = run_form("memory", model="llama-3-8b", dp="64", zero="3", sequence_parallel=True)
     assert found["command"] == (
         "python -m shardlab memory --model llama-3-8b --dp 64 --zero 3 --sequence-parallel"
     )
-    bytes_ = printed(capsys, found["command"])
+    bytes_ = run_json(capsys, found["command"])
     rows = dict(found["rows"])
     assert rows["activations"] == f"{bytes_['activations'] / 1e9:.2f} GB"
     assert rows["most at one moment"] == f"{bytes_['peak'] / 1e9:.2f} GB"
-    assert rows["most at one moment"] in found["said"]
-    gib = answer("memory", model="llama-3-8b", dp="64", zero="3", unit="GiB")
+    assert rows["most at one moment"] in found["summary"]
+    gib = run_form("memory", model="llama-3-8b", dp="64", zero="3", unit="GiB")
     assert dict(gib["rows"])["activations"] == f"{bytes_['activations'] / 2**30:.2f} GiB"
 
 
 def test_a_schedule_is_what_the_command_says(capsys) -> None:
-    found = answer("schedule", name="zb-h1", stages="4", microbatches="8", forward="1,1,1,1.5")
-    facts = printed(capsys, found["command"])
+    found = run_form("schedule", name="zb-h1", stages="4", microbatches="8", forward="1,1,1,1.5")
+    facts = run_json(capsys, found["command"])
     assert found["picture"] == {"spans": facts["timeline"], "chunks": 1}
     rows = dict(found["rows"])
     assert rows["bubble"] == f"{100 * facts['bubble']:.2f} % of the cost"
@@ -65,8 +63,8 @@ def test_a_schedule_is_what_the_command_says(capsys) -> None:
 
 
 def test_a_mesh_is_what_the_command_says(capsys) -> None:
-    found = answer("mesh", dp="2", tp="2", node="2", order="tp,pp,dp")
-    facts = printed(capsys, found["command"])
+    found = run_form("mesh", dp="2", tp="2", node="2", order="tp,pp,dp")
+    facts = run_json(capsys, found["command"])
     assert facts["groups"] == {"dp": [[0, 1], [2, 3]], "tp": [[0, 2], [1, 3]]}
     assert found["rows"] == [
         ["data", "0 1"],
@@ -74,7 +72,7 @@ def test_a_mesh_is_what_the_command_says(capsys) -> None:
         ["tensor", "0 | 2"],
         ["tensor", "1 | 3"],
     ]
-    assert "tensor: 2 × 2 ranks, all leave their node." in found["said"]
+    assert "tensor: 2 × 2 ranks, all leave their node." in found["summary"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_a_mesh_is_what_the_command_says(capsys) -> None:
     ],
 )
 def test_bad_input_gets_the_words_of_the_command(capsys, kind, given) -> None:
-    said = answer(kind, **given)
+    said = run_form(kind, **given)
     assert main(calculators.command_line(kind, given).split()[3:]) == 2
     assert capsys.readouterr().err == f"python -m shardlab: {said.pop('error')}\n"
     assert said == {}
@@ -95,13 +93,13 @@ def test_bad_input_gets_the_words_of_the_command(capsys, kind, given) -> None:
 
 def test_a_strategy_is_what_the_command_says(capsys) -> None:
     given = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "tokens": "1e12", "zero": "1"}
-    found = answer("strategy", **given)
-    best = printed(capsys, found["command"])["best"]
+    found = run_form("strategy", **given)
+    best = run_json(capsys, found["command"])["best"]
     assert [row[0] for row in found["rows"]] == [one["layout"] for one in best]
     assert [float(row[4]) for row in found["rows"]] == [
         pytest.approx(one["seconds"], rel=1e-3) for one in best
     ]
-    assert found["said"].startswith(f"First is {best[0]['layout']}, ")
+    assert found["summary"].startswith(f"First is {best[0]['layout']}, ")
     assert all(len(row) == len(found["head"]) for row in found["rows"])
 
 

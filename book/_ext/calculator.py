@@ -9,15 +9,15 @@ The options are the initial values of the form's fields; `CALCULATORS` lists all
 JavaScript, on paper and in notebooks, the page shows the equivalent shell command instead.
 
 A page with a calculator loads a small script, static/calculator.js, and its style. When the reader
-presses the button, that script loads Python, PYTHON, and runs it in a web worker: the page stays
-responsive, and a long computation can be stopped. PYTHON contains
+presses the button, that script loads Python (BUNDLE_PATH) and runs it in a web worker: the page
+stays responsive, and a long computation can be stopped. The bundle contains
 
 - Brython (brython.info), which compiles Python to JavaScript, from the package on PyPI, and the
   modules of its library that are needed;
 - browser/calculators.py and all of the course's files that it imports, unchanged;
 - browser/stand_ins/, replacements for library modules that are too large or not really used.
 
-PYTHON is one script that holds one string. Hence a page can load it from a disk as well, where a
+The bundle is one script that holds one string. Hence a page can load it from a disk, too, where a
 browser lets no page fetch a file and no worker load one: calculators work in the offline archive.
 
 Brython computes some 20 to 60 times slower than Python. (Pyodide is CPython itself, but has 6.4 MB
@@ -53,9 +53,9 @@ from shardlab.common.shapes import PRESETS
 CODE = Path(memory.__file__).parents[2]
 BROWSER = Path(__file__).parent / "browser"
 sys.path.append(str(BROWSER))  # at its end, so that no file there shadows another module
-PYTHON = "_static/python/python.js"
+BUNDLE_PATH = "_static/python/python.js"
 # Modules of Brython's library, including their imports, without those that stand_ins replaces.
-LIBRARY = (
+LIBRARY_MODULES = (
     *("__future__", "_collections", "_collections_abc", "_functools", "_json", "_locale"),
     *("_operator", "_py_abc", "_thread", "_weakref", "_weakrefset", "abc", "bisect", "collections"),
     *("functools", "itertools", "json", "json.encoder", "keyword", "math"),
@@ -67,12 +67,12 @@ class Field(NamedTuple):
     """Field of a form: an option of the command, its meaning, and its default value."""
 
     name: str
-    words: str
+    label: str
     default: str = ""
     choices: tuple[str, ...] = ()
 
 
-ORDERS = ("dp,pp,tp", "dp,tp,pp", "pp,dp,tp", "pp,tp,dp", "tp,dp,pp", "tp,pp,dp")
+MESH_ORDERS = ("dp,pp,tp", "dp,tp,pp", "pp,dp,tp", "pp,tp,dp", "tp,dp,pp", "tp,pp,dp")
 CALCULATORS = {
     "memory": (
         "What a rank of a training job holds",
@@ -110,7 +110,7 @@ CALCULATORS = {
             Field("pp", "stages of a pipeline", "1"),
             Field("tp", "ranks that share each matrix", "1"),
             Field("node", "ranks of a node"),
-            Field("order", "order, from the outermost in", "dp,pp,tp", ORDERS),
+            Field("order", "order, from the outermost in", "dp,pp,tp", MESH_ORDERS),
         ),
     ),
     "strategy": (
@@ -128,7 +128,7 @@ CALCULATORS = {
         ),
     ),
 }
-OPTIONS = {field.name for _, fields in CALCULATORS.values() for field in fields}
+OPTION_NAMES = {field.name for _, fields in CALCULATORS.values() for field in fields}
 
 
 # --- The directive ----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class CalculatorDirective(SphinxDirective):
     """Directive with a kind of CALCULATORS as argument; its options are the initial values."""
 
     required_arguments = 1
-    option_spec = {name.replace("_", "-"): directives.unchanged for name in OPTIONS}
+    option_spec = {name.replace("_", "-"): directives.unchanged for name in OPTION_NAMES}
 
     def run(self) -> list[nodes.Node]:
         """Return the form; raise an error for an option or a choice that the form does not have."""
@@ -153,26 +153,26 @@ class CalculatorDirective(SphinxDirective):
             if fields[name].choices and value not in fields[name].choices:
                 allowed = ", ".join(fields[name].choices)
                 raise self.error(f"{name}={value}: allowed are {allowed}")
-        return [nodes.raw("", form(kind, values), format="html")]
+        return [nodes.raw("", render_form(kind, values), format="html")]
 
 
-def given(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
+def changed_values(kind: str, values: dict[str, str]) -> dict[str, str | bool]:
     """Return the values of a form that differ from the command's defaults."""
-    found: dict[str, str | bool] = {}
+    changed: dict[str, str | bool] = {}
     for field in CALCULATORS[kind][1]:
         value = values.get(field.name, field.default)
         if value != field.default:
-            found[field.name] = True if field.choices == ("no", "yes") else value
-    return found
+            changed[field.name] = True if field.choices == ("no", "yes") else value
+    return changed
 
 
-def form(kind: str, values: dict[str, str]) -> str:
+def render_form(kind: str, values: dict[str, str]) -> str:
     """Return the form with these values in its fields; its script displays the form."""
     import calculators  # the file that the browser runs
 
     title, fields = CALCULATORS[kind]
-    line = calculators.command_line(kind, given(kind, values))
-    controls = "".join(_control(field, values.get(field.name, field.default)) for field in fields)
+    line = calculators.command_line(kind, changed_values(kind, values))
+    controls = "".join(_render_field(x, values.get(x.name, x.default)) for x in fields)
     return (
         f'<form class="calculator" data-kind="{kind}" aria-label="{escape(title)}" novalidate>\n'
         f'<p class="calculator-title">{escape(title)}</p>\n'
@@ -184,51 +184,51 @@ def form(kind: str, values: dict[str, str]) -> str:
     )
 
 
-def _control(field: Field, value: str) -> str:
-    about = f'data-name="{field.name}" data-default="{escape(field.default)}"'
-    words = f"<span>{escape(field.words)}</span>"
+def _render_field(field: Field, value: str) -> str:
+    attributes = f'data-name="{field.name}" data-default="{escape(field.default)}"'
+    label = f"<span>{escape(field.label)}</span>"
     if not field.choices:
         plain = 'autocomplete="off" autocapitalize="off" spellcheck="false"'
-        return f'<label>{words}<input {about} value="{escape(value)}" {plain}></label>'
+        return f'<label>{label}<input {attributes} value="{escape(value)}" {plain}></label>'
     choices = "".join(
         f"<option{' selected' if choice == value else ''}>{escape(choice)}</option>"
         for choice in field.choices
     )
-    return f"<label>{words}<select {about}>{choices}</select></label>"
+    return f"<label>{label}<select {attributes}>{choices}</select></label>"
 
 
 # --- What the browser runs --------------------------------------------------------------------
 
 
-_LOADED = """\
+_LIST_MODULES = """\
 import json, sys, calculators
-for name in (*calculators.MODULES.values(), *calculators.BESIDES):
+for name in (*calculators.COMMAND_MODULES.values(), *calculators.LAZY_IMPORTS):
     __import__(name)
 print(json.dumps({name: getattr(one, "__file__", None) for name, one in sys.modules.items()}))
 """
 
 
-def reached() -> dict[str, Path]:
+def find_course_modules() -> dict[str, Path]:
     """Return the course's modules that calculators import, and their files, from a subprocess."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CODE, BROWSER)))}
-    command = [sys.executable, "-c", _LOADED]
+    command = [sys.executable, "-c", _LIST_MODULES]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     loaded = sorted(json.loads(done.stdout).items())
     return {name: Path(path) for name, path in loaded if name.partition(".")[0] in PACKAGES}
 
 
-START = """\
+WORKER_START = """\
 self.__BRYTHON__ = { brython_path: "http://nowhere.invalid/" }; // a worker has no script's address
 self.XMLHttpRequest = function () { throw new Error("Python here has no network"); };
 """
-END = """
+WORKER_END = """
 __BRYTHON__.use_VFS = true;
 __BRYTHON__.update_VFS(MODULES);
 brython({ indexedDB: false });
 __BRYTHON__.runPythonSource(`
 from browser import self as worker
-from calculators import answer
-worker.answer = answer
+from calculators import answer_question
+worker.answer = answer_question
 `, "worker");
 self.onmessage = (event) => self.postMessage(self.answer(event.data));
 """
@@ -241,30 +241,30 @@ def pairwise(iterable):
 """  # missing in Brython's itertools
 
 
-def brython(name: str) -> str:
+def read_brython(name: str) -> str:
     """Return the text of a file in the package brython."""
     distribution = metadata.distribution("brython")
     return Path(str(distribution.locate_file(f"brython/data/{name}"))).read_text("utf-8")
 
 
-def library() -> dict[str, Any]:
+def load_library() -> dict[str, Any]:
     """Return the library modules to include: name -> kind, source, imports."""
-    text = brython("brython_stdlib.js")
-    found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
-    found["itertools"][1] += _PAIRWISE
-    return {name: found[name] for name in LIBRARY}
+    text = read_brython("brython_stdlib.js")
+    modules, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+    modules["itertools"][1] += _PAIRWISE
+    return {name: modules[name] for name in LIBRARY_MODULES}
 
 
-def python() -> str:
-    """Return the script PYTHON with all modules."""
-    modules: dict[str, Any] = {"$timestamp": 0, **library()}
+def build_bundle() -> str:
+    """Return the script BUNDLE_PATH with all modules."""
+    modules: dict[str, Any] = {"$timestamp": 0, **load_library()}
     for path in [BROWSER / "calculators.py", *sorted((BROWSER / "stand_ins").glob("*.py"))]:
         modules[path.stem] = [".py", path.read_text("utf-8"), []]
-    for name, path in reached().items():
+    for name, path in find_course_modules().items():
         package = [1] if path.name == "__init__.py" else []
         modules[name] = [".py", path.read_text("utf-8"), [], *package]
-    end = END.replace("MODULES", json.dumps(modules, ensure_ascii=False))
-    worker = START + brython("brython.js") + end
+    end = WORKER_END.replace("MODULES", json.dumps(modules, ensure_ascii=False))
+    worker = WORKER_START + read_brython("brython.js") + end
     licences = (BROWSER / "LICENSES.txt").read_text("utf-8")
     held = json.dumps(worker, ensure_ascii=False)
     return f"/*!\n{licences}*/\nself.coursePython = {held};\n"
@@ -273,23 +273,23 @@ def python() -> str:
 # --- In the build -----------------------------------------------------------------------------
 
 
-def load(app: Sphinx, body: BeautifulSoup) -> None:
+def add_assets(app: Sphinx, body: BeautifulSoup) -> None:
     """Let a page with calculators, and no other page, load their script and style."""
     if body.find("form", class_="calculator"):
         if not hasattr(app, "calculator_python"):
-            app.calculator_python = python()
+            app.calculator_python = build_bundle()
         stamp = hashlib.sha256(app.calculator_python.encode()).hexdigest()[:8]
-        where = {"data-python": f"{PYTHON.removeprefix('_static/')}?v={stamp}"}
-        app.add_js_file("calculator.js", loading_method="defer", **where)
+        attributes = {"data-python": f"{BUNDLE_PATH.removeprefix('_static/')}?v={stamp}"}
+        app.add_js_file("calculator.js", loading_method="defer", **attributes)
         app.add_css_file("calculator.css")
 
 
-def write(app: Sphinx) -> None:
-    """Write PYTHON if a page of this build or of an earlier one needs it."""
-    path = Path(app.outdir, PYTHON)
+def write_bundle(app: Sphinx) -> None:
+    """Write BUNDLE_PATH if a page of this build or of an earlier one needs it."""
+    path = Path(app.outdir, BUNDLE_PATH)
     text = getattr(app, "calculator_python", None)
     if text is None and path.is_file():
-        text = python()
+        text = build_bundle()
     if text is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")

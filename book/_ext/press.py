@@ -93,7 +93,7 @@ def page(
     inline_svg.measure(body)
     code_pages.redirect_outputs(app, body, context["pathto"])
     directives.load(app, body)
-    calculator.load(app, body)
+    calculator.add_assets(app, body)
     if pagename in app.env.page_outputs:
         body.append(BeautifulSoup(repository.report(app, pagename), "html.parser"))
     context["body"] = body.decode(formatter=AsWritten(EntitySubstitution.substitute_xml, ""))
@@ -138,7 +138,7 @@ def finished(app: Sphinx, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
         site_files.copy(app)
     if exception is None and app.builder.name == "html":
-        calculator.write(app)
+        calculator.write_bundle(app)
         code_pages.keep(app)
         site_files.write(app)
     site_files.forget(app, exception)

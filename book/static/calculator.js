@@ -18,9 +18,9 @@
 
   const add = (parent, tag, given = {}) => parent.appendChild(Object.assign(document.createElement(tag), given));
 
-  const table = (box, { head, rows, said }) => {
+  const table = (box, { head, rows, summary }) => {
     const all = add(add(box, "div", { className: "shown-table" }), "table");
-    add(all, "caption", { textContent: said });
+    add(all, "caption", { textContent: summary });
     const top = add(add(all, "thead"), "tr");
     for (const word of head) add(top, "th", { scope: "col", textContent: word });
     const body = add(all, "tbody");
@@ -48,9 +48,9 @@
     svg.setAttribute("aria-label", label);
     return svg;
   };
-  const picture = (box, { spans, chunks, shapes, wide: width, high: height }, said) => {
+  const picture = (box, { spans, chunks, shapes, wide: width, high: height }, summary) => {
     if (shapes) {
-      const svg = sheet(box, width, height, said);
+      const svg = sheet(box, width, height, summary);
       for (const shape of shapes) draw(svg, ...shape);
       return;
     }
@@ -66,7 +66,7 @@
     const room = Math.max(240, box.clientWidth - LEFT - 4);
     const unit = Math.min(Math.max(room, (12 * end) / shortest), Math.max(room, 6000)) / end;
     const wide = Math.ceil(LEFT + end * unit + 2), high = spans.length * STEP + 18;
-    const svg = sheet(box, wide, high, `Timeline, a row for each stage and a box for each pass. ${said}`);
+    const svg = sheet(box, wide, high, `Timeline, a row for each stage and a box for each pass. ${summary}`);
     const path = (corners, kind, chunk) => {
       const shape = draw(svg, "path", { d: `M${corners.map((at) => at.map((x) => x.toFixed(1)).join(" ")).join("L")}Z` });
       shape.setAttribute("class", `pass-${kind}`);
@@ -165,8 +165,8 @@
         if (mine !== turn) return;
         result.replaceChildren();
         if (found.error) return refuse(found.error);
-        status.textContent = found.said;
-        if (found.picture) picture(result, found.picture, found.said);
+        status.textContent = found.summary;
+        if (found.picture) picture(result, found.picture, found.summary);
         table(result, found);
         terminal.textContent = found.command;
         dispatchEvent(new Event("resize")); // who asks which boxes scroll asks again

@@ -30,7 +30,7 @@ spec.loader.exec_module(calculators)
 
 def answer(kind: str, given: dict) -> dict:
     """Return the answer of this process's Python."""
-    return json.loads(calculators.answer(json.dumps({"kind": kind, "given": given})))
+    return json.loads(calculators.answer_question(json.dumps({"kind": kind, "given": given})))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_table_is_that_of_python(opened, kind, given):
     fill_all(form, given)
     wanted = answer(kind, {k: True if v == "yes" else v for k, v in given.items()})
     assert calculate(form) == wanted["rows"]
-    assert form.get_by_role("status").inner_text() == wanted["said"]
+    assert form.get_by_role("status").inner_text() == wanted["summary"]
     assert form.locator(".calculator-command").inner_text() == wanted["command"]
     assert seen.wrong == []
 
@@ -102,7 +102,7 @@ def test_a_schedule_is_that_of_python_and_drawn(opened, given):
     wanted = answer("schedule", given)
     assert calculate(form) == wanted["rows"]
     picture = form.get_by_role("img")
-    assert wanted["said"] in picture.get_attribute("aria-label")
+    assert wanted["summary"] in picture.get_attribute("aria-label")
     passes = [span for row in wanted["picture"]["spans"] for span in row]
     whole = sum(span["kind"] == "B" for span in passes)  # two shapes each
     assert picture.locator("path").count() == len(passes) + whole

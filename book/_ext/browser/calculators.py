@@ -7,23 +7,23 @@ the text in its field, and a bad value gets the command's own error message.
 import json
 import sys
 
-MODULES = {
+COMMAND_MODULES = {
     "memory": "shardtools.commands.memory",
     "schedule": "shardtools.commands.schedule",
     "mesh": "shardtools.commands.mesh",
     "strategy": "shardtools.strategy.command",
 }
-BESIDES = "shardlab.memory", "shardlab.mesh.groups"  # imported in functions
+LAZY_IMPORTS = "shardlab.memory", "shardlab.mesh.groups"  # imported in functions
 
 
-class Options:
+class OptionCollector:
     """Substitute for argparse's parsers: collects a command's options and their defaults."""
 
     def __init__(self):
         self.values = {}
         self.kinds = {}
 
-    def add_parser(self, name, **about):
+    def add_parser(self, name, **settings):
         """Return this object as the command's parser."""
         return self
 
@@ -31,19 +31,19 @@ class Options:
         """Return this object: a form has one option of the group, like any other option."""
         return self
 
-    def add_argument(self, name, **how):
+    def add_argument(self, name, **settings):
         """Add an option with its default and its type."""
-        flag = how.get("action") == "store_true"
+        flag = settings.get("action") == "store_true"
         key = name.lstrip("-").replace("-", "_")
-        self.values[key] = how.get("default", False if flag else None)
-        self.kinds[key] = how.get("type", lambda value: value)
+        self.values[key] = settings.get("default", False if flag else None)
+        self.kinds[key] = settings.get("type", lambda value: value)
 
     def set_defaults(self, command):
         """Set the function that runs the command."""
         self.run = command
 
 
-class Written:
+class TextStream:
     """Output stream that collects text in place of a terminal."""
 
     encoding = "utf-8"
@@ -63,24 +63,24 @@ class Written:
         return False
 
 
-def command(name, given):
+def run_command(name, given):
     """Return the parsed output of `python -m shardlab <name> --json`; ValueError as there."""
-    __import__(MODULES[name])
-    options = Options()
-    module = sys.modules[MODULES[name]]
+    __import__(COMMAND_MODULES[name])
+    options = OptionCollector()
+    module = sys.modules[COMMAND_MODULES[name]]
     getattr(module, "add_plan" if name == "strategy" else "add_command")(options)
     for key in given:
         if key not in options.values:
             raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
-    chosen = Options()  # any object with attributes
+    chosen = OptionCollector()  # any object with attributes
     given = {key: options.kinds[key](value) for key, value in given.items()}
     chosen.__dict__ = {**options.values, **given, "json": True}
-    screen, sys.stdout = sys.stdout, Written()
+    stdout, sys.stdout = sys.stdout, TextStream()
     try:
         options.run(chosen)
         return json.loads(sys.stdout.text)
     finally:
-        sys.stdout = screen
+        sys.stdout = stdout
 
 
 def command_line(name, given):
@@ -100,27 +100,27 @@ def command_line(name, given):
 # --- The calculators: each returns a summary in a sentence, and its tables --------------------
 
 
-def memory(given):
+def calculate_memory(given):
     """Return the bytes of one rank, part by part."""
     from shardlab.memory import format_bytes
 
     given = dict(given)
     unit = given.pop("unit", "GB")
     format_bytes(0, unit)
-    found = command("memory", given)
+    found = run_command("memory", given)
     parts = "parameters", "gradients", "optimizer", "activations", "buffers"
     rows = [[part, format_bytes(found[part], unit)] for part in parts]
     rows.append(["total", format_bytes(found["total"], unit)])
     rows.append(["most at one moment", format_bytes(found["peak"], unit)])
     if found["host"]:
         rows.append(["in the host’s memory", format_bytes(found["host"], unit)])
-    said = f"On each rank {format_bytes(found['peak'], unit)} at the fullest moment."
-    return {"said": said, "head": ["on each rank", "bytes"], "rows": rows}
+    summary = f"On each rank {format_bytes(found['peak'], unit)} at the fullest moment."
+    return {"summary": summary, "head": ["on each rank", "bytes"], "rows": rows}
 
 
-def schedule(given):
+def calculate_schedule(given):
     """Return a pipeline's step time, bubble and peak activations, and its timeline."""
-    found = command("schedule", given)
+    found = run_command("schedule", given)
     held = " ".join(f"{peak:.4g}" for peak in found["peak_activations"])
     rows = [
         ["bubble", f"{100 * found['bubble']:.2f} % of the cost"],
@@ -128,34 +128,35 @@ def schedule(given):
         ["held at most, by stage", f"{held} micro-batches"],
     ]
     named = f"{found['schedule']}, {found['stages']} stages, {found['microbatches']} micro-batches"
-    said = f"{named}: bubble {100 * found['bubble']:.1f} %."
+    summary = f"{named}: bubble {100 * found['bubble']:.1f} %."
     picture = {"spans": found["timeline"], "chunks": found["chunks"]}
-    return {"said": said, "head": ["a step", "of all stages"], "rows": rows, "picture": picture}
+    head = ["a step", "of all stages"]
+    return {"summary": summary, "head": head, "rows": rows, "picture": picture}
 
 
-def mesh(given):
+def calculate_mesh(given):
     """Return the groups along each axis; a bar marks the end of a node."""
-    found = command("mesh", given)
+    found = run_command("mesh", given)
     node, rows = found["node"], []
     for axis, groups in found["groups"].items():
-        name, _, told = found["said"][axis].partition(": ")
+        name = found["said"][axis].partition(": ")[0]
         for group in groups:
             words = ""
             for place, rank in enumerate(group):
                 before = group[place - 1] if place else rank
                 words += (" | " if before // node != rank // node else " ") + str(rank)
             rows.append([name, words.strip()])
-    said = ". ".join(found["said"].values()) or "One rank is alone along every axis"
+    summary = ". ".join(found["said"].values()) or "One rank is alone along every axis"
     head = ["along", "together; | where a message leaves its node"]
-    answer = {"said": f"{said}.", "head": head, "rows": rows}
+    answer = {"summary": f"{summary}.", "head": head, "rows": rows}
     few = 1 < found["ranks"] <= 64
-    return {**answer, "picture": _panels(found)} if few else answer
+    return {**answer, "picture": _draw_panels(found)} if few else answer
 
 
-RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C8C8C")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C8C8C")
 
 
-def _panels(found):
+def _draw_panels(found):
     """Return the lesson's picture (`shardlab.mesh.picture`) as SVG shapes."""
     from shardlab.mesh.groups import panels
 
@@ -171,39 +172,43 @@ def _panels(found):
         shapes.append(["line", {**line, "stroke-dasharray": "4 3" if leaves else "none"}, ""])
     for x, y, rank in drawn.cells:
         cell = {"x": x, "y": y, "width": size, "height": size, "stroke": "#222"}
-        shapes.append(["rect", {**cell, "fill": RANKS[rank % 8]}, ""])
+        shapes.append(["rect", {**cell, "fill": COLORS[rank % 8]}, ""])
         style = "fill:#fff" if rank % 8 == 0 else "fill:#000"
         middle = {"x": x + size / 2, "y": y + 16, "text-anchor": "middle", "style": style}
         shapes.append(["text", middle, str(rank)])
     return {"shapes": shapes, "wide": drawn.wide, "high": drawn.high}
 
 
-def strategy(given):
+def calculate_strategy(given):
     """Return the fastest layouts that fit, and why no others do."""
-    found = command("strategy", given)
+    found = run_command("strategy", given)
     best = found["best"]
     named = {"days": "days", "gpu_hours": "GPU hours"}
-    more = [name for name in named if name in best[0]]
+    extra = [name for name in named if name in best[0]]
     rows = []
     for one in best:
         row = [one["layout"], f"{one['micro_batch']} × {one['microbatches']}"]
         row += [f"{one[name] / 1e9:.1f}" for name in ("reserved_bytes", "free_bytes")]
         row += [f"{one['seconds']:.4g}", f"{one['tokens_per_second']:,.0f}"]
-        row += [f"{100 * one['mfu']:.0f} %", *(f"{one[name]:,.1f}" for name in more)]
+        row += [f"{100 * one['mfu']:.0f} %", *(f"{one[name]:,.1f}" for name in extra)]
         rows.append([*row, one["waits_for"]])
     head = ["layout", "b × m", "GB", "free", "seconds", "tokens/s", "MFU"]
-    head += [*(named[name] for name in more), "waits for"]
+    head += [*(named[name] for name in extra), "waits for"]
     ruled = [f"{many} ruled out: {why}" for why, many in found["ruled_out"].items()]
     fit = f"{found['fit']} layouts fit" if found["fit"] != 1 else "One layout fits"
-    said = f"First is {best[0]['layout']}, {best[0]['seconds']:.3g} s a step. {fit}"
-    told = ["; ".join([said, *ruled]), *(f"Warning: {words}" for words in found["warnings"])]
-    return {"said": " ".join(f"{words}." for words in told), "head": head, "rows": rows}
+    summary = f"First is {best[0]['layout']}, {best[0]['seconds']:.3g} s a step. {fit}"
+    warnings = [f"Warning: {words}" for words in found["warnings"]]
+    summary = " ".join(f"{words}." for words in ["; ".join([summary, *ruled]), *warnings])
+    return {"summary": summary, "head": head, "rows": rows}
 
 
-CALCULATORS = {"memory": memory, "schedule": schedule, "mesh": mesh, "strategy": strategy}
+CALCULATORS = {
+    "memory": calculate_memory, "schedule": calculate_schedule, "mesh": calculate_mesh,
+    "strategy": calculate_strategy,
+}  # fmt: skip
 
 
-def answer(question):
+def answer_question(question):
     """Answer {"kind", "given"}, both as JSON; {"error"} if the command rejects the values."""
     asked = json.loads(question)
     kind, given = asked["kind"], asked["given"]

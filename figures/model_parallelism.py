@@ -329,7 +329,7 @@ def choose() -> Figure:
     words(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
     line = "Does the fullest rank fit into its memory?"
     words(axes, left, 0.31, line, ha="left", fontsize=10)
-    for number, name in enumerate(strategy.RUNGS):
+    for number, name in enumerate(strategy.TECHNIQUES):
         y = 0.52 + number * step
         axes.add_patch(Rectangle((left, y), wide, high, fill=False, ec=INK, lw=1.2))
         title(axes, left + 0.1, y + 0.15, f"{number + 1}  {name}", ha="left", fontsize=10)
@@ -510,7 +510,7 @@ def main() -> None:
     for draw in (step, ways, bubble, ffn, zero, choose, gpt3, stacks, cuts):
         alt = " ".join(draw.__doc__.split())
         if draw is choose:
-            rungs = (f"{i}, {name}: {RUNGS[name]}" for i, name in enumerate(strategy.RUNGS, 1))
+            rungs = (f"{i}, {name}: {RUNGS[name]}" for i, name in enumerate(strategy.TECHNIQUES, 1))
             alt = f"{alt} {'; '.join(rungs)}."
         show.svg(draw(), HERE / f"model_parallelism_{draw.__name__}.svg", alt)
 

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 
 from shardlab.common import show
 from shardlab.common.machines import MACHINES
-from shardtools.strategy import files
+from shardtools.strategy import measured_runs
 from shardtools.strategy.profile import ENGINES
-from shardtools.strategy.rates import PUBLISHED
+from shardtools.strategy.rates import DATA_DIR
 
 HERE = Path(__file__).parent
 COLORS = [show.RANK_COLORS[i] for i in (4, 5, 7)]  # not ranks' colours
@@ -56,11 +56,12 @@ def draw_engines() -> None:
     """Draw predicted over measured step times of engines, with rates from the other half."""
     show.style()
     ratios: dict[str, list[float]] = {}
-    for row in files.read_rows("rows", PUBLISHED / "throughput.csv"):
-        if row["by_others_s"]:
-            measured = files.row_measured(row, files.row_job(row, ENGINES))[0]
+    for row in measured_runs.read_rows("rows", DATA_DIR / "throughput.csv"):
+        if row["cross_validated_s"]:
+            job = measured_runs.row_to_job(row, ENGINES)
+            measured, _ = measured_runs.row_to_measurement(row, job)
             name = row["source"].split(" (")[0].replace("MosaicML ", "").replace("NeMo A", "A")
-            ratios.setdefault(name, []).append(float(row["by_others_s"]) / measured)
+            ratios.setdefault(name, []).append(float(row["cross_validated_s"]) / measured)
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
     names = sorted(ratios, key=lambda name: -len(ratios[name]))
     for y, name in enumerate(names):

@@ -10,14 +10,14 @@ import pytest
 import yaml
 from commands import ran
 from test_cluster_slurm import ended, losses
-from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, put
+from test_strategy_emit_job import ENGINES, LLAMA, NEEDS, PAIR, write_files
 
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
 from shardtools.cluster import site, slurm
-from shardtools.strategy.emit import Limits, emit, job
-from shardtools.strategy.emit.job import FILE, SITE
+from shardtools.strategy.emit import Limits, emit, render_job
+from shardtools.strategy.emit.job import BATCH_FILE, SITE_FILE
 from shardtools.strategy.emit.target import Target
 
 EXAMPLES = sorted(site.EXAMPLES.glob("*.yml"))
@@ -30,8 +30,10 @@ PLAIN = Layout(dp=4, zero=3, microbatches=2)
 
 
 def planned(at, engine="course", config=LLAMA, layout=PLAIN):
-    files = job(Target(engine, config, PAIR, layout, config.seq), Limits("00:50:00"), 30, 60.0)
-    return files | {FILE: at.batch(files[FILE]), SITE: at.script()}
+    files = render_job(
+        Target(engine, config, PAIR, layout, config.seq), Limits("00:50:00"), 30, 60.0
+    )
+    return files | {BATCH_FILE: at.batch(files[BATCH_FILE]), SITE_FILE: at.script()}
 
 
 def all_of(at):
@@ -40,7 +42,7 @@ def all_of(at):
     texts["plan"] = at.batch(emit("slurm", LLAMA, PAIR, PLAIN))
     for engine in ENGINES:
         if engine != "megatron" or at.launcher != "srun":
-            texts[engine] = planned(at, engine)[FILE]
+            texts[engine] = planned(at, engine)[BATCH_FILE]
     return texts
 
 
@@ -132,9 +134,9 @@ def test_the_planner_takes_the_file(tmp_path, capsys):
     status, out, error = ran(capsys, *whole, "--partition", "long")
     assert status == 0 and "Put your site's modules" not in out, error
     assert shlex.split(out.splitlines()[-1])[:2] == ["cd", str(folder)]
-    text = (folder / FILE).read_text()
+    text = (folder / BATCH_FILE).read_text()
     assert text.count("--partition=") == 1 and "--partition=long" in text
-    assert "module load Python/3.12 CUDA/12.6" in (folder / SITE).read_text()
+    assert "module load Python/3.12 CUDA/12.6" in (folder / SITE_FILE).read_text()
 
 
 def test_typed_commands_get_what_the_site_asks_for():
@@ -156,7 +158,7 @@ def test_slurm_takes_what_is_made(tmp_path):
         for path in EXAMPLES:
             at = replace(site.read(path), **dict.fromkeys(("account", "reservation", "gres"), ""))
             for name, text in all_of(replace(at, partition="all")).items():
-                folder = put({f"{name}.sh": text}, tmp_path / path.stem)
+                folder = write_files({f"{name}.sh": text}, tmp_path / path.stem)
                 box.run(["sbatch", "--test-only", f"{name}.sh"], cwd=folder)
 
 
@@ -164,12 +166,12 @@ def test_slurm_takes_what_is_made(tmp_path):
 @NEEDS
 def test_srun_starts_the_ranks_of_a_planned_job(tmp_path):
     nano, at = replace(PRESETS["nano"], seq=16), site.of({"launcher": "srun"})
-    folder = put(planned(at, "course", nano, Layout(dp=2, zero=1)), tmp_path / "job")
+    folder = write_files(planned(at, "course", nano, Layout(dp=2, zero=1)), tmp_path / "job")
     with slurm.up(tmp_path / "box", cpus=8) as box:
         more = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
         how = {"cwd": folder, "env": {**box.environment, **more, "CUDA_VISIBLE_DEVICES": ""}}
         options = ["--limit", "4000", "--report", "1", "--steps", "3"]
-        number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
+        number = box.run(["sbatch", "--parsable", BATCH_FILE, *options], **how).stdout.strip()
         said = folder / f"train-{number}.err"
         assert ended(box, number) == "COMPLETED", said.read_text()
         assert len(losses(folder / "run")) == 3

@@ -218,7 +218,7 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         GPT(config)(torch.zeros(2, config.seq, dtype=torch.long))
     tokens = 2 * config.seq
-    assert 3 * counter.get_total_flops() == strategy.flops(config, tokens, causal=False)
+    assert 3 * counter.get_total_flops() == strategy.count_flops(config, tokens, causal=False)
 
 
 @settings(max_examples=200, deadline=None)
@@ -244,4 +244,6 @@ def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
     model, layout = structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
     assert memory.parameters(model, layout) == memory.parameters(config, layout)
     assert strategy.predict(model, machine, layout) == strategy.predict(config, machine, layout)
-    assert strategy.floor(model, machine, layout) == strategy.floor(config, machine, layout)
+    assert strategy.compute_floor(model, machine, layout) == strategy.compute_floor(
+        config, machine, layout
+    )

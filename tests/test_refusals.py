@@ -101,7 +101,7 @@ LAYOUTS: Table = {
     "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: allowed": held(tp=3),
     "precision='fp12': allowed": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
-    "gpus=12: allowed": lambda: strategy.plan(GPT3, A100, 12, 512),
+    "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
 TECHNIQUES: Table = {
     "allowed with way='summa'": lambda: gemm.predict("summa", 4, 4, 4, 4),
@@ -263,7 +263,7 @@ def test_a_file_that_is_none_of_ours_is_refused(capsys: Any, tmp_path: Any, name
         path.write_bytes(text)
         status, out, err = ran(capsys, *READ[name].split(), str(path))
         assert status == 2 and out == "" and err.count("\n") == 1 and len(err) < 500, err
-        assert f"{name}='{path}': allowed are" in err
+        assert f"{name}='{path}': " in err
     for given in ("/", "/dev/zero", "/nowhere/x.json", ""):
         status, out, err = ran(capsys, *READ[name].split(), given)
         assert status == 2 and out == "" and err.count("\n") == 1 and f"{name}=" in err, err

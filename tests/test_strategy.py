@@ -11,13 +11,13 @@ from shardlab import memory, pipeline, ranks, sequence_parallel, tensor_parallel
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt import model
 from shardtools import strategy
-from shardtools.strategy import MACHINES, RUNGS, Layout, Plan
+from shardtools.strategy import MACHINES, TECHNIQUES, Layout, Plan
 
 GPT3, A100 = PRESETS["gpt-3-175b"], MACHINES["a100"]
 few = settings(max_examples=8, deadline=None)
 
 
-def gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
+def make_gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
     """Return a GPT as Megatron-LM's papers define it."""
     return Config(vocab=51_200, seq=seq, layers=layers, heads=heads, hidden=hidden)
 
@@ -42,8 +42,8 @@ TABLE_1 = [
 
 def test_operations_are_those_of_the_paper() -> None:
     for layers, hidden, heads, batch, b, t, p, d, chunks in TABLE_1:
-        config = gpt(layers, hidden, heads)
-        work = strategy.flops(config, batch * 2048, recompute="full", causal=False)
+        config = make_gpt(layers, hidden, heads)
+        work = strategy.count_flops(config, batch * 2048, recompute="full", causal=False)
         assert work == pytest.approx(paper_flops(config, batch), rel=1e-9)
         layout = Layout(d, t, p, micro_batch=b, microbatches=batch // d // b, recompute="full")
         if chunks > 1:
@@ -60,16 +60,16 @@ def test_days_of_training() -> None:
 def test_traffic_of_zero_is_that_of_its_paper() -> None:
     """Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: twice, twice, twice, three times P."""
     params, d = 6_400, 64
-    sent = [sum(strategy.zero_bytes(params, z, d, weight=1, gradient=1).values()) for z in range(4)]
+    sent = [sum(strategy.zero_traffic(params, z, d, 1, 1, 1).values()) for z in range(4)]
     share = params * (d - 1) // d
     assert sent == [2 * share, 2 * share, 2 * share, 3 * share]
     m = 8
-    sent = [sum(strategy.zero_bytes(params, z, d, m, 1, 1).values()) for z in range(4)]
+    sent = [sum(strategy.zero_traffic(params, z, d, m, 1, 1).values()) for z in range(4)]
     assert sent == [2 * share, 2 * share, (m + 1) * share, 3 * m * share]
-    assert strategy.zero_bytes(7, 2, 1, 5) == {"gradients": 0, "weights": 0}
+    assert strategy.zero_traffic(7, 2, 1, 5) == {"gradients": 0, "weights": 0}
 
 
-def predicted() -> list[dict[str, int]]:
+def predict_zero_traffic() -> list[dict[str, int]]:
     """Return a rank's bytes sent by stage, of two ranks and three micro-batches."""
     found = []
     for stage in (1, 2, 3):
@@ -82,8 +82,8 @@ def predicted() -> list[dict[str, int]]:
 def test_traffic_of_zero_is_that_of_the_module() -> None:
     """In float32; without units, stage 3 keeps the gathered weights from forward to backward."""
     params = memory.parameter_count(PRESETS["nano"])
-    for stage, found in zip((1, 2, 3), ranks.run(predicted, 2)[0], strict=True):
-        sent = strategy.zero_bytes(params, stage, 2, 3, weight=4, gradient=4)
+    for stage, found in zip((1, 2, 3), ranks.run(predict_zero_traffic, 2)[0], strict=True):
+        sent = strategy.zero_traffic(params, stage, 2, 3, weight=4, gradient=4)
         weights = sent["weights"] / (2 if stage == 3 else 1)
         assert found == {
             "gradients": pytest.approx(sent["gradients"], rel=1e-3),  # padding
@@ -93,7 +93,7 @@ def test_traffic_of_zero_is_that_of_the_module() -> None:
 
 def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
     config, layout = PRESETS["micro"], Layout(tp=4, micro_batch=2, microbatches=3)
-    found = strategy.floor(config, A100, layout).tensor
+    found = strategy.compute_floor(config, A100, layout).tensor
     sent = tensor_parallel.predicted_sent(config, 4, 2, config.seq, itemsize=2)
     sent = (sent["forward"] + sent["backward"]) * 2 * config.layers / (2 * config.layers + 1)
     assert found * A100.inside == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
@@ -107,7 +107,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: in
     config = replace(PRESETS["micro"], layers=8)
     name = "1f1b" if chunks == 1 else "interleaved"
     layout = Layout(pp=p, microbatches=m, schedule=name, chunks=chunks)
-    found = strategy.floor(config, A100, layout)
+    found = strategy.compute_floor(config, A100, layout)
     timeline = pipeline.simulate(pipeline.schedule(name, p, m, chunks))
     share = found.bubble / (found.arithmetic + found.bubble)
     assert share == pytest.approx(timeline.bubble)
@@ -119,7 +119,7 @@ def test_gpt3_on_64_gpus() -> None:
     assert {(x.ranks, x.batch) for x in layouts} == {(64, 512)}
     peaks = [memory.estimate(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
     assert peaks == pytest.approx([109.6, 65.5, 60.0, 55.9], abs=0.05)
-    floors = [strategy.floor(GPT3, A100, x) for x in layouts]
+    floors = [strategy.compute_floor(GPT3, A100, x) for x in layouts]
     assert floors[0] == floors[1]
     assert floors[2].data == pytest.approx(floors[1].data * 257 / 2)
     assert floors[3].data == pytest.approx(floors[1].data * 3 * 256 / 2)
@@ -132,9 +132,9 @@ def test_gpt3_on_64_gpus() -> None:
 def test_copies_of_a_node_share_its_links() -> None:
     """An all-reduce of S: 2(n-1)/n S/g through each card, for n nodes of g copies."""
     params = memory.parameter_count(PRESETS["gpt-2"])
-    found = strategy.floor(PRESETS["gpt-2"], A100, Layout(dp=128))
+    found = strategy.compute_floor(PRESETS["gpt-2"], A100, Layout(dp=128))
     assert found.data == pytest.approx(2 * (15 / 16) * 2 * params / 8 / A100.between, rel=1e-6)
-    inside = strategy.floor(PRESETS["gpt-2"], A100, Layout(dp=8)).data
+    inside = strategy.compute_floor(PRESETS["gpt-2"], A100, Layout(dp=8)).data
     assert inside == pytest.approx(2 * (7 / 8) * 2 * params / A100.inside, rel=1e-6)
 
 
@@ -146,7 +146,7 @@ JOBS = st.tuples(
 )
 
 
-def planned(model: str, gpu: str, gpus: int, batch: int) -> Plan:
+def plan_preset(model: str, gpu: str, gpus: int, batch: int) -> Plan:
     return strategy.plan(PRESETS[model], MACHINES[gpu], gpus, batch)
 
 
@@ -157,21 +157,21 @@ def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: fl
     model, gpus, batch = job
     machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 GPUs fill nodes of eight
     found = strategy.plan(PRESETS[model], machine, gpus, batch)
-    if not found.fits:
+    if not found.feasible:
         with pytest.raises(ValueError, match=f"gpus={gpus}: no layout "):
-            strategy.choose(found)
+            strategy.choose_by_chart(found)
         return
-    chosen, rungs = strategy.choose(found), strategy.rungs(found)
-    assert chosen in found.fits and chosen.reserved <= found.room == 0.927 * size
-    assert list(rungs) == [name for name in RUNGS if name in rungs]
-    place = RUNGS.index(strategy.rung(chosen.layout))
-    alone = [one for one in found.fits if one.layout.cp == 1]
-    for one in alone or found.fits:  # the chart has no context parallelism
-        name = strategy.rung(one.layout)
-        assert rungs[name].seconds <= one.seconds + 1e-6
-        wait = rungs[name].prediction.seconds  # for weights that ZeRO-3 gathers, on any rung
-        late = rungs[name].layout.zero == 3 and wait.data > wait.products + wait.attention
-        assert RUNGS.index(name) >= place or late
+    chosen, by_technique = strategy.choose_by_chart(found), strategy.fastest_by_technique(found)
+    assert chosen in found.feasible and chosen.reserved <= found.usable_memory == 0.927 * size
+    assert list(by_technique) == [name for name in TECHNIQUES if name in by_technique]
+    place = TECHNIQUES.index(strategy.find_technique(chosen.layout))
+    alone = [one for one in found.feasible if one.layout.cp == 1]
+    for one in alone or found.feasible:  # the chart has no context parallelism
+        name = strategy.find_technique(one.layout)
+        assert by_technique[name].seconds <= one.seconds + 1e-6
+        wait = by_technique[name].prediction.seconds  # for weights that ZeRO-3 gathers
+        late = by_technique[name].layout.zero == 3 and wait.data > wait.products + wait.attention
+        assert TECHNIQUES.index(name) >= place or late
 
 
 def test_the_chart_by_model_size() -> None:
@@ -184,29 +184,30 @@ def test_the_chart_by_model_size() -> None:
         ("gpt-3-175b", "a100", 1024, 1536): "d 128 · t 8, ZeRO-2",
     }
     for job, answer in jobs.items():
-        assert str(strategy.choose(planned(*job)).layout) == answer
+        assert str(strategy.choose_by_chart(plan_preset(*job)).layout) == answer
 
 
 def test_gpt3_on_64_gpus_has_one_answer() -> None:
     """The answer of the plan, which command, page and lesson print; the chart's is slower."""
-    found = planned("gpt-3-175b", "a100", 64, 64)
-    assert str(found.fits[0].layout) == "d 2 · t 4 · p 8, ZeRO-1, recompute ffn, interleaved 4"
-    assert strategy.choose(found).seconds == pytest.approx(1.24 * found.fits[0].seconds, rel=0.01)
+    found = plan_preset("gpt-3-175b", "a100", 64, 64)
+    assert str(found.feasible[0].layout) == "d 2 · t 4 · p 8, ZeRO-1, recompute ffn, interleaved 4"
+    slower = strategy.choose_by_chart(found).seconds / found.feasible[0].seconds
+    assert slower == pytest.approx(1.24, rel=0.01)
 
 
 def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
     """The plan avoids ZeRO-3 if gathering the weights takes longer than the compute."""
     config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
     found = strategy.plan(config, slow, 64, 512)
-    parts = strategy.rungs(found)["recompute"].prediction.seconds
+    parts = strategy.fastest_by_technique(found)["recompute"].prediction.seconds
     assert parts.data > parts.products + parts.attention
-    assert strategy.rung(strategy.choose(found).layout) == "tensor in the node"
+    assert strategy.find_technique(strategy.choose_by_chart(found).layout) == "tensor in the node"
 
 
 def test_advice_counts_the_states_as_memory_does() -> None:
     # Experts are distributed, and fewer ranks share their states: as `memory` counts them.
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
-    said = strategy.fullness(PRESETS["mixtral-8x7b"], A100, mixed)
+    said = strategy.explain_oom(PRESETS["mixtral-8x7b"], A100, mixed)
     found = memory.estimate(PRESETS["mixtral-8x7b"], mixed, device="gpu")
     states = found.parameters + found.gradients + found.optimizer
     assert f"{states / 1e9:.1f} GB of it are model states" in said

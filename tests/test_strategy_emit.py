@@ -27,7 +27,7 @@ from shardlab.layout import Layout
 from shardlab.train import take_home
 from shardtools.cluster import slurm
 from shardtools.strategy.emit import course, deepspeed, emit
-from shardtools.strategy.emit.slurm import FILE
+from shardtools.strategy.emit.slurm import FILE_NAME
 
 HERE = Path(__file__).parent
 MEGATRON = json.loads((HERE / "strategy_emit_megatron.json").read_text())
@@ -45,7 +45,7 @@ STEPS = 4
 ROUNDED = 2e-3
 
 
-def windows(micro, share, size, seq):
+def draw_windows(micro, share, size, seq):
     """Return tokens and targets, [size, seq], the same in each step, as the scripts draw them."""
     draw = torch.Generator().manual_seed(10**3 * micro + share)
     tokens = torch.randint(0, NANO.vocab, (size, seq + 1), generator=draw)
@@ -72,7 +72,7 @@ def one_process(layout):
         total = 0.0
         for share in range(layout.dp):
             for micro in range(layout.microbatches):
-                tokens, targets = windows(micro, share, layout.micro_batch, NANO.seq)
+                tokens, targets = draw_windows(micro, share, layout.micro_batch, NANO.seq)
                 value = loss(used(tokens), targets) / (layout.dp * layout.microbatches)
                 value.backward()
                 total += value.item()
@@ -88,7 +88,7 @@ def one_process(layout):
     return found
 
 
-def references():
+def train_references():
     """Return `one_process` of each layout, on a rank, with as many threads as the engines have."""
     return [one_process(layout) for layout in DEEPSPEED.values()]
 
@@ -159,14 +159,14 @@ def engine_of(layout, path):
     return engine
 
 
-def driven(folder):
+def train_with_deepspeed(folder):
     found = []
     for name, layout in DEEPSPEED.items():
         engine = engine_of(layout, folder / f"{name}.json")
         share = dist.get_rank() if layout.dp > 1 else 0
         size = layout.micro_batch
         micros = range(layout.microbatches)
-        batch = [windows(micro, share, size, NANO.seq) for micro in micros]
+        batch = [draw_windows(micro, share, size, NANO.seq) for micro in micros]
         found.append([de.step(engine, batch) for _ in range(STEPS)])
     return found
 
@@ -175,8 +175,8 @@ def driven(folder):
 def test_deepspeed_reads_the_file_and_trains_as_one_process_does(tmp_path):
     for name, layout in DEEPSPEED.items():
         (tmp_path / f"{name}.json").write_text(emit("deepspeed", NANO, H100, layout))
-    results = ranks.run(driven, 2, tmp_path, device="cpu", timeout=400)
-    wanted = ranks.run(references, 1, device="cpu", timeout=240)[0]
+    results = ranks.run(train_with_deepspeed, 2, tmp_path, device="cpu", timeout=400)
+    wanted = ranks.run(train_references, 1, device="cpu", timeout=240)[0]
     for name, mine, plain in zip(DEEPSPEED, results[0], wanted, strict=True):
         assert mine == pytest.approx(plain, abs=ROUNDED), name
         assert plain[-1] < plain[0] - 50 * ROUNDED, "nothing was learned"
@@ -208,7 +208,7 @@ TITANS = {
 }
 
 
-def assigned(text):
+def parse_assignments(text):
     """Return field -> value of `config.<field> = <value>`; None if it is no constant."""
     found = {}
     for node in ast.walk(ast.parse(text)):
@@ -223,7 +223,7 @@ def test_torchtitan_has_every_field_and_every_name(name):
     config, layout = TITANS[name]
     text = emit("torchtitan", config, H100, layout)
     fields = TORCHTITAN["fields"]
-    values = assigned(text)
+    values = parse_assignments(text)
     for field, value in values.items():
         assert field in fields, field
         if isinstance(value, bool):
@@ -272,7 +272,7 @@ MEGATRONS = {
 }
 
 
-def arguments(text, tmp_path):
+def run_script(text, tmp_path):
     """Return torchrun's own arguments, and pretrain_gpt.py's as name -> values."""
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/bash\nprintf "%s\\n" "cuda=${CUDA_DEVICE_MAX_CONNECTIONS-}" "$@"\n')
@@ -299,7 +299,7 @@ def arguments(text, tmp_path):
 @pytest.mark.parametrize("name", MEGATRONS)
 def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     config, layout = MEGATRONS[name]
-    launch, given = arguments(emit("megatron", config, H100, layout), tmp_path)
+    launch, given = run_script(emit("megatron", config, H100, layout), tmp_path)
     known = MEGATRON["arguments"]
     for argument, values in given.items():
         kind = known[argument]
@@ -312,14 +312,14 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
         else:
             {"int": int, "float": float, "str": str}[kind](*values)
 
-    def number(argument):
+    def get_degree(argument):
         return int(given.get(argument, ["1"])[0])
 
     cut = ["tensor-model", "pipeline-model", "context", "expert-model"]
-    degrees = [number(f"--{kind}-parallel-size") for kind in cut]
+    degrees = [get_degree(f"--{kind}-parallel-size") for kind in cut]
     assert degrees == [layout.tp, layout.pp, layout.cp, layout.ep]
     assert ("--num-experts" in given) is (config.experts > 0)
-    assert number("--global-batch-size") == layout.batch
+    assert get_degree("--global-batch-size") == layout.batch
     assert given["--seed"] == ["7"]
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
     each = int(re.findall(r"--nproc-per-node=(\d+)", "\n".join(launch))[0])
@@ -330,11 +330,11 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
 
 
 def test_megatron_s_stages_hold_each_layer_once(tmp_path):
-    given = arguments(emit("megatron", BIG, H100, MEGATRONS["stages"][1]), tmp_path)[1]
+    given = run_script(emit("megatron", BIG, H100, MEGATRONS["stages"][1]), tmp_path)[1]
     text = given["--pipeline-model-parallel-layout"][0]
     assert text == "Et*7|(t*8|)*14t*7L"  # 405B's own: arXiv 2407.21783, section 3.3.2
     uneven = Layout(pp=4, microbatches=4, stages=(7, 9, 9, 7))
-    given = arguments(emit("megatron", LLAMA, H100, uneven), tmp_path)[1]
+    given = run_script(emit("megatron", LLAMA, H100, uneven), tmp_path)[1]
     assert given["--pipeline-model-parallel-layout"] == ["Et*7|(t*9|)*2t*7L"]
 
 
@@ -355,7 +355,7 @@ def test_slurm_s_file_is_bash_and_asks_for_the_plan_s_gpus(tmp_path):
 @pytest.mark.alone
 def test_slurm_starts_every_rank_of_the_plan(tmp_path):
     pair = replace(H100, per_node=2)
-    (tmp_path / FILE).write_text(emit("slurm", NANO, pair, Layout(dp=4)))
+    (tmp_path / FILE_NAME).write_text(emit("slurm", NANO, pair, Layout(dp=4)))
     (tmp_path / "stub.py").write_text(
         "import os, sys\n"
         "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'SLURM_NODEID'\n"
@@ -363,7 +363,8 @@ def test_slurm_starts_every_rank_of_the_plan(tmp_path):
     )
     with slurm.up(tmp_path / "box", cpus=8) as box:
         how = {"cwd": tmp_path, "env": box.environment}
-        job = box.run(["sbatch", "--parsable", "--time=1", FILE, "stub.py"], **how).stdout.strip()
+        submit = ["sbatch", "--parsable", "--time=1", FILE_NAME, "stub.py"]
+        job = box.run(submit, **how).stdout.strip()
         end = time.monotonic() + 90
         while (state := state_of(box, job)) not in ("COMPLETED", "FAILED", "CANCELLED"):
             assert time.monotonic() < end, state

@@ -15,8 +15,8 @@ from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
 from shardlab.train import take_home
 from shardtools.cluster import slurm
-from shardtools.strategy.emit import Limits, job
-from shardtools.strategy.emit.job import FILE, SITE, in_seconds
+from shardtools.strategy.emit import Limits, render_job
+from shardtools.strategy.emit.job import BATCH_FILE, SITE_FILE, parse_slurm_time
 from shardtools.strategy.emit.target import Target
 
 HERE = Path(__file__).parent
@@ -31,41 +31,41 @@ ENGINES = "torchtitan", "megatron", "course"
 JOB = ["--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
 
 
-def files(engine, layout=None, config=LLAMA, time="00:50:00", **more):
+def render_files(engine, layout=None, config=LLAMA, time="00:50:00", **more):
     target = Target(
         engine, config, PAIR, layout or Layout(dp=4, zero=3, microbatches=2), config.seq
     )
-    return job(target, Limits(time, **more), steps=30, seconds=60.0)
+    return render_job(target, Limits(time, **more), steps=30, seconds=60.0)
 
 
-def put(texts, folder):
+def write_files(texts, folder):
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text)
     return folder
 
 
-def words(text):
-    """Return the engine's arguments in the batch file."""
+def find_arguments(text):
     return text[text.index("srun --cpus") : text.index('"$@" &')].replace("\\\n", " ").split()
 
 
 def test_each_engine_is_told_to_resume_by_arguments_that_it_has():
-    given = words(files("megatron")[FILE])
+    given = find_arguments(render_files("megatron")[BATCH_FILE])
     there = {word for word in given if word in MEGATRON["arguments"]}
     wanted = {"--save", "--load", "--save-interval", "--train-iters"}
     assert there == wanted | {"--exit-signal-handler", "--exit-signal"}
     assert "SIGUSR1" in MEGATRON["arguments"]["--exit-signal"]
     assert given[given.index("--save-interval") + 1] == "5"  # a tenth of 50 minutes
     fields = {*TORCHTITAN["fields"], *TORCHTITAN["checkpoint"]}
-    given = [word for word in words(files("torchtitan")[FILE]) if word.startswith("--")]
+    given = find_arguments(render_files("torchtitan")[BATCH_FILE])
+    given = [word for word in given if word.startswith("--")]
     own = given[given.index("--module") + 2 :]
     assert own and {word[2:].replace("-", "_") for word in own} <= fields
     assert "--checkpoint.enable" in own
 
 
 def test_the_course_s_script_takes_the_options_of_its_job(tmp_path):
-    put(texts := files("course"), tmp_path)
+    write_files(texts := render_files("course"), tmp_path)
     assert texts["train.py"] == Path(take_home.__file__).read_text()
     read = 'source ./options.sh; printf "%s\\n" "${options[@]}"'
     said = subprocess.run(["bash", "-c", read], cwd=tmp_path, capture_output=True, text=True)
@@ -81,25 +81,26 @@ def test_a_job_s_files_are_written_and_a_site_s_lines_are_kept(engine, tmp_path,
     status, out, error = ran(capsys, *ask)
     assert status == 0, error
     assert "sbatch job.sbatch" in out and all(path.name in out for path in into.iterdir())
-    subprocess.run(["bash", "-n", into / FILE], check=True)
-    text = (into / FILE).read_text()
+    subprocess.run(["bash", "-n", into / BATCH_FILE], check=True)
+    text = (into / BATCH_FILE).read_text()
     assert "#SBATCH --time=00:30:00" in text and "#SBATCH --signal=B:USR1@300" in text
     assert re.search("(steps|--train-iters) 239", text)  # of 512 · 8192 tokens
-    (into / SITE).write_text("module load mine\n")
+    (into / SITE_FILE).write_text("module load mine\n")
     assert ran(capsys, *ask)[0] == 0
-    assert (into / SITE).read_text() == "module load mine\n"
+    assert (into / SITE_FILE).read_text() == "module load mine\n"
 
 
 @NEEDS
 def test_slurm_takes_the_batch_files(tmp_path):
     with slurm.up(tmp_path / "box", cpus=8) as box:
         for engine in ENGINES:
-            folder = put(files(engine, partition="all"), tmp_path / engine)
-            box.run(["sbatch", "--test-only", FILE], cwd=folder)
-        (tmp_path / "course" / SITE).unlink()
-        number = box.run(["sbatch", "--parsable", FILE], cwd=tmp_path / "course").stdout.strip()
+            folder = write_files(render_files(engine, partition="all"), tmp_path / engine)
+            box.run(["sbatch", "--test-only", BATCH_FILE], cwd=folder)
+        (tmp_path / "course" / SITE_FILE).unlink()
+        submit = ["sbatch", "--parsable", BATCH_FILE]
+        number = box.run(submit, cwd=tmp_path / "course").stdout.strip()
         assert ended(box, number) == "FAILED"
-        assert f"no {SITE} here" in (tmp_path / f"course/train-{number}.err").read_text()
+        assert f"no {SITE_FILE} here" in (tmp_path / f"course/train-{number}.err").read_text()
 
 
 @NEEDS
@@ -107,7 +108,7 @@ def test_slurm_takes_the_batch_files(tmp_path):
 def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
     engine, steps = "course", 300
     nano = replace(PRESETS["nano"], seq=16)
-    folder = put(files(engine, Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
+    folder = write_files(render_files(engine, Layout(dp=2, zero=3), nano, "00:10:00"), tmp_path)
     with slurm.up(tmp_path / "box", 1, cpus=8) as box:
         more = {
             "GLOO_SOCKET_IFNAME": "lo",
@@ -117,7 +118,7 @@ def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
         }
         how = {"cwd": folder, "env": {**box.environment, **more}}
         options = ["--limit", "4000", "--report", "1", "--steps", str(steps), "--every", "100"]
-        number = box.run(["sbatch", "--parsable", FILE, *options], **how).stdout.strip()
+        number = box.run(["sbatch", "--parsable", BATCH_FILE, *options], **how).stdout.strip()
         metrics = folder / "run/metrics.jsonl"
         until(lambda: metrics.exists() and losses(folder / "run"))
         box.run(["scancel", "--signal=USR1", "--batch", number])
@@ -137,4 +138,4 @@ def test_a_job_saves_at_the_signal_returns_to_the_queue_and_resumes(tmp_path):
     + [("soon", 0)],
 )
 def test_times_are_read_as_slurm_reads_them(time, seconds):
-    assert in_seconds(time) == seconds
+    assert parse_slurm_time(time) == seconds

@@ -9,17 +9,17 @@ from statistics import median
 import pytest
 
 from shardlab.common.shapes import PRESETS
-from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn, models, predict
+from shardtools.strategy import MACHINES, PROFILES, Layout, fit_runs, measured_runs, models, predict
 from shardtools.strategy.profile import ENGINES
-from shardtools.strategy.rates import PUBLISHED, known
+from shardtools.strategy.rates import DATA_DIR, load_rates
 
-TABLE = PUBLISHED / "throughput.csv"
-ROWS = files.read_rows("rows", TABLE)
-JOBS = [files.row_job(row, ENGINES) for row in ROWS]
-TAKEN = [files.row_measured(row, job)[0] for row, job in zip(ROWS, JOBS, strict=True)]
+TABLE = DATA_DIR / "throughput.csv"
+ROWS = measured_runs.read_rows("rows", TABLE)
+JOBS = [measured_runs.row_to_job(row, ENGINES) for row in ROWS]
+TAKEN = [measured_runs.row_to_measurement(row, job)[0] for row, job in zip(ROWS, JOBS, strict=True)]
 
 
-def medians(others: list[float]) -> dict[str, float]:
+def median_errors(others: list[float]) -> dict[str, float]:
     """Return the median error of each half of the table, predicted from the other half.
 
     The medians are by dtype of the products and presence of experts, and by source.
@@ -38,7 +38,7 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
     By source at most 29 %, NeMo Automodel's: one fitted factor sets all its eight step times, and
     another half gives another factor. Over several halves it is 18 %: see the test below.
     """
-    found = medians([float(row["by_others_s"]) for row in ROWS])
+    found = median_errors([float(row["cross_validated_s"]) for row in ROWS])
     assert found.pop("dense") < 0.08
     assert found.pop("with experts") < 0.15
     assert found.pop("8 bits") < 0.125
@@ -49,9 +49,9 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
 @pytest.mark.weekly("ten fits")
 def test_so_are_other_halves() -> None:
     """Five random halves, the table's first: the median of each median over them."""
-    first, *more = (learn.by_others(ROWS, seed) for seed in range(1, 6))
-    assert [float(row["by_others_s"]) for row in ROWS] == pytest.approx(first, rel=2e-3)
-    each = [medians(others) for others in (first, *more)]
+    first, *more = (fit_runs.cross_validate(ROWS, seed) for seed in range(1, 6))
+    assert [float(row["cross_validated_s"]) for row in ROWS] == pytest.approx(first, rel=2e-3)
+    each = [median_errors(others) for others in (first, *more)]
     found = {name: median(one[name] for one in each) for name in each[0]}
     assert found.pop("dense") < 0.10 and found.pop("8 bits") < 0.20
     assert found.pop("with experts") < 0.15
@@ -60,11 +60,11 @@ def test_so_are_other_halves() -> None:
 
 
 def test_the_rates_that_come_with_the_course_are_those_of_the_table() -> None:
-    kept, found = known("engines"), learn.from_rows(ROWS, ENGINES, TABLE.name)
+    kept, found = load_rates("engines"), fit_runs.fit_rows(ROWS, ENGINES, TABLE.name)
     assert list(kept) == list(found)
     for rate in found:
         assert kept[rate] == pytest.approx(found[rate], rel=1e-6)
-        assert kept.all[rate].origin == found.all[rate].origin
+        assert kept.by_name[rate].origin == found.by_name[rate].origin
     assert len(ROWS) == 279
 
 
@@ -77,7 +77,7 @@ def test_models_are_what_the_hub_counts() -> None:
         "llama-3-70b": 70_553_706_496,
     }  # fmt: skip
     for name, total in totals.items():
-        assert models.named(name).total == total
+        assert models.find_model(name).total == total
 
 
 # ------------------------------------------------------------------- torchtitan, as it is emitted
@@ -87,7 +87,7 @@ def test_eager_compiled_and_captured_are_told_apart() -> None:
     """torchtitan's Table 1: 8B on eight GPUs, 5,762 tokens/s each in eager mode, 6,667 compiled."""
     titan, at = PROFILES["torchtitan"], Layout(8, zero=3, micro_batch=2, recompute="norms+ffn")
     config, chip = PRESETS["llama-3-8b"], MACHINES["h100-96"]
-    ways = ({"compiled": False, "captured": False}, {"captured": False}, {})
+    ways = ({"is_compiled": False, "captures_graph": False}, {"captures_graph": False}, {})
     taken = [predict(config, chip, at, replace(titan, **way)).seconds.total for way in ways]
     each = [2 * 8192 / step for step in taken]
     assert each[0] == pytest.approx(5762, rel=0.10)

@@ -8,27 +8,28 @@ from pathlib import Path
 import pytest
 from commands import ran
 
-from shardtools.strategy.rates import PUBLISHED, known
+from shardtools.strategy.rates import DATA_DIR, load_rates
 
-SWEEP, CASES = PUBLISHED / "sweep.csv", PUBLISHED / "megatron.json"
-NANOTRON = PUBLISHED / "rates_nanotron.json"
+SWEEP, CASES = DATA_DIR / "sweep.csv", DATA_DIR / "megatron.json"
+NANOTRON = DATA_DIR / "rates_nanotron.json"
 ADDED = ["predicted_seconds", "predicted_memory_gib", "note"]
 HEAD = "layers,hidden,heads,ffn,emb,seq,mbs,ga,dp,pp,tp,zero"
 
 
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
+def run_cli(capsys, *arguments: object) -> tuple[int, str, str]:
     return ran(capsys, "strategy", *map(str, arguments))
 
 
-def predicted(capsys, path: Path) -> list[dict[str, str]]:
-    status, out, err = run(capsys, "predict", path, "--rates", NANOTRON, "--profile", "nanotron")
+def predict_file(capsys, path: Path) -> list[dict[str, str]]:
+    given = path, "--rates", NANOTRON, "--profile", "nanotron"
+    status, out, err = run_cli(capsys, "predict", *given)
     assert status == 0 and not err
     return list(csv.DictReader(io.StringIO(out)))
 
 
 def test_rows_come_back_in_order_with_what_is_predicted(capsys) -> None:
     given = list(csv.DictReader(SWEEP.open()))
-    found = predicted(capsys, SWEEP)
+    found = predict_file(capsys, SWEEP)
     assert len(found) == 340 and list(found[0]) == [*given[0], *ADDED]
     good = 0
     for row, line in zip(given, found, strict=True):
@@ -52,7 +53,7 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
         good.replace(",128,", ",many,"): "ga='many'",
     }
     path.write_text("\n".join([HEAD, *rows]) + "\n")
-    found = predicted(capsys, path)
+    found = predict_file(capsys, path)
     for row, words in zip(found, rows.values(), strict=True):
         assert row["note"].startswith(words) and bool(row["note"]) == bool(words)
     for row in found:
@@ -73,8 +74,8 @@ def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) ->
     cases = [{"id": "good", "config": case}]
     cases += [{"id": name, "config": case | change} for name, change in bad.items()]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    rates = PUBLISHED / "rates_megatron.json"
-    status, out, _ = run(capsys, "predict", tmp_path / "cases.json", "--rates", rates)
+    rates = DATA_DIR / "rates_megatron.json"
+    status, out, _ = run_cli(capsys, "predict", tmp_path / "cases.json", "--rates", rates)
     good, *others = json.loads(out)
     assert status == 0 and 3 < good["seconds"] < 20 and good["memory_gib"] > 20
     assert not good["note"]
@@ -85,26 +86,26 @@ def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) ->
 def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> None:
     """test_strategy_predict fits the rates of the sweep, which takes longer."""
     rates = tmp_path / "rates.json"
-    status, out, err = run(capsys, "fit", CASES, "--rates", rates, "--profile", "megatron")
+    status, out, err = run_cli(capsys, "fit", CASES, "--rates", rates, "--profile", "megatron")
     assert status == 0 and not err and "launch" in out and CASES.name in out
-    kept, found = known("megatron"), json.loads(rates.read_text())
+    kept, found = load_rates("megatron"), json.loads(rates.read_text())
     assert found["profile"] == "megatron"
     for name, rate in found["rates"].items():
         assert set(rate) == {"value", "unit", "spread", "origin"}
         assert rate["value"] == pytest.approx(kept[name], rel=1e-6)
-        assert rate["origin"] == kept.all[name].origin
+        assert rate["origin"] == kept.by_name[name].origin
 
 
 def test_lines_that_tell_nothing_are_named(capsys, tmp_path) -> None:
-    table, good, *rest = (PUBLISHED / "throughput.csv").read_text().splitlines()
+    table, good, *rest = (DATA_DIR / "throughput.csv").read_text().splitlines()
     bad = {
         good.replace("deepseek-v3", "gpt-5"): "line 3 is left out: model='gpt-5'",
-        good.replace("6288", ""): "line 4 is left out: neither seconds",
+        good.replace("6288", ""): "line 4 is left out: has neither seconds",
         good.replace("6288", "many"): "line 5 is left out: tokens_per_s_per_gpu='many'",
     }
     (tmp_path / "rows.csv").write_text("\n".join([table, good, *bad, *rest[-3:]]))
     rates = tmp_path / "rates.json"
-    status, out, _ = run(
+    status, out, _ = run_cli(
         capsys, "fit", tmp_path / "rows.csv", "--rates", rates, "--profile", "engines"
     )
     said = [line for line in out.splitlines() if "left out" in line]
@@ -113,5 +114,5 @@ def test_lines_that_tell_nothing_are_named(capsys, tmp_path) -> None:
 
 def test_a_file_without_the_columns_is_refused(capsys, tmp_path) -> None:
     (tmp_path / "rows.csv").write_text("hidden,heads\n1,1\n")
-    status, out, err = run(capsys, "predict", tmp_path / "rows.csv", "--rates", NANOTRON)
+    status, out, err = run_cli(capsys, "predict", tmp_path / "rows.csv", "--rates", NANOTRON)
     assert status == 2 and not out and "'layers' is missing" in err and err.count("\n") == 1

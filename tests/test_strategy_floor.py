@@ -10,35 +10,35 @@ from shardlab import memory
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import structure
 from shardtools import strategy
-from shardtools.strategy import MACHINES, PROFILES, Layout, files, known
-from shardtools.strategy.rates import PUBLISHED
+from shardtools.strategy import MACHINES, PROFILES, Layout, load_rates, measured_runs
+from shardtools.strategy.rates import DATA_DIR
 
 H100 = MACHINES["h100"]
 LLAMA = PRESETS["llama-3-70b"]
 
 
 def test_it_is_below_every_run_of_the_sweep() -> None:
-    for row in files.read_rows("rows", PUBLISHED / "sweep.csv"):
-        job = files.row_job(row, PROFILES["nanotron"])
-        taken, _ = files.row_measured(row, job)
-        assert strategy.floor(job.config, H100, job.layout).total < taken, row
+    for row in measured_runs.read_rows("rows", DATA_DIR / "sweep.csv"):
+        job = measured_runs.row_to_job(row, PROFILES["nanotron"])
+        taken, _ = measured_runs.row_to_measurement(row, job)
+        assert strategy.compute_floor(job.config, H100, job.layout).total < taken, row
 
 
 def test_it_is_below_every_published_step() -> None:
     judged = 0
-    for case in files.read_cases("cases", PUBLISHED / "megatron.json"):
+    for case in measured_runs.read_cases("cases", DATA_DIR / "megatron.json"):
         printed = case["published"]
         taken = printed.get("iter_s") or printed.get("iter_ms", 0) / 1e3
         if "tp" not in case["config"]:
             continue
-        job = files.case_job(case["config"], PROFILES["megatron"])
+        job = measured_runs.case_to_job(case["config"], PROFILES["megatron"])
         if not taken and "tflops_per_gpu" in printed:  # SC21's operations count all pairs of tokens
             tokens = job.layout.batch * job.seq
-            work = strategy.flops(job.config, tokens, job.seq, "full", causal=False)
+            work = strategy.count_flops(job.config, tokens, job.seq, "full", causal=False)
             taken = work / job.layout.ranks / (printed["tflops_per_gpu"] * 1e12)
         if taken:
             judged += 1
-            floor = strategy.floor(job.config, job.machine, job.layout, job.seq)
+            floor = strategy.compute_floor(job.config, job.machine, job.layout, job.seq)
             assert floor.total < taken, case["id"]
     assert judged == 18
 
@@ -64,20 +64,20 @@ def test_no_prediction_exceeds_the_data_sheet(
 ) -> None:
     """MFU stays below 1, and no step is below its floor, even with rates too high by `faster`."""
     dp, pp, cp, zero, m = degrees
-    model, machine, known_rates = structure(PRESETS[name]), MACHINES[gpu], known(profile).all
+    model, machine, known = structure(PRESETS[name]), MACHINES[gpu], load_rates(profile).by_name
     if dtype != "bf16" and not (machine.fp4 if dtype == "nvfp4" else machine.fp8):
         dtype = "bf16"
     kinds = tuple(replace(kind, core=replace(kind.core, **seen)) for kind in model.kinds)
     model = replace(model, kinds=kinds)
-    rates = {n: replace(r, value=faster * r.value) for n, r in known_rates.items()
-             if n in ("products", "attention", "grouped")}  # fmt: skip
-    rates = strategy.Rates(profile, known_rates | rates)
+    rates = {n: replace(r, value=faster * r.value) for n, r in known.items()
+             if n in ("products", "attention", "grouped_matmul")}  # fmt: skip
+    rates = strategy.Rates(profile, known | rates)
     at = Layout(dp, 1, pp, zero if pp == 1 else 0, 1, m, recompute, cp=cp, stages="nanotron")
-    found = strategy.alone(model, machine, at, seq, PROFILES[profile], rates, dtype)
-    one = (found.fits or [found.nearest])[0]
-    data_sheet = replace(machine, flops=found.job(at).flops)
+    found = strategy.plan_layout(model, machine, at, seq, PROFILES[profile], rates, dtype)
+    one = (found.feasible or [found.closest_infeasible])[0]
+    data_sheet = replace(machine, flops=found.make_job(at).flops)
     assert 0 < one.mfu <= 1
-    assert strategy.floor(model, data_sheet, at, seq).total <= one.seconds
+    assert strategy.compute_floor(model, data_sheet, at, seq).total <= one.seconds
 
 
 def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
@@ -85,17 +85,17 @@ def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
     layout = Layout(tp=16, microbatches=8)
     slow = replace(H100, between=1e9)  # eight of these carry 8 GB/s
     config = replace(PRESETS["llama-3-70b"], heads=64, kv_heads=64)
-    found = strategy.floor(config, slow, layout).tensor
+    found = strategy.compute_floor(config, slow, layout).tensor
     stream = 8 * config.seq * config.hidden * 2
     assert found == pytest.approx(4 * config.layers * 2 * 15 / 16 * stream / 8e9)
-    inside = strategy.floor(config, slow, replace(layout, tp=8)).tensor
+    inside = strategy.compute_floor(config, slow, replace(layout, tp=8)).tensor
     assert inside == pytest.approx(4 * config.layers * 2 * 7 / 8 * stream / H100.inside)
 
 
 def test_what_can_be_hidden_is() -> None:
-    found = strategy.floor(LLAMA, H100, Layout(tp=8, microbatches=8))
+    found = strategy.compute_floor(LLAMA, H100, Layout(tp=8, microbatches=8))
     assert 0 < found.tensor < found.arithmetic == found.total
-    wire = strategy.floor(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
+    wire = strategy.compute_floor(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
     assert wire.total == wire.tensor > wire.arithmetic
 
 
@@ -106,10 +106,10 @@ def test_groups_that_repeat_gather_inside_of_a_node() -> None:
     params = memory.parameter_count(LLAMA)
     inside = 4 * 2 * 3 * params * 7 / 8 / H100.inside
     between = 2 * 2 * params / 8 / 2 / H100.between
-    found = strategy.floor(LLAMA, H100, groups).data
+    found = strategy.compute_floor(LLAMA, H100, groups).data
     assert found == pytest.approx(max(inside, between), rel=1e-3)
     slow = replace(H100, between=1e9)
-    floors = [strategy.floor(LLAMA, slow, x).data for x in (groups, every)]
+    floors = [strategy.compute_floor(LLAMA, slow, x).data for x in (groups, every)]
     assert floors[0] < floors[1] / 2
     took = [strategy.predict(LLAMA, slow, x).seconds.data for x in (groups, every)]
     assert took[0] < took[1] / 2

@@ -15,7 +15,7 @@ from shardlab.gpt.model import GPT, loss
 from shardlab.measure.count import speed
 from shardtools import strategy
 from shardtools.strategy import PROFILES, Layout
-from shardtools.strategy.rates import known, read
+from shardtools.strategy.rates import load_rates, read_rates
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def step_seconds(config, batch: int) -> float:
     adam = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(config.vocab, (batch, config.seq))
 
-    def step() -> None:
+    def run_step() -> None:
         loss(model(tokens), tokens).backward()
         adam.step()
         adam.zero_grad()
@@ -52,7 +52,7 @@ def step_seconds(config, batch: int) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return speed.seconds(step, torch.device("cpu"))
+        return speed.seconds(run_step, torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
 
@@ -68,8 +68,8 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
         status, out, err = ran(capsys, "strategy", "fit", "--rates", str(path))
         assert status == 0 and not err and "measured on this CPU" in out
         assert time.perf_counter() - begin < 60
-        rates = read(path)
-        assert set(rates) == set(known("course")) and rates.machine.name == "CPU"
+        rates = read_rates(path)
+        assert set(rates) == set(load_rates("course")) and rates.machine.name == "CPU"
         layout = Layout(micro_batch=8)
         found = strategy.predict(config, rates.machine, layout, PROFILES["course"], rates)
         apart.append(found.seconds.total / step_seconds(config, 8))

@@ -30,26 +30,27 @@ def test_what_is_first_is_fastest_and_all_of_it_fits(
 ) -> None:
     config, machine = PRESETS[model], replace(MACHINES[gpu], per_node=8)
     found = plan(config, machine, gpus, batch, profile=PROFILES[profile])
-    times = [planned.seconds for planned in found.fits]
+    times = [planned.seconds for planned in found.feasible]
     assert times == pytest.approx(sorted(times), abs=1e-6)
-    assert all(planned.reserved <= found.room for planned in found.fits)
-    layouts = [planned.layout for planned in found.fits]
+    assert all(planned.reserved <= found.usable_memory for planned in found.feasible)
+    layouts = [planned.layout for planned in found.feasible]
     assert len(set(layouts)) == len(layouts)
     assert {(x.ranks, x.batch) for x in layouts} <= {(gpus, batch)}
-    for planned in found.fits[:: max(1, len(layouts) // 5)]:
+    for planned in found.feasible[:: max(1, len(layouts) // 5)]:
         assert 0 < planned.mfu < 1
-        assert planned.tokens == pytest.approx(batch * config.seq / planned.seconds)
+        assert planned.tokens_per_second == pytest.approx(batch * config.seq / planned.seconds)
         want = predict(config, machine, planned.layout, PROFILES[profile])
         assert want == planned.prediction
-    if not found.fits:
-        assert found.nearest is None or found.nearest.reserved > found.room
+    if not found.feasible:
+        closest = found.closest_infeasible
+        assert closest is None or closest.reserved > found.usable_memory
 
 
 def test_it_finds_the_layouts_of_those_who_trained() -> None:
     """GPT-3 on 64 A100s: Korthikanti et al. took t 8, p 8, 3 chunks, attention recomputed."""
     gpt3 = replace(PRESETS["gpt-3-175b"], vocab=51_200)
     found = plan(gpt3, MACHINES["a100"], 64, 64, profile=PROFILES["megatron"])
-    best = found.fits[0].layout
+    best = found.feasible[0].layout
     assert (best.tp, best.pp, best.dp, best.recompute) == (8, 8, 1, "selective")
     assert best.schedule == "interleaved"
 
@@ -57,17 +58,17 @@ def test_it_finds_the_layouts_of_those_who_trained() -> None:
 def test_long_sequences_are_shared() -> None:
     llama = replace(PRESETS["llama-3-8b"], seq=131_072)
     found = plan(llama, H100, 64, 8)
-    assert found.fits[0].layout.cp > 1
-    assert plan(PRESETS["llama-3-8b"], H100, 64, 64).fits[0].layout.cp == 1
+    assert found.feasible[0].layout.cp > 1
+    assert plan(PRESETS["llama-3-8b"], H100, 64, 64).feasible[0].layout.cp == 1
 
 
 def test_fixed_values_are_kept() -> None:
-    found = plan(PRESETS["llama-3-8b"], H100, 64, 512, fixed={"tp": 4, "zero": 1})
-    assert found.fits
-    assert {(x.layout.tp, x.layout.zero) for x in found.fits} == {(4, 1)}
+    found = plan(PRESETS["llama-3-8b"], H100, 64, 512, constraints={"tp": 4, "zero": 1})
+    assert found.feasible
+    assert {(x.layout.tp, x.layout.zero) for x in found.feasible} == {(4, 1)}
 
 
-def run(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
+def run_cli(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
     return ran(capsys, "strategy", *part.split(), *map(str, arguments))
 
 
@@ -75,7 +76,7 @@ JOB = "--model", "llama-3-8b", "--gpu", "a100-80", "--gpus", "16"
 
 
 def test_json_has_what_the_table_has_in_plain_numbers(capsys) -> None:
-    status, out, _ = run(capsys, *JOB, "--tokens", "1e12", "--json")
+    status, out, _ = run_cli(capsys, *JOB, "--tokens", "1e12", "--json")
     found = json.loads(out)
     assert status == 0 and len(found["best"]) == 10 and found["fit"] > 10
     for one in found["best"]:
@@ -89,11 +90,11 @@ def test_json_has_what_the_table_has_in_plain_numbers(capsys) -> None:
 
 
 def test_the_fastest_layout_that_an_engine_runs_is_emitted(capsys) -> None:
-    status, out, err = run(capsys, *JOB, part="emit torchtitan")
+    status, out, err = run_cli(capsys, *JOB, part="emit torchtitan")
     assert status == 0 and not err and "Layout: d " in out
     compile(out, "planned.py", "exec")
     # Layouts that the engine does not support are skipped, with a reason.
-    status, out, err = run(capsys, *JOB, "--dp", "4", part="emit deepspeed")
+    status, out, err = run_cli(capsys, *JOB, "--dp", "4", part="emit deepspeed")
     assert status == 0 and "Layout: d 4 · p 4" in out
     assert err.count("\n") == 1 and "sequence_parallel=True" in err
 
@@ -104,14 +105,14 @@ def test_the_fastest_layout_that_an_engine_runs_is_emitted(capsys) -> None:
 )
 def test_an_engine_s_plan_is_that_of_its_profile(capsys, engine: str, gpu: str, gpus: int) -> None:
     job = "--model", "llama-3-8b", "--gpu", gpu, "--gpus", gpus, "--tp", 1, "--pp", 1
-    status, out, err = run(capsys, *job, part=f"emit {engine}")
+    status, out, err = run_cli(capsys, *job, part=f"emit {engine}")
     assert status == 0 and not err
-    said = json.loads(run(capsys, *job, "--profile", engine, "--json")[1])["best"]
+    said = json.loads(run_cli(capsys, *job, "--profile", engine, "--json")[1])["best"]
     layouts = [one["layout"] for one in said]
     first = re.search(r"Layout: (.*?)\.?$", out, re.M)[1]
     assert first == next(name for name in layouts if "recompute attention" not in name)
     assert all(one["free_bytes"] >= 0 for one in said)
-    status, out, err = run(capsys, *job, "--profile", "course", part=f"emit {engine}")
+    status, out, err = run_cli(capsys, *job, "--profile", "course", part=f"emit {engine}")
     assert status == 2 and not out and "profile='course'" in err
 
 
@@ -129,7 +130,7 @@ def test_gradients_of_the_engines_take_what_they_take() -> None:
 
 def test_weights_that_come_ahead_hide_behind_a_forward_pass() -> None:
     config, at = PRESETS["llama-3-8b"], Layout(dp=64, zero=1, microbatches=4)
-    ahead, after = (replace(COURSE, ahead=ahead) for ahead in (True, False))
+    ahead, after = (replace(COURSE, prefetches_weights=ahead) for ahead in (True, False))
     waits = [predict(config, H100, at, profile).seconds.data for profile in (ahead, after)]
     gather = 2 * 8e9 / (0.6 * 8 * 50e9)  # bytes over all network cards of a node
     assert waits[1] - waits[0] == pytest.approx(0.8 * gather, rel=0.05)

@@ -9,24 +9,24 @@ import pytest
 from shardlab import memory
 from shardlab.common.shapes import PRESETS, Config
 from shardtools import strategy
-from shardtools.strategy import MACHINES, PROFILES, Layout, files, learn
-from shardtools.strategy.core import layer
-from shardtools.strategy.footprint import activations, footprint, fullest
+from shardtools.strategy import MACHINES, PROFILES, Layout, fit_runs, footprint, measured_runs
+from shardtools.strategy.core import predict_layer
 from shardtools.strategy.job import Job
-from shardtools.strategy.predict import first_rank, of_job
-from shardtools.strategy.rates import PUBLISHED, guesses, known, read
+from shardtools.strategy.predict import predict_job, predict_rank0_bytes
+from shardtools.strategy.rates import DATA_DIR, guess_rates, load_rates, read_rates
 
 NANOTRON, MEGATRON, COURSE = (PROFILES[name] for name in ("nanotron", "megatron", "course"))
-ROWS = files.read_rows("rows", PUBLISHED / "sweep.csv")
-CASES = {x["id"]: x for x in files.read_cases("cases", PUBLISHED / "megatron.json")}
+ROWS = measured_runs.read_rows("rows", DATA_DIR / "sweep.csv")
+CASES = {x["id"]: x for x in measured_runs.read_cases("cases", DATA_DIR / "megatron.json")}
 H100, A100 = MACHINES["h100"], MACHINES["a100"]
 
 
 @pytest.mark.weekly("fits 340 rows")
 def test_rates_that_come_with_the_course_are_those_of_the_sweep() -> None:
-    kept, found = known("nanotron"), learn.from_rows(ROWS, NANOTRON, "sweep.csv")
+    kept, found = load_rates("nanotron"), fit_runs.fit_rows(ROWS, NANOTRON, "sweep.csv")
     assert dict(found) == pytest.approx(dict(kept), rel=1e-6)
-    assert [rate.origin for rate in found.all.values()] == [x.origin for x in kept.all.values()]
+    origins = [[rate.origin for rate in x.by_name.values()] for x in (found, kept)]
+    assert origins[0] == origins[1]
 
 
 @pytest.mark.weekly("fits 340 rows")
@@ -43,16 +43,16 @@ def test_cells_that_were_left_out() -> None:
     halves = [[row for row in ROWS if (row["model"], row["nodes"]) in cells[k::2]] for k in (0, 1)]
     judged = []
     for fitted_on, rest in (halves, halves[::-1]):
-        rates = learn.from_rows(fitted_on, NANOTRON, "a half").values_of()
+        rates = fit_runs.fit_rows(fitted_on, NANOTRON, "a half").to_values()
         judged += [(row, rates) for row in rest]
-    few = learn.from_rows(ROWS[:40], NANOTRON, "forty").values_of()
+    few = fit_runs.fit_rows(ROWS[:40], NANOTRON, "forty").to_values()
     for pairs in (judged, [(row, few) for row in ROWS[40:]]):
         off: tuple[list[float], list[float]] = ([], [])
         cells = {}
         for row, rates in pairs:
-            job = files.row_job(row, NANOTRON)
-            measured = files.row_measured(row, job)
-            found = of_job(job, rates).seconds.total, first_rank(job, rates)
+            job = measured_runs.row_to_job(row, NANOTRON)
+            measured = measured_runs.row_to_measurement(row, job)
+            found = predict_job(job, rates).seconds.total, predict_rank0_bytes(job, rates)
             slow = row["state"] not in ("", "steady") or found[0] < measured[0] / 2
             if int(row["nodes"]) <= 32 and not slow:
                 for k in (0, 1):
@@ -69,10 +69,10 @@ def test_cells_that_were_left_out() -> None:
 
 def test_layer_times_of_korthikanti() -> None:
     """Table 4: milliseconds forward and backward, each within 3 % at the rates of all five."""
-    rates = known("megatron").values_of()
+    rates = load_rates("megatron").to_values()
     for name in ("baseline", "SP", "fullrecompute", "selective", "selective+SP"):
         case = CASES[f"korthikanti-layer22B-{name}"]
-        found = layer(files.case_job(case["config"], MEGATRON), rates)
+        found = predict_layer(measured_runs.case_to_job(case["config"], MEGATRON), rates)
         for part, key in zip(found, ("fwd_ms", "bwd_ms"), strict=True):
             assert part.total * 1e3 == pytest.approx(case["published"][key], rel=0.03)
 
@@ -101,7 +101,8 @@ def test_steps_of_megatron(name: str, within: float) -> None:
         inner = 1 + s / (6 * h) + config["vocab"] / (16 * layers * h)
         work = 96 * config["gbs"] * s * layers * h**2 * inner
         taken = work / config["n_gpus"] / (printed["tflops_per_gpu"] * 1e12)
-    found = of_job(files.case_job(config, MEGATRON), known("megatron").values_of())
+    job = measured_runs.case_to_job(config, MEGATRON)
+    found = predict_job(job, load_rates("megatron").to_values())
     assert found.seconds.total == pytest.approx(taken, rel=within)
 
 
@@ -113,7 +114,7 @@ ZERO_BUBBLE = {
 }
 
 
-def zero_bubble(name: str, m: int, schedule: str, chunks: int = 1) -> Job:
+def zero_bubble_job(name: str, m: int, schedule: str, chunks: int = 1) -> Job:
     stages, batch = (8, 6) if name == "1.5B" else (32, 1)
     layout = Layout(
         pp=stages, micro_batch=batch, microbatches=m, chunks=chunks, schedule=schedule,
@@ -135,7 +136,8 @@ def test_memory_of_schedules(
     name: str, m: int, schedule: str, chunks: int, gigabytes: float
 ) -> None:
     """Within 8 %, on the rank with most: the stated accuracy on published runs."""
-    found = fullest(zero_bubble(name, m, schedule, chunks), guesses("megatron").values_of())
+    job = zero_bubble_job(name, m, schedule, chunks)
+    _, found = footprint.predict_first_and_fullest(job, guess_rates("megatron").to_values())
     assert found.allocated / 1e9 == pytest.approx(gigabytes, rel=0.08)
 
 
@@ -149,16 +151,15 @@ def test_what_a_split_backward_gains(name: str, m: int, before: float, after: fl
 
     Two printed digits leave 1 %; messages that lengthen 1F1B's bubble, and are not counted, 2 %.
     """
-    times = [
-        of_job(zero_bubble(name, m, schedule), known("megatron").values_of()).seconds.total
-        for schedule in ("1f1b", "zb-h1")
-    ]
+    rates = load_rates("megatron").to_values()
+    jobs = [zero_bubble_job(name, m, schedule) for schedule in ("1f1b", "zb-h1")]
+    times = [predict_job(job, rates).seconds.total for job in jobs]
     assert times[0] / times[1] == pytest.approx(after / before, rel=0.03)
 
 
 def test_a_layer_keeps_what_korthikanti_count() -> None:
     """Table 2, for each of its six settings, in bytes."""
-    config, rates = Config(51_200, 2048, 1, 96, 12_288), guesses("megatron").values_of()
+    config, rates = Config(51_200, 2048, 1, 96, 12_288), guess_rates("megatron").to_values()
     for sequence in (False, True):
         for recompute in ("none", "selective", "full"):
             layout = Layout(tp=8, recompute=recompute, sequence_parallel=sequence)
@@ -167,7 +168,7 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
             want = memory.korthikanti_layer(2048, 1, 12_288, 96, 8, sequence, recompute)
             if recompute == "full" and sequence:  # the table does not cut these tensors
                 want /= 8
-            assert activations(job, rates, stage) == pytest.approx(want)
+            assert footprint.activation_bytes(job, rates, stage) == pytest.approx(want)
 
 
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
@@ -176,25 +177,25 @@ LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
 def test_parts_add_up_and_answer_to_their_cause() -> None:
     config = PRESETS["llama-3-8b"]
 
-    def predicted(layout: Layout = LAYOUT, machine=H100, **rates: float) -> strategy.Prediction:
-        begin = guesses("course")
-        changed = {n: replace(begin.all[n], value=v) for n, v in rates.items()}
-        rates = strategy.Rates("course", begin.all | changed)
+    def predict_with(layout: Layout = LAYOUT, machine=H100, **rates: float) -> strategy.Prediction:
+        begin = guess_rates("course")
+        changed = {n: replace(begin.by_name[n], value=v) for n, v in rates.items()}
+        rates = strategy.Rates("course", begin.by_name | changed)
         return strategy.predict(config, machine, layout, COURSE, rates)
 
-    base = predicted()
+    base = predict_with()
     assert base.seconds.total == pytest.approx(sum(vars(base.seconds).values()))
     assert base.memory.reserved > base.memory.allocated
     assert min(vars(base.seconds).values()) >= 0 and min(vars(base.memory).values()) >= 0
-    assert predicted(products=0.3).seconds.products == pytest.approx(2 * base.seconds.products)
-    assert predicted(node=1.2).seconds.tensor == pytest.approx(base.seconds.tensor / 2)
-    assert predicted(replace(LAYOUT, pp=1, microbatches=16)).seconds.bubble == 0
-    assert predicted(replace(LAYOUT, recompute="full")).seconds.products == pytest.approx(
+    assert predict_with(products=0.3).seconds.products == pytest.approx(2 * base.seconds.products)
+    assert predict_with(node=1.2).seconds.tensor == pytest.approx(base.seconds.tensor / 2)
+    assert predict_with(replace(LAYOUT, pp=1, microbatches=16)).seconds.bubble == 0
+    assert predict_with(replace(LAYOUT, recompute="full")).seconds.products == pytest.approx(
         base.seconds.products * 4 / 3, rel=0.05  # the head is not recomputed
     )  # fmt: skip
-    offloaded = predicted(replace(LAYOUT, offload="optimizer"))
+    offloaded = predict_with(replace(LAYOUT, offload="optimizer"))
     assert offloaded.memory.optimizer == 0 and base.memory.optimizer > 0
-    around = predicted(replace(LAYOUT, cp=2))
+    around = predict_with(replace(LAYOUT, cp=2))
     assert around.seconds.context > 0 and around.memory.activations < base.memory.activations
 
 
@@ -219,20 +220,20 @@ def test_what_each_operator_saves_and_costs() -> None:
 
 def test_rates_are_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
-    known("megatron").write(path)
-    assert read(path) == known("megatron")
+    load_rates("megatron").write_json(path)
+    assert read_rates(path) == load_rates("megatron")
 
 
 def test_stages_scatter_gradients_once_a_step() -> None:
     """If a pipeline accumulates gradients, ZeRO-2 sends as much as ZeRO-1; else m times."""
     shape = PRESETS["llama-3-8b"]
 
-    def waits(zero: int, **cut: int) -> float:
+    def data_seconds(zero: int, **cut: int) -> float:
         layout = Layout(dp=16, zero=zero, microbatches=8, **cut)
         return strategy.predict(shape, H100, layout).seconds.data
 
-    assert waits(2, pp=4) == pytest.approx(waits(1, pp=4))
-    assert waits(2, tp=4) > waits(1, tp=4)
+    assert data_seconds(2, pp=4) == pytest.approx(data_seconds(1, pp=4))
+    assert data_seconds(2, tp=4) > data_seconds(1, tp=4)
 
 
 MIXTRAL = PRESETS["mixtral-8x7b"]
@@ -256,9 +257,9 @@ def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
     """States agree to the byte. The plan omits small tensors of a layer, rotary tables and the
     router; outside of the cut matrices it differs by 8 bytes for each token and width.
     """
-    job, rates = Job(config, H100, layout, COURSE, 4096), guesses("course").values_of()
+    job, rates = Job(config, H100, layout, COURSE, 4096), guess_rates("course").to_values()
     for k, stage in enumerate(layout.parts(config)):
-        found = footprint(job, rates, k)
+        found = footprint.predict_memory(job, rates, k)
         want = memory.estimate(config, layout, 4096, device="gpu", stage=k)
         states = found.weights, found.gradients, found.optimizer
         assert states == (want.parameters, want.gradients, want.optimizer)
@@ -285,5 +286,5 @@ def test_what_experts_cost() -> None:
 
 def test_mixtral_s_work_is_that_of_two_experts() -> None:
     """6 operations for each of 12.9 billion active parameters, without the embedding's."""
-    found = strategy.flops(MIXTRAL, 1, 1, causal=False)
+    found = strategy.count_flops(MIXTRAL, 1, 1, causal=False)
     assert found / 6 == pytest.approx(12.9e9 - 32_000 * 4096, rel=2e-3)

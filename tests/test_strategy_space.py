@@ -9,19 +9,18 @@ from commands import ran
 
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, stages
-from shardtools.strategy import MACHINES, PROFILES, alone, plan, predict
-from shardtools.strategy.cost import flops
-from shardtools.strategy.plan import Plan, Planned
-from shardtools.strategy.predict import room
-from shardtools.strategy.profile import today
-from shardtools.strategy.rates import known
-from shardtools.strategy.rates import today as rates_today
+from shardtools.strategy import MACHINES, PROFILES, plan, plan_layout, predict
+from shardtools.strategy.cost import count_flops
+from shardtools.strategy.plan import Candidate, Plan
+from shardtools.strategy.predict import usable_memory
+from shardtools.strategy.profile import modernize_profile
+from shardtools.strategy.rates import load_rates, modernize_rates
 
 H100, BIG = MACHINES["h100"], PRESETS["llama-3-405b"]
-MEGATRON, RATES = today(PROFILES["megatron"]), rates_today(known("megatron"))
+MEGATRON, RATES = modernize_profile(PROFILES["megatron"]), modernize_rates(load_rates("megatron"))
 
 
-def ran_as(gpus: int, batch: int, tp: int, pp: int, cp: int, chunks: int, layers: int) -> Layout:
+def make_layout(gpus: int, batch: int, tp: int, pp: int, cp: int, chunks: int, layers: int):
     """Return a published layout: micro-batches of one sequence, a distributed optimizer."""
     dp = gpus // tp // pp // cp
     rule = "equal" if layers % pp == 0 else "megatron"
@@ -48,15 +47,15 @@ PUBLISHED = [
 ]
 
 
-def beside(row: tuple) -> tuple[Planned, Plan, float]:
+def compare_published(row: tuple) -> tuple[Candidate, Plan, float]:
     """Return a published layout's prediction, the plan of its job, and its measured seconds."""
     model, gpus, batch, seq, dtype, degrees, said = row
     config = PRESETS[model]
-    at = ran_as(gpus, batch, *degrees, config.layers)
-    found = alone(config, H100, at, seq, MEGATRON, RATES, dtype)
-    one = found.fits[0] if found.fits else found.nearest
+    at = make_layout(gpus, batch, *degrees, config.layers)
+    found = plan_layout(config, H100, at, seq, MEGATRON, RATES, dtype)
+    one = found.feasible[0] if found.feasible else found.closest_infeasible
     if said < 1:  # an MFU, of operations under the causal mask
-        taken = flops(config, batch * seq, seq) / (said * gpus * H100.flops)
+        taken = count_flops(config, batch * seq, seq) / (said * gpus * H100.flops)
     else:
         taken = batch * seq / gpus / said
     return one, plan(config, H100, gpus, batch, seq, MEGATRON, RATES, dtype=dtype), taken
@@ -65,11 +64,11 @@ def beside(row: tuple) -> tuple[Planned, Plan, float]:
 def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
     ratios, longer, places = [], [], []
     for row in PUBLISHED:
-        one, found, taken = beside(row)
+        one, found, taken = compare_published(row)
         ratios.append(one.seconds / taken)
-        longer.append(one.seconds / found.fits[0].seconds)
-        places.append(sum(other.seconds < one.seconds for other in found.fits) + 1)
-        assert len(found.fits) > 300
+        longer.append(one.seconds / found.feasible[0].seconds)
+        places.append(sum(other.seconds < one.seconds for other in found.feasible) + 1)
+        assert len(found.feasible) > 300
         # They needed no more than 80 GiB, or 85.9 GB; the predictions are 70 to 101 GB.
         assert 69e9 < one.reserved < 101e9
     assert [round(x, 2) for x in ratios] == [0.9, 0.94, 0.96, 1.05, 0.89, 0.99, 0.99]
@@ -79,8 +78,8 @@ def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
 
 def test_the_memory_of_405b_as_it_ran_part_by_part() -> None:
     """97 GB are predicted for a run in 80 GiB (85.9 GB): masks, and unsharded gradients."""
-    at = ran_as(16_384, 2048, 8, 16, 1, 8, 126)
-    old = predict(BIG, H100, at, MEGATRON, known("megatron"), 8192).memory
+    at = make_layout(16_384, 2048, 8, 16, 1, 8, 126)
+    old = predict(BIG, H100, at, MEGATRON, load_rates("megatron"), 8192).memory
     new = predict(BIG, H100, at, MEGATRON, RATES, 8192).memory
     shared = predict(BIG, H100, replace(at, zero=2), MEGATRON, RATES, 8192).memory
     sizes = [round(one.reserved / 1e9, 1) for one in (old, new, shared)]
@@ -124,12 +123,13 @@ def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
     profile = PROFILES["course"]
     job = PRESETS["mixtral-8x7b"], H100, 16, 16, 4096, profile
     found = plan(*job)
-    assert all(a.seconds <= b.seconds + 1e-6 for a, b in pairwise(found.fits))
-    first = found.fits[0].seconds
-    asked = [{"recompute": how} for how in profile.operators] + [{"cp": n} for n in (2, 4)]
-    asked += [{"offload": what} for what in profile.offloads]
+    assert all(a.seconds <= b.seconds + 1e-6 for a, b in pairwise(found.feasible))
+    first = found.feasible[0].seconds
+    asked = [{"recompute": how} for how in profile.recompute_operators]
+    asked += [{"cp": 2}, {"cp": 4}]
+    asked += [{"offload": what} for what in profile.offload_states]
     for fixed in asked:
-        others = plan(*job, fixed=fixed).fits
+        others = plan(*job, constraints=fixed).feasible
         assert all(getattr(x.layout, n) == v for x in others for n, v in fixed.items())
         assert not others or others[0].seconds >= 0.995 * first
 
@@ -137,40 +137,40 @@ def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
 def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
     config = PRESETS["mixtral-8x7b"]
     found = plan(config, H100, 32, 32, 32_768)
-    layouts = [one.layout for one in found.fits]
+    layouts = [one.layout for one in found.feasible]
     assert any(x.etp == 1 and x.ep > x.dp * x.cp for x in layouts)
     assert any(x.ep > x.dp and x.etp is None for x in layouts)
     assert all(x.ep % x.tp == 0 for x in layouts if x.etp == 1)
     assert not any(
-        x.layout.etp for x in plan(config, H100, 64, 64, 4096, PROFILES["nanotron"]).fits
+        x.layout.etp for x in plan(config, H100, 64, 64, 4096, PROFILES["nanotron"]).feasible
     )
 
 
 def test_tensor_ranks_beyond_the_heads_of_keys_are_for_engines_that_copy_them() -> None:
     """Qwen3-30B-A3B has four key/value heads."""
     for name in ("course", "megatron", "torchtitan", "fsdp2", "deepspeed"):
-        job = PRESETS["qwen3-30b-a3b"], H100, 16, 128, 4096, today(PROFILES[name])
-        found = {one.layout.tp for one in plan(*job).fits}
+        job = PRESETS["qwen3-30b-a3b"], H100, 16, 128, 4096, modernize_profile(PROFILES[name])
+        found = {one.layout.tp for one in plan(*job).feasible}
         assert (8 in found) == (name in ("course", "megatron")), name
 
 
 def test_the_host_s_memory_is_tried_where_nothing_fits_without() -> None:
     config, profile = PRESETS["llama-3-70b"], PROFILES["deepspeed"]
     found = plan(config, H100, 16, 16, 4096, profile)
-    assert found.fits and {x.layout.offload for x in found.fits} == {"optimizer"}
-    assert found.searched["the host's memory"] == ""
-    at = found.fits[0].layout
+    assert found.feasible and {x.layout.offload for x in found.feasible} == {"optimizer"}
+    assert found.search_coverage["the host's memory"] == ""
+    at = found.feasible[0].layout
     assert predict(config, H100, at, profile, seq=4096).seconds.host > 70e9 / 16 / 5e8
     here = plan(config, H100, 64, 64, 4096, profile)
-    assert {x.layout.offload for x in here.fits} == {"none"}
-    assert here.searched["the host's memory"] == "something fits without"
+    assert {x.layout.offload for x in here.feasible} == {"none"}
+    assert here.search_coverage["the host's memory"] == "a layout fits without it"
 
 
 def test_messages_of_context_ranks_hide_behind_attention() -> None:
     at = Layout(tp=8, cp=4, microbatches=8, sequence_parallel=True)
     config = replace(PRESETS["llama-3-8b"], seq=131_072)
     for hides in (False, True):
-        profile = replace(PROFILES["course"], hides=hides)
+        profile = replace(PROFILES["course"], overlaps_context=hides)
         waits = predict(config, H100, at, profile).seconds.context
         assert (waits == 0) == hides
         short = predict(config, H100, at, profile, seq=4096).seconds.context
@@ -180,7 +180,7 @@ def test_messages_of_context_ranks_hide_behind_attention() -> None:
 # --- Description of the search ----------------------------------------------------------------
 
 
-def run(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
+def run_cli(capsys, *arguments: object, part: str = "plan") -> tuple[int, str, str]:
     return ran(capsys, "strategy", *part.split(), *map(str, arguments))
 
 
@@ -190,10 +190,10 @@ WORDS = "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence 
 
 def test_a_published_layout_is_entered_whole(capsys) -> None:
     given = *JOB, "--profile", "megatron", "--layout", WORDS
-    status, out, _ = run(capsys, *given)
+    status, out, _ = run_cli(capsys, *given)
     assert status == 0 and "16 micro-batches of 1, on 16384 H100" in out and "gradients" in out
-    assert "needs 13.5 GB more than the 78.7 GB that it may take." in out
-    status, out, _ = run(capsys, *given, "--json")
+    assert "needs 13.5 GB more than the 78.7 GB usable." in out
+    status, out, _ = run_cli(capsys, *given, "--json")
     found = json.loads(out)
     (one,) = found["best"]
     assert status == 0 and found["fit"] == 0 and one["free_bytes"] < 0
@@ -202,18 +202,19 @@ def test_a_published_layout_is_entered_whole(capsys) -> None:
 
 def test_what_may_be_reserved_is_what_runs_do() -> None:
     """pytorch/torchtitan#1789, on H100s of 80 GB: 73.32 GiB are 92.70 %, and the run continues."""
-    its, own = (known(name) for name in ("megatron", "nanotron"))
-    for each in (room(H100), room(H100, its.values_of())):
+    its, own = (load_rates(name) for name in ("megatron", "nanotron"))
+    for each in (usable_memory(H100), usable_memory(H100, its.to_values())):
         assert each == pytest.approx(73.32 * 2**30, rel=1e-3)
-    assert "torchtitan#1789" in its.all["limit"].origin
-    assert room(H100, own.values_of()) == pytest.approx(71.5 * 2**30, rel=1e-3)  # its runs
+    assert "torchtitan#1789" in its.by_name["limit"].origin
+    assert usable_memory(H100, own.to_values()) == pytest.approx(71.5 * 2**30, rel=1e-3)  # its runs
 
 
 def test_products_in_fewer_bits(capsys) -> None:
     given = "--model", "llama-3-8b", "--gpu", "h100", "--gpus", 8, "--json"
     plain, eight = (
-        json.loads(run(capsys, *given, *more)[1])["best"][0] for more in ((), ("--dtype", "fp8"))
+        json.loads(run_cli(capsys, *given, *more)[1])["best"][0]
+        for more in ((), ("--dtype", "fp8"))
     )
     assert eight["seconds"] < 0.8 * plain["seconds"]
-    status, _, err = run(capsys, *given[:2], "--gpu", "a100", "--gpus", 8, "--dtype", "fp8")
+    status, _, err = run_cli(capsys, *given[:2], "--gpu", "a100", "--gpus", 8, "--dtype", "fp8")
     assert status == 2 and "dtype='fp8': allowed are 'bf16'" in err

@@ -13,12 +13,11 @@ from shardlab.layout import AXES, Layout, structure
 from shardlab.mesh.job import rounding, run
 from shardtools.__main__ import main
 from shardtools.commands.mesh import as_predicted
-from shardtools.strategy import trial
+from shardtools.strategy import search_space, trial
 from shardtools.strategy.plan import Plan
 from shardtools.strategy.profile import PROFILES
-from shardtools.strategy.rates import known
-from shardtools.strategy.space import bases, recomputed, shapes, sharded
-from shardtools.strategy.trial import equal, small
+from shardtools.strategy.rates import load_rates
+from shardtools.strategy.trial import is_equivalent, shrink_job
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,17 +30,17 @@ from shardtools.strategy.trial import equal, small
 def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
     config, machine = PRESETS[model], MACHINES["h100"]
     job = structure(config), machine, gpus, 16 * gpus, 32_768
-    space = Plan(*job, PROFILES[profile], known(profile))
-    base = data.draw(st.sampled_from([*bases(space, Counter())] or [None]))
-    starts = sharded(space, base) if base else []
+    space = Plan(*job, PROFILES[profile], load_rates(profile))
+    base = data.draw(st.sampled_from([*search_space.iter_base_layouts(space, Counter())] or [None]))
+    starts = search_space.iter_zero_stages(space, base) if base else []
     tried = [
         replace(start, recompute=how, **fields)
         for start in starts
-        for how in recomputed(space)
-        for fields in shapes(space, base)
+        for how in search_space.list_recompute_options(space)
+        for fields in search_space.iter_batch_shapes(space, base)
     ]
     plan = data.draw(st.sampled_from(tried or [Layout()]))
-    job, left_out = small(config, plan)  # Job refuses layouts that a mesh does not train
+    job, left_out = shrink_job(config, plan)  # Job refuses layouts that a mesh does not train
     found = job.layout
     assert 1 <= found.ranks <= 8
     for axis in set(AXES) - {"cp"}:  # an axis goes only where a machine has no rank left for it
@@ -61,7 +60,7 @@ def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
 
 
 def test_a_plan_is_run_and_equals_one_process(capsys, monkeypatch):
-    monkeypatch.setattr(trial, "MOST_RANKS", 4)  # as on two cores
+    monkeypatch.setattr(trial, "MAX_RANKS", 4)  # as on two cores
     asks = "--model mixtral-8x7b --gpu h100 --gpus 16 --tp 4 --pp 1 --recompute full"
     assert main(["strategy", "run", *asks.split()]) == 0
     out = capsys.readouterr().out
@@ -77,16 +76,16 @@ def test_what_is_not_as_predicted_or_not_equal_is_said():
     assert as_predicted({"ranks": [rank, rank]})
     assert not as_predicted({"ranks": [rank, {**rank, "held": {"parameters": 9}}]})
     assert not as_predicted({"ranks": [rank, {**rank, "sent": {"tp": 5.0}}]})
-    assert equal({"losses": 1e-6, "gradients": 1e-7})
-    assert not equal({"losses": 1e-4, "gradients": 1e-7})
-    assert not equal({"losses": 1e-6, "gradients": 1e-4})
+    assert is_equivalent({"losses": 1e-6, "gradients": 1e-7})
+    assert not is_equivalent({"losses": 1e-4, "gradients": 1e-7})
+    assert not is_equivalent({"losses": 1e-6, "gradients": 1e-4})
 
 
 def test_where_rounding_alone_makes_more_it_is_measured_and_a_mistake_is_still_one():
     size = {"hidden": 3072, "heads": 12, "kv_heads": 4, "ffn": 23_040}  # of falcon3-7b
     model = replace(PRESETS["llama-3-8b"], rotary_base=10_000.0, **size)
-    job, _ = small(model, Layout(pp=2, microbatches=4))
+    job, _ = shrink_job(model, Layout(pp=2, microbatches=4))
     own = rounding(job)
     gaps = run(job)["differences"]
-    assert equal(gaps, own)
-    assert not equal(dict.fromkeys(gaps, 1e-2), own)
+    assert is_equivalent(gaps, own)
+    assert not is_equivalent(dict.fromkeys(gaps, 1e-2), own)

@@ -17,7 +17,7 @@ from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout
 from shardlab.train.take_home import Options
-from shardtools.strategy import PROFILES, advice, alone
+from shardtools.strategy import PROFILES, advice, plan_layout
 from shardtools.strategy.emit import emit
 
 PAGE = (show.ROOT / "book/your_job.md").read_text("utf-8")
@@ -83,7 +83,7 @@ def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
     ) + emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(tp=2))
     settings += emit("deepspeed", PRESETS["nano"], MACHINES["h100"], Layout(pp=2))
     options = {field.name for field in fields(Options)}
-    for each in advice.KNOBS.values():
+    for each in advice.ENGINE_OPTIONS.values():
         for engine, knob in each.items():
             for option in re.findall(r"--([\w.-]+)", knob):
                 if engine == "megatron":
@@ -96,7 +96,7 @@ def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
                 assert all(f'"{part}"' in settings for part in knob.split(".")), knob
     # A config's pipeline.stages is never read: the program's own class sets the number.
     its = Path(find_spec("deepspeed").origin).parent / "runtime/pipe"
-    assert "num_stages" in advice.KNOBS["twice the stages"]["deepspeed"]
+    assert "num_stages" in advice.ENGINE_OPTIONS["twice the stages"]["deepspeed"]
     assert "num_stages=None" in (its / "module.py").read_text("utf-8")
     assert not re.search(r"pipeline\W+stages", (its / "engine.py").read_text("utf-8"))
 
@@ -105,10 +105,10 @@ def test_each_engine_s_name_of_a_remedy_is_one_that_it_has():
 def test_a_remedy_keeps_gpus_and_batch_and_takes_less(engine):
     at = Layout(dp=16, zero=1, micro_batch=2, microbatches=16)
     job = PRESETS["llama-3-8b"], MACHINES["a100"]
-    found = alone(*job, at, 8192, PROFILES[engine])
-    before = (found.fits or [found.nearest])[0].reserved
-    listed = advice.remedies(found, at)
-    assert len(listed) >= 5 and {one.name for one in listed} <= set(advice.KNOBS)
+    found = plan_layout(*job, at, 8192, PROFILES[engine])
+    before = (found.feasible or [found.closest_infeasible])[0].reserved
+    listed = advice.list_remedies(found, at)
+    assert len(listed) >= 5 and {one.name for one in listed} <= set(advice.ENGINE_OPTIONS)
     for one in listed:
         assert one.reserved < before
         assert (one.layout.ranks, one.layout.batch) == (at.ranks, at.batch)

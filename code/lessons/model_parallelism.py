@@ -752,7 +752,7 @@ print("all numbers of the table are those of this page")
 # %%
 for name in ("gpt-2", "llama-3-8b", "llama-3-70b"):
     found = strategy.plan(PRESETS[name], strategy.MACHINES["h100"], gpus=64, batch=512)
-    print(name, "on 64 H100s:", strategy.choose(found).layout)
+    print(name, "on 64 H100s:", strategy.choose_by_chart(found).layout)
 
 
 # %% [markdown]

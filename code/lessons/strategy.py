@@ -51,19 +51,19 @@ from shardlab.measure.count import speed
 from shardlab.mesh.job import batch_of, model_of
 from shardlab.mesh.states import counted, held
 from shardtools import strategy
-from shardtools.strategy import MACHINES, Layout, core, files, learn
+from shardtools.strategy import MACHINES, Layout, core, measured_runs, fit_runs
 from shardtools.strategy.command import add_command
 from shardtools.strategy.fit import fit
-from shardtools.strategy.measure import measure
-from shardtools.strategy.predict import first_rank, of_job
-from shardtools.strategy.rates import PUBLISHED, Rate, Rates, known
+from shardtools.strategy.measure import measure_rates
+from shardtools.strategy.predict import predict_rank0_bytes, predict_job
+from shardtools.strategy.rates import DATA_DIR, Rate, Rates, load_rates
 
 show.style()
 GB = 1e9
 
 
-def shardlab(line, lines=12):
-    """The first lines of what `python -m shardlab …` prints."""
+def run_cli(line, lines=12):
+    """Print the first lines of the output of `python -m shardlab …`."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
     chosen = parser.parse_args(line.split())
@@ -83,9 +83,10 @@ MODELS = {
 # %%
 TITAN = strategy.PROFILES["torchtitan"]
 found = strategy.plan(MODELS["70B"], H100, gpus=64, batch=512, profile=TITAN)
-fits, ruled = len(found.fits), found.ruled["needs more memory than there is"]
+fits = len(found.feasible)
+ruled = found.rejections["needs more memory than the GPU has"]
 print(fits + ruled, "layouts, of which", fits, "fit")
-for one in (found.fits[0], found.fits[-1]):
+for one in (found.feasible[0], found.feasible[-1]):
     print(round(one.seconds), "s a step:", one.layout)
 
 # %% [markdown]
@@ -100,10 +101,10 @@ for one in (found.fits[0], found.fits[-1]):
 
 # %% tags=["hide-input"]
 # Draws every layout that fits: what it reserves and how long a step takes
-best, last = found.fits[0], found.fits[-1]
-copies = next(one for one in found.fits if one.layout.dp == 64)
+best, last = found.feasible[0], found.feasible[-1]
+copies = next(one for one in found.feasible if one.layout.dp == 64)
 assert fits > 100 and last.seconds > 1.6 * best.seconds and best.layout.cp == 1
-points = [(one.reserved / GB, one.seconds, one.layout) for one in found.fits]
+points = [(one.reserved / GB, one.seconds, one.layout) for one in found.feasible]
 alt = (
     f"{fits} dots: what a layout reserves on its fullest GPU, and the seconds of its step. "
     f"At every fullness there are fast and slow ones. The fastest takes {best.seconds:.0f} s at "
@@ -131,8 +132,8 @@ show.figure(measured.layouts(points), alt, "strategy-layouts")
 # ![For six GPUs, on a logarithmic axis, how many operations of a product pay for one byte. V100: 139 from its own memory, 833 from its node, 20,000 from the network. A100 80 GB: 153, 1,040, 12,480. H100: 295, 2,198, 19,780. B200: 281, 2,500, 45,000. GB200: 312, 2,778, 50,000. RTX 4090: 164, 5,156, 105,600. Products grew faster than every link.](../figures/strategy_walls.svg)
 
 # %%
-def limits(machine, config, tokens, t):
-    """Seconds of one layer, forward and backward, on one of t GPUs that share it."""
+def layer_limits(machine, config, tokens, t):
+    """Return a layer's seconds, forward and backward, on one of t GPUs that share it."""
     h, f = config.hidden, config.ffn_width  # widths of the model, of the feed-forward network
     kv = config.key_value_heads * config.head_size  # width of keys, and of values
     weights = 2 * h * (h + kv) + 3 * h * f  # attention's, and the feed-forward network's
@@ -155,7 +156,7 @@ for gpu, tokens, t in (
     ("gb200", 8192, 8),
     ("rtx-4090", 8192, 8),
 ):
-    each = limits(MACHINES[gpu], MODELS["8B"], tokens, t)
+    each = layer_limits(MACHINES[gpu], MODELS["8B"], tokens, t)
     longest[gpu, tokens, t] = max(each, key=each.get)
     cells = [f"{1e3 * value:.1f}" for value in each.values()]
     rows.append([MACHINES[gpu].name, f"{tokens:,}", t, *cells, longest[gpu, tokens, t]])
@@ -185,9 +186,9 @@ show.table(rows, head)
 
 # %%
 nanotron = strategy.PROFILES["nanotron"]  # what is particular to that library
-sweep = files.read_rows("sweep", PUBLISHED / "sweep.csv")[:40]
-jobs = [files.row_job(row, nanotron) for row in sweep]
-runs = [files.row_measured(row, job) for row, job in zip(sweep, jobs)]
+sweep = measured_runs.read_rows("sweep", DATA_DIR / "sweep.csv")[:40]
+jobs = [measured_runs.row_to_job(row, nanotron) for row in sweep]
+runs = [measured_runs.row_to_measurement(row, job) for row, job in zip(sweep, jobs)]
 seconds = [step for step, _ in runs]  # of a step; the other is bytes
 
 # %% tags=["hide-input"]
@@ -212,18 +213,18 @@ show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
 # The second is Spearman's correlation between the predicted and the measured order: 1 if they are equal, near 0 if they have nothing to do with each other.
 
 # %%
-def off(predicted):
-    """The median of |log(predicted / measured)|, about the fraction that it is off."""
+def median_error(predicted):
+    """Return the median of |log(predicted / measured)|, about the relative error."""
     return statistics.median(abs(log(p / s)) for p, s in zip(predicted, seconds))
 
 
-def order(predicted):
-    """Spearman's correlation: the mean over models and numbers of nodes."""
-    alike = defaultdict(list)
+def rank_correlation(predicted):
+    """Return Spearman's correlation: the mean over models and numbers of nodes."""
+    groups = defaultdict(list)
     for row, p, s in zip(sweep, predicted, seconds):
-        alike[row["model"], row["nodes"]].append((p, s))
+        groups[row["model"], row["nodes"]].append((p, s))
     each = []
-    for pairs in (pairs for pairs in alike.values() if len(pairs) > 2):
+    for pairs in (pairs for pairs in groups.values() if len(pairs) > 2):
         places = [[sorted(column).index(x) for x in column] for column in zip(*pairs)]
         each.append(statistics.correlation(*places))
     return statistics.mean(each)
@@ -233,17 +234,18 @@ def order(predicted):
 # ## A floor does not rank
 #
 # The *floor* of a step follows from the data sheet alone: every product at the sheet's rate, every link full, and all sending hidden that can be hidden.
-# `strategy.floor` computes it, and no measured step is below it.
+# `strategy.compute_floor` computes it, and no measured step is below it.
 
 # %%
-floors = [strategy.floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
+floors = [strategy.compute_floor(j.config, j.machine, j.layout, j.seq).total for j in jobs]
 fraction = statistics.median(f / s for f, s in zip(floors, seconds))
-print("fraction of a step:", round(fraction, 2), "order:", round(order(floors), 2))
+rank = rank_correlation(floors)
+print("fraction of a step:", round(fraction, 2), "rank correlation:", round(rank, 2))
 
 # %% tags=["hide-input"]
 # Holds each measured step to its floor
 assert all(f < s for f, s in zip(floors, seconds))
-assert order(floors) < 0.5
+assert rank_correlation(floors) < 0.5
 
 
 # %% [markdown]
@@ -260,18 +262,18 @@ assert order(floors) < 0.5
 # Six are enough.
 
 # %%
-def plain(job, r):
-    """Seconds of a step; r: the six constants, by name."""
+def predict_step(job, r):
+    """Return the seconds of a step; r: the six constants, by name."""
     at, config, tokens = job.layout, job.config, job.tokens  # of one micro-batch
     t, p, m = at.tp, at.pp, at.microbatches
-    flops = strategy.flops(config, int(tokens), job.seq, causal=False)
+    flops = strategy.count_flops(config, int(tokens), job.seq, causal=False)
     last = 6 * tokens * config.vocab * config.hidden  # the output layer's
     launch = r["launch"] + (r["crossing"] * (t - 1) if p > 1 and job.nodes > 1 else 0)
-    wire = 8 * (t - 1) / t * job.stream / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
+    wire = 8 * (t - 1) / t * job.stream_bytes / r["node"] + r["beyond"] * (ceil(t / 8) - 1)
     layer = max((flops - last) / config.layers / t / r["products"], launch) + wire
     stages = at.parts(config)  # in layers; the head is the output layer
     busy = [s.layers * layer + s.head * last / t / r["products"] for s in stages]
-    held = max(job.held(s).all for s in stages)
+    held = max(job.count_parameters(s).all for s in stages)
     gradients = 8 * held * (at.dp - 1) / at.dp / r["network"]  # 4 bytes each, sent twice
     return (m - 1) * max(busy) + sum(busy) + gradients
 
@@ -297,24 +299,25 @@ GUESSES = {  # its unit, a guess, and by what fraction that may be off
 }
 
 
-def fitted(free, steps, guesses=GUESSES):
-    """The constants, those in `free` fitted to steps: pairs of a job and its seconds."""
+def fit_constants(free, steps, guesses=GUESSES):
+    """Fit the constants in `free` to steps: pairs of a job and its seconds."""
     rates = {name: Rate(v, unit, off, "a guess") for name, (unit, v, off) in guesses.items()}
-    pairs = [(partial(plain, job), taken) for job, taken in steps]
+    pairs = [(partial(predict_step, job), taken) for job, taken in steps]
     return fit(Rates("course", rates), pairs, free, "fitted")
 
 
 steps = list(zip(jobs, seconds))
-six = fitted(list(GUESSES), steps)
-predicted = [plain(job, six) for job in jobs]
-print("off:", round(off(predicted), 3), "order:", round(order(predicted), 2))
+six = fit_constants(list(GUESSES), steps)
+predicted = [predict_step(job, six) for job in jobs]
+error, rank = median_error(predicted), rank_correlation(predicted)
+print("median error:", round(error, 3), "rank correlation:", round(rank, 2))
 
 # %% tags=["hide-input"]
 # Table: the six constants, and how sure the fit is of each
-assert off(predicted) < 0.1 and order(predicted) > 0.95
+assert error < 0.1 and rank > 0.95
 rows = [
     [name, f"{rate.value:.3g}", f"± {rate.spread:.0%}", rate.unit]
-    for name, rate in six.all.items()
+    for name, rate in six.by_name.items()
 ]
 show.table(rows, ["constant", "value", "may be off by", "unit"])
 
@@ -330,20 +333,19 @@ show.table(rows, ["constant", "value", "may be off by", "unit"])
 NEUTRAL = {"launch": 1e-9, "crossing": 1e-9, "node": 1e30, "beyond": 1e-9, "network": 1e30}
 
 
-def without(name):
+def predict_without(name):
     unit, _, spread = GUESSES[name]
     rest = [other for other in GUESSES if other != name]
-    rates = fitted(rest, steps, {**GUESSES, name: (unit, NEUTRAL[name], spread)})
-    return [plain(job, rates) for job in jobs]
+    rates = fit_constants(rest, steps, {**GUESSES, name: (unit, NEUTRAL[name], spread)})
+    return [predict_step(job, rates) for job in jobs]
 
 
 # %% tags=["hide-input"]
 # Table: error and order without each of them
-rows = [["none", f"{off(predicted):.1%}", f"{order(predicted):.2f}"]]
-lost = {name: without(name) for name in NEUTRAL}
-rows += [[name, f"{off(p):.1%}", f"{order(p):.2f}"] for name, p in lost.items()]
-assert order(lost["launch"]) < 0.93 and off(lost["crossing"]) > 1.5 * off(predicted)
-show.table(rows, ["left out", "off in the median", "order"])
+lost = {"none": predicted} | {name: predict_without(name) for name in NEUTRAL}
+rows = [[name, f"{median_error(p):.1%}", f"{rank_correlation(p):.2f}"] for name, p in lost.items()]
+assert rank_correlation(lost["launch"]) < 0.93 and median_error(lost["crossing"]) > 1.5 * error
+show.table(rows, ["left out", "median error", "rank correlation"])
 
 # %% [markdown]
 # Without launches the order is worst, and yet the papers on parallelism have no formula for them. In a captured step they would be the first to leave out.
@@ -359,18 +361,18 @@ show.table(rows, ["left out", "off in the median", "order"])
 # Megatron's constants are fitted on five layer times of a model of 22 billion parameters on eight A100s, which {cite:t}`korthikanti2022recomputation` print; then they predict whole steps, on up to 3,072 GPUs.
 
 # %%
-half = learn.from_rows(sweep[::2], nanotron, "every other row of the sweep").values_of()
+half = fit_runs.fit_rows(sweep[::2], nanotron, "every other row of the sweep").to_values()
 others = list(zip(jobs, runs))[1::2]
-rest = [(of_job(job, half).seconds.total, step) for job, (step, _) in others]
-rest_bytes = [(first_rank(job, half), size) for job, (_, size) in others]
+rest = [(predict_job(job, half).seconds.total, step) for job, (step, _) in others]
+rest_bytes = [(predict_rank0_bytes(job, half), size) for job, (_, size) in others]
 
 # %% tags=["hide-input"]
 # Draws predicted over measured seconds: the sweep's other half, and Megatron
-megatron, five = strategy.PROFILES["megatron"], known("megatron").values_of()
+megatron, five = strategy.PROFILES["megatron"], load_rates("megatron").to_values()
 
 
-def printed(case):
-    """Seconds of a published step; SC21 prints a rate, whose operations count recomputation."""
+def published_seconds(case):
+    """Return a published step's seconds (SC21: from a rate that counts recomputation)."""
     config, found = case["config"], case["published"]
     if "iter_s" in found:
         return found["iter_s"]
@@ -380,14 +382,17 @@ def printed(case):
     return work / config["n_gpus"] / (found["tflops_per_gpu"] * 1e12)
 
 
-cases = files.read_cases("cases", PUBLISHED / "megatron.json")
+cases = measured_runs.read_cases("cases", DATA_DIR / "megatron.json")
 groups = {"nanotron, H100: rows not fitted": rest}
 for words, start in (
     ("Korthikanti et al., A100", ("korthikanti-22B", "korthikanti-175B")),
     ("Narayanan et al., A100", ("sc21",)),
 ):
     groups[words] = [
-        (of_job(files.case_job(case["config"], megatron), five).seconds.total, printed(case))
+        (
+            predict_job(measured_runs.case_to_job(case["config"], megatron), five).seconds.total,
+            published_seconds(case),
+        )
         for case in cases
         if case["id"].startswith(start)
     ]
@@ -404,15 +409,15 @@ show.figure(measured.agreement(groups), alt, "strategy-agreement")
 
 # %% tags=["hide-input"]
 # Table: how far off, in the median and at most
-def errors(pairs):
+def format_errors(pairs):
     each = sorted(abs(p / s - 1) for p, s in pairs)
     return f"{statistics.median(each):.1%}", f"{each[-1]:.1%}"
 
 
-rows = [["the sweep, rows not fitted", "seconds", *errors(rest)]]
-rows.append(["the sweep, rows not fitted", "bytes of rank 0", *errors(rest_bytes)])
+rows = [["the sweep, rows not fitted", "seconds", *format_errors(rest)]]
+rows.append(["the sweep, rows not fitted", "bytes of rank 0", *format_errors(rest_bytes)])
 for words in list(groups)[1:]:
-    rows.append([words, "seconds", *errors(groups[words])])
+    rows.append([words, "seconds", *format_errors(groups[words])])
 assert statistics.median(abs(p / s - 1) for p, s in rest_bytes) < 0.07
 show.table(rows, ["", "of what", "off in the median", "at most"])
 
@@ -446,13 +451,13 @@ plans = {name: strategy.plan(*job[:4], profile=TITAN) for name, job in jobs_to_p
 # Table: the two fastest of each, with days and what they wait for
 rows = []
 for name, job in jobs_to_plan.items():
-    for one in plans[name].fits[:2]:
+    for one in plans[name].feasible[:2]:
         parts = vars(one.prediction.seconds)
         waits = max(set(parts) - {"products", "attention"}, key=parts.get)
         rows.append(
             [name, f"{one.layout}, b {one.layout.micro_batch}", f"{one.seconds:.1f}",
              f"{one.reserved / GB:.0f}",
-             f"{one.mfu:.0%}", f"{job[4] / one.tokens / 86400:.0f}", waits]
+             f"{one.mfu:.0%}", f"{job[4] / one.tokens_per_second / 86400:.0f}", waits]
         )  # fmt: skip
 assert round(copies.seconds / best.seconds, 1) == 1.2
 show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most for"])
@@ -475,14 +480,15 @@ show.table(rows, ["", "layout", "a step (s)", "GB", "MFU", "days", "waits most f
 GPUS, PRICE = 256, 2.0  # dollars for an hour of one of them
 
 
-def cost(batch):
-    """Dollars for a million tokens, with copies alone."""
-    fixed = {"tp": 1, "pp": 1}
-    best = strategy.plan(MODELS["1B"], H100, GPUS, batch, profile=TITAN, fixed=fixed).fits[0]
-    return 1e6 * GPUS * PRICE / 3600 / best.tokens
+def token_cost(batch):
+    """Return the dollars for a million tokens, with data parallelism alone."""
+    found = strategy.plan(
+        MODELS["1B"], H100, GPUS, batch, profile=TITAN, constraints={"tp": 1, "pp": 1}
+    )
+    return 1e6 * GPUS * PRICE / 3600 / found.feasible[0].tokens_per_second
 
 
-costs = {batch: cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
+costs = {batch: token_cost(batch) for batch in (256, 512, 1024, 2048, 4096, 8192)}
 
 # %% tags=["hide-input"]
 # Table: what a billion tokens cost, by batch
@@ -509,8 +515,8 @@ KINDS = {  # a model, and the sequences of a step
 ON_FOUR = Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4), Layout(dp=4, zero=3)
 
 
-def attempt(config, layout):
-    """On a rank: a step. Bytes of weights, gradients and optimizer; bytes sent."""
+def try_step(config, layout):
+    """Run a step on a rank; return its bytes of states, and the bytes that it sent."""
     groups = mesh.join(layout, dist.group.WORLD)
     copy, batch = dist.get_rank(groups.dp), batch_of(config, layout.batch, 0)
     try:
@@ -527,11 +533,11 @@ def attempt(config, layout):
 
 # %% tags=["hide-input"]
 # Table: what rank 0 holds and sends in each layout, predicted and counted
-def attempts(asked):
-    return [attempt(*one) for one in asked]
+def try_steps(asked):
+    return [try_step(*one) for one in asked]
 
 
-def in_mb(*values):
+def format_mb(*values):
     return [value if isinstance(value, str) else f"{value / 1e6:.1f}" for value in values]
 
 
@@ -542,12 +548,12 @@ cases = [
 ]
 rows, asked = [], [case[1:] for case in cases]
 # CPU: the limit is one of tensors; a GPU's allocator takes 20 MB at once
-found = ranks.run(attempts, 4, asked, device="cpu")[0]
+found = ranks.run(try_steps, 4, asked, device="cpu")[0]
 for (name, config, layout), (has, sends) in zip(cases, found, strict=True):
     states = sum(mesh.predicted_states(config, layout, 0).values())
     goes = sum(mesh.predicted_sent(config, layout, 0).values())
     assert (has, sends) == (states, goes) if sends != "" else states > 20e6
-    rows.append([name, str(layout), *in_mb(states, has, goes, sends)])
+    rows.append([name, str(layout), *format_mb(states, has, goes, sends)])
 assert [has == "out of memory" for has, _ in found] == [True] + 7 * [False]
 head = ["job", "layout", "states, predicted (MB)", "held", "sent, predicted (MB)", "sent"]
 show.table(rows, head)
@@ -580,7 +586,7 @@ for gpu, gpus, batch in (
     ("gb200", 576, 1152),
 ):
     for name, (words, obeys) in RULE.items():
-        every = strategy.plan(MODELS[name], MACHINES[gpu], gpus, batch).fits
+        every = strategy.plan(MODELS[name], MACHINES[gpu], gpus, batch).feasible
         good = [one for one in every if obeys(one.layout)]
         price[name, gpu, gpus] = good[0].seconds / every[0].seconds - 1 if good else None
         told = f"{price[name, gpu, gpus]:+.0%}" if good else "does not fit"
@@ -610,13 +616,13 @@ show.table(rows, ["machines", "model", "the fastest", "the rule says", "costs"])
 # Halve and double each, and plan again.
 
 # %%
-def turned(first, name, factor, *job):
-    """The fastest layout with one constant changed; how much longer `first` then takes."""
-    rates = known("course")
-    rate = rates.all[name]
-    other = Rates("course", {**rates.all, name: replace(rate, value=factor * rate.value)})
-    fits = strategy.plan(*job, rates=other).fits
-    old = strategy.predict(*job[:2], first, rates=other).seconds.total
+def plan_with_rate(layout, name, factor, *job):
+    """Return the fastest layout at a changed rate, and how much longer `layout` takes."""
+    rates = load_rates("course")
+    rate = rates.by_name[name]
+    changed = Rates("course", {**rates.by_name, name: replace(rate, value=factor * rate.value)})
+    fits = strategy.plan(*job, rates=changed).feasible
+    old = strategy.predict(*job[:2], layout, rates=changed).seconds.total
     return fits[0].layout, old / fits[0].seconds - 1
 
 
@@ -626,10 +632,10 @@ rows = []
 NAMES = "products", "attention", "memory", "launch", "node", "hidden", "network", "gathers"
 for config, gpu, words in (("70B", "h100", "70B, 64 × H100"), ("8B", "a100-40", "8B, 64 × A100 40 GB")):
     calm, job = [], (MODELS[config], MACHINES[gpu], 64, 512)
-    first = strategy.plan(*job).fits[0].layout
+    first = strategy.plan(*job).feasible[0].layout
     for name in NAMES:
         for factor in (0.5, 2.0):
-            new, loss_ = turned(first, name, factor, *job)
+            new, loss_ = plan_with_rate(first, name, factor, *job)
             if new == first:
                 calm.append(name)
             else:
@@ -646,7 +652,7 @@ show.table(rows, ["job", "if", "the fastest is", "the first choice takes"])
 # The command `strategy plan` is this planner; without `--profile` it plans the course's own model. It says how many rates are guesses, and prints the fastest layouts, what was ruled out and why; `--explain` adds the parts of the first one's time, and `--json` prints all of it.
 
 # %%
-shardlab("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
+run_cli("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torchtitan --top 3")
 
 # %% [markdown]
 # Below the table the command prints what was searched: ranks share sequences from 8,192 tokens on, stages and chunks may be unequal, single operators are recomputed where that may be faster. It also names what the search leaves out, and warns where little memory is free or the MFU is low.
@@ -658,21 +664,21 @@ shardlab("strategy plan --model llama-3-70b --gpu h100 --gpus 64 --profile torch
 # A file for DeepSpeed begins so:
 
 # %%
-shardlab("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
+run_cli("strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16", 15)
 
 # %% [markdown]
 # It is planned with that engine's bytes, not with the course's: Megatron and `fully_shard` sum gradients in float32, 4 bytes where the course's model has 2.
 # So with Megatron GPT-3 gets eight stages on 1,024 GPUs, where the course's own model gets four:
 
 # %%
-shardlab("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 3)
+run_cli("strategy emit megatron --model gpt-3-175b --gpu a100 --gpus 1024 --batch 1536", 3)
 
 # %% [markdown]
 # `strategy run` trains the first layout on ranks of this machine: the same cuts, schedule and recomputation, with degrees, chunks and model as small as possible.
 # It ends with status 0 only if losses and gradients are those of one process and each rank held and sent what was predicted. What the course's [mesh](mesh.md) does not train, such as context ranks and experts over ranks, it leaves out, and says so.
 
 # %% tags=["measured"]
-shardlab("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
+run_cli("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4", 20)
 
 # %% [markdown]
 # [`python -m shardlab parity`](parity.md#two-scripts) says whether *your* training script computes the same under that layout as in one process.
@@ -692,26 +698,26 @@ shardlab("strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4",
 # How does `strategy.predict` compute this? First a layer:
 
 # %%
-show.source(core.layer, core._attention, core._launches, core._cpu, core._tensor, core._context)
+show.source(core.predict_layer, core._attention_seconds, core._launch_seconds, core._cpu_seconds, core._all_reduce_seconds, core._context_seconds)
 
 # %% [markdown]
 # `rates` are the constants, most of them as fractions of the data sheet: so what was fitted on one GPU predicts another.
-# `SOFT` makes the maximum of GPU and CPU time a smooth one, since near the point where both are equal each delays the other.
-# [`products`](../code/shardtools/strategy/products.py) has the time of each product.
+# `SMOOTH_POWER` makes the maximum of GPU and CPU time a smooth one, since near the point where both are equal each delays the other.
+# [`matmuls`](../code/shardtools/strategy/matmuls.py) has the time of each product.
 #
 # From layers to a step:
 
 # %%
-show.source(core.seconds, core._stage, core._bubble, core._likely, core._left, core._head, core._messages, core._optimizer)
+show.source(core.predict_seconds, core._stage_work, core._bubble_seconds, core._retry_probability, core._bubble_share, core._head_work, core._message_seconds, core._optimizer_seconds)
 
 # %% [markdown]
-# [`copies`](../code/shardtools/strategy/copies.py) says how long copies wait for gradients and weights.
+# [`data_parallel`](../code/shardtools/strategy/data_parallel.py) says how long copies wait for gradients and weights.
 # ZeRO-3 sends three times for each micro-batch, and hides most of it behind the work.
 # ZeRO-1 gathers new weights after the step. nanotron (early 2025) and DeepSpeed 0.19.8 wait for them; Megatron Core 0.19.2 with `--overlap-param-gather`, which `strategy emit megatron` writes, and torch's `fully_shard` gather them ahead, while earlier layers compute.
 #
 # ## This machine
 #
-# The constants can be measured as well: `measure` times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
+# The constants can be measured as well: `measure_rates` times a product, an attention, a pass over memory, launches and an all-reduce, here in a second.
 
 # %% tags=["hide-input"]
 # Times a training step of the plain GPT, and predicts it
@@ -720,7 +726,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def step_seconds(config, batch):
-    """One training step of the plain GPT on one thread, the best of five."""
+    """Return the seconds of a step of the plain GPT on one thread (best of five)."""
     torch.manual_seed(0)
     model = GPT(config).to(DEVICE, DTYPE)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -739,9 +745,9 @@ def step_seconds(config, batch):
         torch.set_num_threads(threads)
 
 
-def beside(config, batch):
-    """Seconds of a step: predicted from constants measured just before, and measured."""
-    here = measure()
+def predict_and_measure(config, batch):
+    """Return a step's seconds: predicted from newly measured rates, and measured."""
+    here = measure_rates()
     guess = strategy.predict(config, here.machine, Layout(micro_batch=batch), rates=here)
     return guess.seconds.total, step_seconds(config, batch)
 
@@ -750,7 +756,7 @@ def beside(config, batch):
 # Table: three steps, predicted from measured constants, and measured
 rows, ratios = [], []
 for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
-    guess, taken = beside(PRESETS[name], batch)
+    guess, taken = predict_and_measure(PRESETS[name], batch)
     ratios.append(guess / taken)
     rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
 show.timed(1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four")
@@ -768,17 +774,20 @@ show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / me
 # %%
 loose = {name: (unit, value, 99.0) for name, (unit, value, _) in GUESSES.items()}
 few = steps[::8]
-tight_fit, loose_fit = fitted(list(GUESSES), few), fitted(list(GUESSES), few, loose)
+tight_fit = fit_constants(list(GUESSES), few)
+loose_fit = fit_constants(list(GUESSES), few, loose)
 
 # %% tags=["hide-input"]
 # Table: constants of five rows, with and without priors
 rows = [
-    [name, *(f"{rates[name]:.3g} ± {rates.all[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
+    [name, *(f"{rates[name]:.3g} ± {rates.by_name[name].spread:.0%}" for rates in (tight_fit, loose_fit))]
     for name in GUESSES
 ]
-errors = [off([plain(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)]
-rows.append(["all forty rows, off by", *(f"{error:.0%}" for error in errors)])
-assert errors[0] < 0.75 * errors[1] and loose_fit["node"] > 2e12
+both = [
+    median_error([predict_step(job, rates) for job in jobs]) for rates in (tight_fit, loose_fit)
+]
+rows.append(["all forty rows, off by", *(f"{error:.0%}" for error in both)])
+assert both[0] < 0.75 * both[1] and loose_fit["node"] > 2e12
 show.table(rows, ["constant, by five rows", "with priors", "without"])
 
 # %% [markdown]
@@ -790,7 +799,7 @@ show.table(rows, ["constant, by five rows", "with priors", "without"])
 
 # %%
 slow = [(job, 4 * taken if i % 10 == 0 else taken) for i, (job, taken) in enumerate(steps)]
-among = fitted(list(GUESSES), slow)  # four rows of forty are four times too slow
+among = fit_constants(list(GUESSES), slow)  # four rows of forty are four times too slow
 moved = {name: among[name] / six[name] - 1 for name in GUESSES}
 print({name: round(x, 2) for name, x in moved.items()})
 
@@ -891,11 +900,11 @@ check(answer, "strategy_days")
 # Write a function that returns `(launch, rate)`, each within 5 %.
 
 # %%
-def corner(layers):
+def find_constants(layers):
     ...
 
 
-check(corner, "strategy_corner")
+check(find_constants, "strategy_corner")
 
 
 # %% [markdown]
@@ -910,13 +919,13 @@ check(corner, "strategy_corner")
 # A disturbance only makes a layer slower. So the shortest time of all is `launch`, and the largest quotient of operations and seconds is `rate`.
 
 # %%
-def corner(layers):
+def find_constants(layers):
     launch = min(seconds for _, seconds in layers)
     rate = max(operations / seconds for operations, seconds in layers)
     return launch, rate
 
 
-check(corner, "strategy_corner")
+check(find_constants, "strategy_corner")
 
 # %% [markdown]
 # ```{solution-end}

@@ -68,7 +68,7 @@ def laid_out(answer: Any, config: Config, gpu: Machine, gpus: int, batch: int, m
     if answer.batch != batch:
         raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {batch}.")
     try:
-        full = strategy.fullness(config, gpu, answer)
+        full = strategy.explain_oom(config, gpu, answer)
         found = strategy.predict(config, gpu, answer)
     except ValueError as error:
         raise Wrong(f"The model cannot be cut so: {error}.") from None
@@ -76,14 +76,14 @@ def laid_out(answer: Any, config: Config, gpu: Machine, gpus: int, batch: int, m
         raise Wrong(full)
     needs, taken = f"{found.memory.reserved / 1e9:.1f} GB", found.seconds.total
     if taken > most:
-        slow = strategy.slowness(config, gpu, answer)
+        slow = strategy.explain_slowness(config, gpu, answer)
         raise Wrong(f"It fits, with {needs} on the fullest GPU, but it is too slow. {slow}")
     return f"Right: {needs} on the fullest GPU, and a step of some {taken:.1f} s."
 
 
 @cache
 def _fastest() -> float:
-    return strategy.plan(_MODEL, _GPU, _GPUS, _BATCH).fits[0].seconds
+    return strategy.plan(_MODEL, _GPU, _GPUS, _BATCH).feasible[0].seconds
 
 
 @exercise("strategy_layout")

@@ -14,31 +14,27 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_tensor_degree
 
-from .plan import Plan, alone, planned
+from .plan import Plan, plan_layout, predict_candidate
 from .predict import predict
 from .profile import COURSE
-from .report import PARTS
+from .report import TIME_PARTS
 
 # Remedies that the planner can predict, and the engines' options for them. The names are checked
 # against the engines' own parsers: tests/test_your_job.py.
-KNOBS: dict[str, dict[str, str]] = {
+ENGINE_OPTIONS: dict[str, dict[str, str]] = {
     "smaller micro-batches": {
-        "torchtitan": "--training.local_batch_size",
-        "megatron": "--micro-batch-size",
-        "deepspeed": "train_micro_batch_size_per_gpu",
-        "course": "--micro",
+        "torchtitan": "--training.local_batch_size", "megatron": "--micro-batch-size",
+        "deepspeed": "train_micro_batch_size_per_gpu", "course": "--micro",
     },
     "sequence parallelism": {
-        "torchtitan": "--parallelism.enable_sequence_parallel",
-        "megatron": "--sequence-parallel",
+        "torchtitan": "--parallelism.enable_sequence_parallel", "megatron": "--sequence-parallel",
     },
-    "the next stage of ZeRO": {
+    "next ZeRO stage": {
         "torchtitan": "--parallelism.data_parallel_shard_degree, fsdp_reshard_after_forward",
         "megatron": "--use-distributed-optimizer, then --use-megatron-fsdp",
-        "deepspeed": "zero_optimization.stage",
-        "course": "--strategy",
+        "deepspeed": "zero_optimization.stage", "course": "--strategy",
     },
-    "each layer computed again": {
+    "full recomputation": {
         "torchtitan": "activation_checkpoint = FullAC.Config()",
         "megatron": "--recompute-granularity full",
         "deepspeed": "deepspeed.checkpointing.checkpoint, in the model",
@@ -47,8 +43,7 @@ KNOBS: dict[str, dict[str, str]] = {
     "twice the tensor ranks": {
         "torchtitan": "--parallelism.tensor_parallel_degree",
         "megatron": "--tensor-model-parallel-size",
-        "deepspeed": "tensor_parallel.autotp_size",
-        "course": "--tensor",
+        "deepspeed": "tensor_parallel.autotp_size", "course": "--tensor",
     },
     "twice the stages": {
         "torchtitan": "--parallelism.pipeline_parallel_degree",
@@ -59,27 +54,27 @@ KNOBS: dict[str, dict[str, str]] = {
         "torchtitan": "--parallelism.context_parallel_degree",
         "megatron": "--context-parallel-size",
     },
-    "the optimizer on the host": {
+    "optimizer offload": {
         "megatron": "--optimizer-cpu-offload",
         "deepspeed": "zero_optimization.offload_optimizer",
     },
-    "weights on the host as well": {
+    "optimizer and weight offload": {
         "torchtitan": "--training.enable_cpu_offload",
         "deepspeed": "zero_optimization.offload_param",
     },
-    "nothing lost to fragments": dict.fromkeys(
+    "no fragmentation": dict.fromkeys(
         ("torchtitan", "megatron", "deepspeed", "course"),
         "PYTORCH_ALLOC_CONF=expandable_segments:True",  # since torch 2.9
     ),
-}
+}  # fmt: skip
 
 
-ARITHMETIC = "products", "attention", "elementwise"  # parts of a step that every layout needs
+ARITHMETIC_PARTS = "products", "attention", "elementwise"  # parts of a step that every layout needs
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a layout, one of KNOBS, with its predicted memory and step time."""
+    """A change of a layout, one of ENGINE_OPTIONS, with predicted memory and step time."""
 
     name: str
     layout: Layout
@@ -87,17 +82,17 @@ class Remedy:
     seconds: float  # per step
 
 
-def remedies(found: Plan, layout: Layout) -> list[Remedy]:
+def list_remedies(plan: Plan, layout: Layout) -> list[Remedy]:
     """Return the changes that would reserve less than a plan's `layout`, the fastest first.
 
     All keep the GPUs and the batch; the remedy against fragments assumes that none are lost.
     """
-    before = planned(found, found.job(layout))
+    before = predict_candidate(plan, plan.make_job(layout))
     listed = []
-    for name, fields in _changes(found, layout):
+    for name, fields in _iter_changes(plan, layout):
         try:
             changed = replace(layout, **fields)
-            after = planned(found, found.job(changed))
+            after = predict_candidate(plan, plan.make_job(changed))
         except ValueError:  # the model cannot be divided so
             continue
         reserved = after.reserved
@@ -108,48 +103,48 @@ def remedies(found: Plan, layout: Layout) -> list[Remedy]:
     return sorted(listed, key=lambda one: (one.seconds, one.reserved))
 
 
-def _changes(found: Plan, at: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each of KNOBS that applies to this layout, with the fields that it changes."""
-    profile = found.profile
-    yield "nothing lost to fragments", {}
-    if at.micro_batch % 2 == 0:
-        half = {"micro_batch": at.micro_batch // 2, "microbatches": 2 * at.microbatches}
-        yield "smaller micro-batches", half
-    if at.tp > 1:
+def _iter_changes(plan: Plan, layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each of ENGINE_OPTIONS that applies to a layout, with the fields that it changes."""
+    profile = plan.profile
+    yield "no fragmentation", {}
+    if layout.micro_batch % 2 == 0:
+        half, twice = layout.micro_batch // 2, 2 * layout.microbatches
+        yield "smaller micro-batches", {"micro_batch": half, "microbatches": twice}
+    if layout.tp > 1:
         yield "sequence parallelism", {"sequence_parallel": True}
-    stages = (0, 1) if at.pp > 1 else profile.zeros
-    more = [zero for zero in stages if zero > at.zero]
-    if at.dp > 1 and more:
-        yield "the next stage of ZeRO", {"zero": min(more)}
-    yield "each layer computed again", {"recompute": "full"}
-    if at.dp % 2 == 0 and at.replicas == 1:
-        less = {"dp": at.dp // 2, "microbatches": 2 * at.microbatches}
-        if 2 * at.tp <= found.machine.per_node:
-            along = {"tp": 2 * at.tp, "sequence_parallel": profile.sequence_parallel}
+    stages = (0, 1) if layout.pp > 1 else profile.zero_stages
+    higher = [zero for zero in stages if zero > layout.zero]
+    if layout.dp > 1 and higher:
+        yield "next ZeRO stage", {"zero": min(higher)}
+    yield "full recomputation", {"recompute": "full"}
+    if layout.dp % 2 == 0 and layout.replicas == 1:
+        less = {"dp": layout.dp // 2, "microbatches": 2 * layout.microbatches}
+        if 2 * layout.tp <= plan.machine.per_node:
+            along = {"tp": 2 * layout.tp, "sequence_parallel": profile.sequence_parallel}
             yield "twice the tensor ranks", less | along
-        if at.zero < 2 and isinstance(at.stages, str):
-            yield "twice the stages", less | {"pp": 2 * at.pp}
-        if profile.shares:
-            yield "twice the context ranks", less | {"cp": 2 * at.cp}
-    if "optimizer" in profile.offloads and at.zero and at.offload == "none":
-        yield "the optimizer on the host", {"offload": "optimizer"}
-    if "parameters" in profile.offloads and at.zero == 3:
-        yield "weights on the host as well", {"offload": "parameters"}
+        if layout.zero < 2 and isinstance(layout.stages, str):
+            yield "twice the stages", less | {"pp": 2 * layout.pp}
+        if profile.has_context_parallel:
+            yield "twice the context ranks", less | {"cp": 2 * layout.cp}
+    if "optimizer" in profile.offload_states and layout.zero and layout.offload == "none":
+        yield "optimizer offload", {"offload": "optimizer"}
+    if "parameters" in profile.offload_states and layout.zero == 3:
+        yield "optimizer and weight offload", {"offload": "parameters"}
 
 
-def told(found: Plan, layout: Layout) -> list[list[str]]:
-    """Return `remedies` as rows of a table, with each one's name in the profile's engine."""
-    engine = found.profile.name
+def tabulate_remedies(plan: Plan, layout: Layout) -> list[list[str]]:
+    """Return `list_remedies` as rows of a table, with the option of the profile's engine."""
+    engine = plan.profile.name
     table = [["out of memory?", "GB", "fits", "s", f"with {engine}"]]
-    for one in remedies(found, layout):
-        fits = "yes" if one.reserved <= found.room else "no"
-        knob = KNOBS[one.name].get(engine, "")
+    for one in list_remedies(plan, layout):
+        fits = "yes" if one.reserved <= plan.usable_memory else "no"
+        option = ENGINE_OPTIONS[one.name].get(engine, "")
         sizes = [f"{one.reserved / 1e9:.1f}", fits, f"{one.seconds:.3g}"]
-        table.append([one.name, *sizes, knob])
+        table.append([one.name, *sizes, option])
     return table
 
 
-def fullness(
+def explain_oom(
     config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
 ) -> str:
     """Explain why `layout` does not fit, and name a change that would suffice ("" if it fits).
@@ -158,24 +153,24 @@ def fullness(
     heads that this model cannot be cut into.
     """
     check_tensor_degree(config, layout.tp, copies=True)
-    found = alone(config, machine, layout, config.seq if seq is None else seq, COURSE)
-    if found.fits:
+    plan = plan_layout(config, machine, layout, config.seq if seq is None else seq, COURSE)
+    if plan.feasible:
         return ""
-    full = found.nearest.prediction.memory
+    full = plan.closest_infeasible.prediction.memory
     states = full.weights + full.gradients + full.optimizer
     words = (
-        f"Its fullest GPU needs {full.reserved / 1e9:.1f} GB, and {found.room / 1e9:.1f} are "
-        f"there. {states / 1e9:.1f} GB of it are model states; the rest are activations, and what "
-        "is gathered or on its way."
+        f"Its fullest GPU needs {full.reserved / 1e9:.1f} GB; usable are "
+        f"{plan.usable_memory / 1e9:.1f} GB. {states / 1e9:.1f} GB of it are model states, the "
+        "rest activations and communication buffers."
     )
-    changed = (one for one in remedies(found, layout) if one.layout != layout)
-    enough = next((one.name for one in changed if one.reserved <= found.room), "")
+    changed = (one for one in list_remedies(plan, layout) if one.layout != layout)
+    enough = next((one.name for one in changed if one.reserved <= plan.usable_memory), "")
     if enough:
-        return f"{words} It would fit with this: {enough}."
-    return f"{words} No single change would do: cut the model into more parts, or share more."
+        return f"{words} One change is enough: {enough}."
+    return f"{words} No single change is enough: cut or shard the model over more ranks."
 
 
-def slowness(
+def explain_slowness(
     config: Config | Structure, machine: Machine, layout: Layout, seq: int | None = None
 ) -> str:
     """Name what a step waits for most, beside the arithmetic that every layout needs.
@@ -183,23 +178,22 @@ def slowness(
     Seconds are predicted for the course's own model. Raises ValueError as `predict` does.
     """
     found = predict(config, machine, layout, seq=seq).seconds
-    words = f"A step takes some {_digits(found.total)} s."
+    words = f"A step takes about {_format_seconds(found.total)} s."
     if layout.tp > machine.per_node:
         return (
-            f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the sums of "
-            "every layer wait for the links between nodes."
+            f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the all-reduces "
+            "of every layer wait for the links between nodes."
         )
-    parts = {name: value for name, value in vars(found).items() if name not in ARITHMETIC}
-    why = dict(PARTS)
+    parts = {name: value for name, value in vars(found).items() if name not in ARITHMETIC_PARTS}
+    why = dict(TIME_PARTS)
     if layout.recompute == "full":  # recomputation is one pass of four
         parts["recomputation"] = (found.products + found.attention) / 4
-        why["recomputation"] = "arithmetic that is done twice"
+        why["recomputation"] = "layers are computed again in backward"
     most = max(parts, key=lambda name: parts[name])
     if parts[most] < 0.01 * found.total:
         return words
-    return f"{words} {_digits(parts[most])} s of it for {most}: {why[most]}."
+    return f"{words} {_format_seconds(parts[most])} s of it are {most}: {why[most]}."
 
 
-def _digits(seconds: float) -> str:
-    """Format seconds with three digits and no exponent."""
+def _format_seconds(seconds: float) -> str:
     return f"{float(f'{seconds:.3g}'):,g}"

@@ -31,17 +31,17 @@ from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardtools import options
 
 from . import report
-from .advice import told
+from .advice import tabulate_remedies
 from .job import DTYPES
-from .plan import Plan, alone, plan, short
-from .profile import PROFILES, Profile, today
-from .rates import Rates, known, read
-from .rates import today as rates_today
+from .plan import Plan, explain_infeasible, plan, plan_layout
+from .profile import PROFILES, Profile, modernize_profile
+from .rates import Rates, load_rates, modernize_rates, read_rates
 
-FIXED = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"  # fields that options can fix
-WORDS = "recompute", "offload"  # fields that options can fix by name
-TOP = 10  # rows of the table
-BATCH_TOKENS = 4_194_304  # tokens per step without --batch: a common size for large models
+# Fields of a layout that options can fix: numbers, and names.
+CONSTRAINT_FIELDS = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"
+TEXT_CONSTRAINTS = "recompute", "offload"
+DEFAULT_ROWS = 10  # rows of the table
+DEFAULT_BATCH_TOKENS = 4_194_304  # tokens per step without --batch: a common size for large models
 ENGINES = "deepspeed", "torchtitan", "megatron", "course", "slurm"  # same as `emit.ENGINES`
 
 
@@ -56,47 +56,46 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
     """Add `strategy plan`, which a page's calculator runs as well."""
-    parser = _command(commands, "plan", _plan)
+    parser = _add_subcommand(commands, "plan", _run_plan)
     _add_job(parser)
     add = partial(options.add, parser)
-    add("top", f"rows of the table ({TOP})", "N", int)
+    add("top", f"rows of the table ({DEFAULT_ROWS})", "N", int)
     forms = parser.add_mutually_exclusive_group()
-    options.flag(forms, "explain", "the first, by part")
-    options.flag(forms, "json", "everything, as JSON")
+    options.flag(forms, "explain", "the first layout, part by part")
+    options.flag(forms, "json", "print the plan as JSON")
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    _add_job(_command(commands, "run", _run))
+    _add_job(_add_subcommand(commands, "run", _run_trial))
 
 
 def _add_emit(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "emit", _emit)
+    parser = _add_subcommand(commands, "emit", _run_emit)
     parser.add_argument("engine", metavar="ENGINE", help=", ".join(ENGINES))
     _add_job(parser)
     add = partial(options.add, parser)
     add("into", "write the whole Slurm job into this folder", "DIR")
-    add("site", "what every job wants there: a cluster.yml; with slurm or --into", "FILE")
+    add("site", "a cluster.yml with your site's settings; with slurm or --into", "FILE")
     add("time", "the job's time limit (01:00:00); with --into", "TIME")
-    add("partition", "where the job runs (the default one); with --into", "NAME")
+    add("partition", "Slurm partition (the site's default); with --into", "NAME")
 
 
 def _add_fit(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "fit", _fit)
+    parser = _add_subcommand(commands, "fit", _run_fit)
     parser.add_argument("file", nargs="?", metavar="FILE", help="measured steps or layer times")
     parser.add_argument("--rates", required=True, metavar="FILE", help="the file to write")
     _add_profile(parser)
 
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "predict", _predict)
+    parser = _add_subcommand(commands, "predict", _run_predict)
     parser.add_argument("file", metavar="FILE", help="rows (CSV), or cases (.json)")
-    parser.add_argument(
-        "--rates", required=True, metavar="FILE", help="a file that `strategy fit` wrote"
-    )
+    written = "a file that `strategy fit` wrote"
+    parser.add_argument("--rates", required=True, metavar="FILE", help=written)
     _add_profile(parser)
 
 
-def _command(
+def _add_subcommand(
     commands: argparse._SubParsersAction, name: str, run: Callable[[dict[str, Any]], int]
 ) -> argparse.ArgumentParser:
     """Return the parser of a subcommand; the docstring of `run` is its manual."""
@@ -106,31 +105,30 @@ def _command(
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    options.add(parser, "profile", f"whose implementation: {', '.join(PROFILES)} (course)", "NAME")
+    options.add(parser, "profile", f"implementation: {', '.join(PROFILES)} (course)", "NAME")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe the job to plan."""
     add = partial(options.add, parser)
     add("model", f"a model: {', '.join(PRESETS)}", "NAME")
     add("config", "or the config.json of a model on Hugging Face's hub", "FILE")
     add("gpu", f"machines: {', '.join(MACHINES)}", "NAME")
-    add("gpus", "how many", "N", int)
-    add("per-node", "GPUs of a node (as its maker builds it)", "N", int)
+    add("gpus", "number of GPUs", "N", int)
+    add("per-node", "GPUs of a node (the usual number for this GPU)", "N", int)
     add("seq", "tokens of a sequence (the model's longest)", "S", int)
     add("batch", "sequences in a step (some four million tokens)", "B", int)
-    add("tokens", "of the whole training, for example 1.5e12", "N", float)
-    for name in FIXED:
-        add(name.replace("_", "-"), "keep this value", "N", int)
-    add("recompute", "keep this: none, full, selective, or operators as norms+ffn", "HOW")
-    add("offload", f"keep this: {', '.join(OFFLOADS)}", "WHAT")
-    add("layout", "plan this one alone, as 'd 2 · t 8 · p 4, ZeRO-1'", "WORDS")
-    add("dtype", f"products: {', '.join(DTYPES)} (bf16)", "NAME")
+    add("tokens", "tokens of the whole training, for example 1.5e12", "N", float)
+    for name in CONSTRAINT_FIELDS:
+        add(name.replace("_", "-"), "plan only layouts with this value", "N", int)
+    add("recompute", "only this: none, full, selective, or operators as norms+ffn", "HOW")
+    add("offload", f"only this: {', '.join(OFFLOADS)}", "WHAT")
+    add("layout", "only this layout, as 'd 2 · t 8 · p 4, ZeRO-1'", "LAYOUT")
+    add("dtype", f"of matrix products: {', '.join(DTYPES)} (bf16)", "NAME")
     add("rates", "a file that `strategy fit` wrote (the profile's own)", "FILE")
     _add_profile(parser)
 
 
-def _plan(given: dict[str, Any]) -> int:
+def _run_plan(args: dict[str, Any]) -> int:
     """Print the layouts that fit, the fastest first.
 
         python -m shardlab strategy plan --model llama-3-8b --gpu a100-80 --gpus 16 --tokens 1e12
@@ -146,21 +144,22 @@ def _plan(given: dict[str, Any]) -> int:
     --layout takes one layout, written as in the table, and shows it part by part, whether it fits
     or not; if it names no number of micro-batches, the number follows from --batch.
     """
-    name, found = _planned(given)
-    tokens, first = given.get("tokens"), found.fits[0] if found.fits else found.nearest
-    check_whole(top=(top := given.get("top", TOP)))
-    if "json" in given:
-        print(json.dumps(report.data(found, found.fits[:top] or [first], tokens), indent=1))
-    elif "explain" in given or "layout" in given:
-        print(report.explained(found, first))
-        if len(rows := told(found, first.layout)) > 1:
-            print("", *report.aligned(rows), sep="\n")
+    name, found = _make_plan(args)
+    tokens, first = args.get("tokens"), (found.feasible or [found.closest_infeasible])[0]
+    check_whole(top=(top := args.get("top", DEFAULT_ROWS)))
+    if "json" in args:
+        best = found.feasible[:top] or [first]
+        print(json.dumps(report.plan_to_dict(found, best, tokens), indent=1))
+    elif "explain" in args or "layout" in args:
+        print(report.format_candidate(found, first))
+        if len(rows := tabulate_remedies(found, first.layout)) > 1:
+            print("", *report.align_columns(rows), sep="\n")
     else:
-        print(report.text(name, found, top, tokens))
+        print(report.format_plan(name, found, top, tokens))
     return 0
 
 
-def _run(given: dict[str, Any]) -> int:
+def _run_trial(args: dict[str, Any]) -> int:
     """Train the fastest layout here, on real ranks, as small as this machine can.
 
         python -m shardlab strategy run --model llama-3-70b --gpu h100 --gpus 256 --tp 8 --pp 4
@@ -168,15 +167,16 @@ def _run(given: dict[str, Any]) -> int:
     It prints whether the layout computes the same as one process, and what each rank holds and
     sends beside the prediction. The exit status is 1 if it does not equal one process.
     """
-    name, found = _planned(given, own=True)
-    from .trial import trained  # loads torch
+    name, found = _make_plan(args, as_course_model=True)
+    from .trial import run_trial  # loads torch
 
-    text, good = trained(name, found.config, (found.fits or [found.nearest])[0].layout)
+    first = (found.feasible or [found.closest_infeasible])[0]
+    text, good = run_trial(name, found.config, first.layout)
     print(text)
     return 0 if good else 1
 
 
-def _emit(given: dict[str, Any]) -> int:
+def _run_emit(args: dict[str, Any]) -> int:
     """Write the fastest layout that an engine can run as its configuration.
 
         python -m shardlab strategy emit deepspeed --model llama-3-8b --gpu h100 --gpus 16
@@ -190,15 +190,15 @@ def _emit(given: dict[str, Any]) -> int:
 
     The plan uses the bytes and seconds of that engine's --profile; with slurm, of any profile.
     """
-    from . import emitted  # imported here: no page's calculator loads it
+    from . import emit_command  # imported here: no page's calculator loads it
 
-    given = emitted.for_engine(given)
-    _, found = _planned(given, own=True)
-    print((emitted.written if "into" in given else emitted.emitted)(given, found))
+    args = emit_command.prepare_options(args)
+    _, found = _make_plan(args, as_course_model=True)
+    print((emit_command.write_job if "into" in args else emit_command.emit_file)(args, found))
     return 0
 
 
-def _fit(given: dict[str, Any]) -> int:
+def _run_fit(args: dict[str, Any]) -> int:
     """Fit rates to measured steps, and write them into a file.
 
         python -m shardlab strategy fit --rates here.json
@@ -210,22 +210,22 @@ def _fit(given: dict[str, Any]) -> int:
     a CSV file is a table of throughputs (engine, model, gpu, gpus, dtype, degrees, mbs, gbs, seq,
     recompute, and tokens_per_s_per_gpu, step_s or tflops_per_gpu). It names lines that it skips.
     """
-    from . import learn  # imported here: no page's calculator needs it
+    from . import fit_runs  # imported here: no page's calculator needs it
 
-    options.written("rates", given["rates"])  # check the path before anything is measured or fitted
-    left: list[str] = []
-    if "file" in given:
-        rates = learn.fitted(Path(given["file"]), _profile(given), left)
+    options.written("rates", args["rates"])  # check the path before anything is measured or fitted
+    skipped: list[str] = []
+    if "file" in args:
+        rates = fit_runs.fit_file(Path(args["file"]), _find_profile(args), skipped)
     else:
-        from .measure import measure
+        from .measure import measure_rates
 
-        rates = measure(_profile({"profile": "course", **given}).name)
-    options.written("rates", given["rates"], rates.write)
-    print("\n".join([table(rates), *left]))
+        rates = measure_rates(_find_profile({"profile": "course", **args}).name)
+    options.written("rates", args["rates"], rates.write_json)
+    print("\n".join([format_rates(rates), *skipped]))
     return 0
 
 
-def _predict(given: dict[str, Any]) -> int:
+def _run_predict(args: dict[str, Any]) -> int:
     """Predict each row of a CSV file, or each case of a JSON file.
 
         python -m shardlab strategy predict rows.csv --rates rates.json --profile nanotron
@@ -239,132 +239,127 @@ def _predict(given: dict[str, Any]) -> int:
     hidden, heads, ffn, kv_heads, vocab) or "file", a config.json; gpu, gpus, tp, pp, vpp, cp, ep,
     etp, dp, mbs, gbs, seq, zero, recompute (none, selective, full); others have defaults.
     """
-    from . import learn  # imported here: no page's calculator needs it
+    from . import fit_runs  # imported here: no page's calculator needs it
 
-    path = Path(given["file"])
-    profile, rates = _rates(given)
+    path = Path(args["file"])
+    profile, rates = _load_rates(args)
     if path.suffix == ".json":
-        print(json.dumps(learn.predicted_cases(path, profile, rates), indent=1))
+        print(json.dumps(fit_runs.predict_cases(path, profile, rates), indent=1))
     else:
-        print(learn.predicted_rows(path, profile, rates), end="")
+        print(fit_runs.predict_rows(path, profile, rates), end="")
     return 0
 
 
-def _planned(given: dict[str, Any], own: bool = False) -> tuple[str, Plan]:
-    """Return the model's name, and the requested plan; own: the course's own model must run it."""
-    if "rates" in given:
-        profile, rates = _rates(given)
+def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str, Plan]:
+    """Return the model's name and the plan (as_course_model: for the course's own model)."""
+    if "rates" in args:
+        profile, rates = _load_rates(args)
     else:
-        profile = _profile({"profile": "course", **given})
-        rates = rates_today(known(profile.name))
-    profile = today(profile)
-    name, config = _model(given, own)
+        profile = _find_profile({"profile": "course", **args})
+        rates = modernize_rates(load_rates(profile.name))
+    profile = modernize_profile(profile)
+    name, config = _load_model(args, as_course_model)
     machine = rates.machine
-    if "gpu" in given or machine is None:
-        machine = check_named(gpu=given.get("gpu", ""))
-    if "per_node" in given:
-        machine = replace(machine, per_node=given["per_node"])
-    if "tokens" in given:
-        check_number(tokens=given["tokens"])
-    seq, dtype = given.get("seq", config.seq), given.get("dtype", "bf16")
-    if "layout" in given:
-        options.apart(given, (*FIXED, *WORDS), "with --layout, which says it")
-        layout = _entered(given, machine, seq)
-        return name, alone(config, machine, layout, seq, profile, rates, dtype)
-    check_whole(seq=seq, gpus=(gpus := given.get("gpus", "")))
+    if "gpu" in args or machine is None:
+        machine = check_named(gpu=args.get("gpu", ""))
+    if "per_node" in args:
+        machine = replace(machine, per_node=args["per_node"])
+    if "tokens" in args:
+        check_number(tokens=args["tokens"])
+    seq, dtype = args.get("seq", config.seq), args.get("dtype", "bf16")
+    if "layout" in args:
+        options.apart(args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it")
+        layout = _parse_layout(args, machine, seq)
+        return name, plan_layout(config, machine, layout, seq, profile, rates, dtype)
+    check_whole(seq=seq, gpus=(gpus := args.get("gpus", "")))
     # By default all copies get equal numbers of sequences.
-    batch = given.get("batch", max(1, BATCH_TOKENS // seq // gpus) * gpus)
-    fixed = _kept(given, config, gpus, machine, profile)
+    batch = args.get("batch", max(1, DEFAULT_BATCH_TOKENS // seq // gpus) * gpus)
+    fixed = _read_constraints(args, config, gpus, machine, profile)
     found = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
-    if not found.fits:
-        raise ValueError(short(found))
+    if not found.feasible:
+        raise ValueError(explain_infeasible(found))
     return name, found
 
 
-def _model(given: dict[str, Any], own: bool) -> tuple[str, Structure]:
+def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Structure]:
     """Return the model's name and structure. Raises ValueError unless there is one model."""
-    options.one_of(given, "model", "config")
-    if "model" in given:
-        check_one_of(PRESETS, model=given["model"])
-        return given["model"], structure(PRESETS[given["model"]])
+    options.one_of(args, "model", "config")
+    if "model" in args:
+        check_one_of(PRESETS, model=args["model"])
+        return args["model"], structure(PRESETS[args["model"]])
     from shardtools import hub  # imported here: no page's calculator needs it
 
-    path = Path(given["config"])
+    path = Path(args["config"])
     found = hub.planned(path)
     for words in found.assumed:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
-    if own:  # the shape in which the course's own model computes the same
+    if as_course_model:  # the shape in which the course's own model computes the same
         from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
         found = replace(found, own=read_config_file(path))
         if (total := structure(found.own).total) != found.total:
             words = f"config={str(path)!r}: {found.total:,} parameters"
-            raise ValueError(f"{words}; allowed with emit and run are {total:,}")
+            raise ValueError(f"{words}; emit and run need a model with {total:,}")
     return path.name, found
 
 
-def _kept(
-    given: dict[str, Any], config: Structure, gpus: int, machine: Machine, profile: Profile
+def _read_constraints(
+    args: dict[str, Any], config: Structure, gpus: int, machine: Machine, profile: Profile
 ) -> dict[str, Any]:
-    """Return the fields of a layout whose values the options fix.
-
-    Raises ValueError for values that no layout of the job can have, with the allowed ones.
-    """
-    fixed = {name: given[name] for name in (*FIXED, *WORDS) if name in given}
+    """Return the fields of a layout that options fix. Raises ValueError for impossible values."""
+    fixed = {name: args[name] for name in (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS) if name in args}
     for name, value in fixed.items():
         if name != "ep":  # ep depends on other fields
             Layout(**{name: value})
     tp, node = fixed.get("tp", 1), machine.per_node
     check_expert_degree(config, fixed.get("ep", 1))
-    check_tensor_degree(config, tp, profile.copies)
+    check_tensor_degree(config, tp, profile.replicates_kv_heads)
     if tp > node:
-        raise ValueError(f"tp={tp}: allowed are 1 to {node}, those of a node; --layout takes more")
+        raise ValueError(f"tp={tp}: must be at most {node}, the GPUs of a node, without --layout")
     degrees = {name: fixed[name] for name in ("dp", "tp", "pp", "cp") if name in fixed}
     if gpus % prod(degrees.values()):
-        said = " with ".join(f"{name}={value}" for name, value in degrees.items())
-        raise ValueError(f"{said}: allowed are products that divide gpus={gpus}")
+        given = ", ".join(f"{name}={value}" for name, value in degrees.items())
+        raise ValueError(f"{given}: their product must divide the number of GPUs ({gpus})")
     return fixed
 
 
-def _entered(given: dict[str, Any], machine: Machine, seq: int) -> Layout:
-    """Return the layout of --layout, with as many micro-batches as --batch needs."""
+def _parse_layout(args: dict[str, Any], machine: Machine, seq: int) -> Layout:
     check_whole(seq=seq)
-    layout = read_layout(given["layout"])
-    if (gpus := given.get("gpus", layout.ranks)) != layout.ranks:
-        raise ValueError(f"gpus={gpus!r}: allowed is {layout.ranks}, those of the layout")
+    layout = read_layout(args["layout"])
+    if (gpus := args.get("gpus", layout.ranks)) != layout.ranks:
+        raise ValueError(f"gpus={gpus!r}: must be {layout.ranks}, as the layout has it")
     if layout.ranks > (n := machine.per_node) and layout.ranks % n:
-        raise ValueError(f"gpus={layout.ranks}: allowed are 1 to {n}, and whole nodes of {n}")
-    if "batch" not in given:
+        raise ValueError(f"gpus={layout.ranks}: must be at most {n}, or a multiple of {n}")
+    if "batch" not in args:
         return layout
-    check_whole(batch=(batch := given["batch"]))
+    check_whole(batch=(batch := args["batch"]))
     if layout.microbatches == 1 and batch % layout.batch == 0:
         layout = replace(layout, microbatches=batch // layout.batch)
     if layout.batch != batch:
-        raise ValueError(f"batch={batch}: allowed are d · b · m of the layout: {layout.batch}")
+        raise ValueError(f"batch={batch}: must be {layout.batch}, d · b · m of the layout")
     return layout
 
 
-def _profile(given: dict[str, Any]) -> Profile:
-    name = given.get("profile", "")
+def _find_profile(args: dict[str, Any]) -> Profile:
+    name = args.get("profile", "")
     if name not in PROFILES:
-        raise ValueError(f"profile={name!r}: allowed are {', '.join(PROFILES)}")
+        raise ValueError(f"profile={name!r}: must be one of {', '.join(PROFILES)}")
     return PROFILES[name]
 
 
-def _rates(given: dict[str, Any]) -> tuple[Profile, Rates]:
-    """Return a file's rates, and their profile."""
-    rates = read(Path(given["rates"]))
-    profile = _profile({"profile": rates.profile, **given})
+def _load_rates(args: dict[str, Any]) -> tuple[Profile, Rates]:
+    rates = read_rates(Path(args["rates"]))
+    profile = _find_profile({"profile": rates.profile, **args})
     if profile.name != rates.profile:
-        where = f"the profile of {given['rates']}"
-        raise ValueError(f"profile={profile.name!r}: allowed is {rates.profile!r}, {where}")
+        words = f"must be {rates.profile!r}, the profile of {args['rates']}"
+        raise ValueError(f"profile={profile.name!r}: {words}")
     return profile, rates
 
 
-def table(rates: Rates) -> str:
+def format_rates(rates: Rates) -> str:
     """Format rates as a table: value, uncertainty, meaning and origin."""
-    rows = [["rate", "value", "±", "what, and its origin"]]
-    for name, rate in rates.all.items():
+    rows = [["rate", "value", "±", "meaning; origin"]]
+    for name, rate in rates.by_name.items():
         spread, words = f"{100 * rate.spread:.0f} %", f"{rate.unit}; {rate.origin}"
         rows.append([name, f"{rate.value:.4g}", spread, words])
-    return "\n".join(report.aligned(rows))
+    return "\n".join(report.align_columns(rows))

@@ -8,7 +8,7 @@ micro-batches, d data-parallel copies, t and p tensor and pipeline degrees, e by
     tensor      4 all-reduces of bshe per layer and micro-batch, 6 with recomputation; each
                 sends 2(t-1)/t of its bytes
     bubble      (p-1)/m of the longer of these two; (p-1)/(vm) with v interleaved chunks
-    data        `zero_bytes`, between the data-parallel copies
+    data        `zero_traffic`, between the data-parallel copies
     messages    2 bshe per micro-batch, from each stage to the next
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2, 3.2, 5.1 and appendix; Shoeybi et
@@ -28,11 +28,11 @@ from shardlab.layout.core import computed_again
 from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
 from shardlab.memory.units import ceil_div
 
-ELEMENT = 2  # bytes: activations, weights and gradients travel in 16 bits
-DAY = 86_400.0
+ELEMENT_BYTES = 2  # bytes: activations, weights and gradients travel in 16 bits
+SECONDS_PER_DAY = 86_400.0
 
 
-def flops(
+def count_flops(
     config: Config | Structure,
     tokens: int,
     seq: int | None = None,
@@ -53,23 +53,24 @@ def flops(
         core = kind.core.flops(seq, causal) if kind.core else 0.0
         if "latents" in again:
             found += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
-        found += layers * (passes[0] * (2 * _matrices(kind) + kind.scans) + passes[1] * core)
+        work = 2 * _count_matrix_elements(kind) + kind.scans
+        found += layers * (passes[0] * work + passes[1] * core)
     return round(tokens * found)
 
 
-def _matrices(kind: Kind) -> int:
+def _count_matrix_elements(kind: Kind) -> int:
     """Count the elements of a layer's matrices that one token uses: k experts, not all."""
     chosen = kind.routed.chosen if kind.routed else 0
     return sum((chosen if p.expert else 1) * p.inputs * p.outputs for p in kind.products)
 
 
-def zero_bytes(
+def zero_traffic(
     params: int,
     zero: int,
     dp: int,
     microbatches: int = 1,
-    weight: int = ELEMENT,
-    gradient: int = ELEMENT,
+    weight: int = ELEMENT_BYTES,
+    gradient: int = ELEMENT_BYTES,
 ) -> dict[str, int]:
     """Return the bytes that a rank sends to the other copies in one step, by purpose.
 
@@ -108,12 +109,12 @@ class Floor:
         return max(max(self.arithmetic, self.tensor) + self.bubble, self.data, self.messages)
 
     @property
-    def busy(self) -> float:
+    def arithmetic_share(self) -> float:
         """Share of the step that is arithmetic."""
         return self.arithmetic / self.total
 
 
-def floor(
+def compute_floor(
     config: Config | Structure,
     machine: Machine,
     layout: Layout,
@@ -137,17 +138,17 @@ def floor(
     found = layout.parts(config)
     check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
-    work = flops(config, layout.batch * seq, seq, layout.recompute, causal)
+    work = count_flops(config, layout.batch * seq, seq, layout.recompute, causal)
     arithmetic = work / (layout.ranks * machine.flops)
 
     tokens = layout.micro_batch * seq * layout.microbatches / layout.cp
-    stream = tokens * config.hidden * ELEMENT
+    stream = tokens * config.hidden * ELEMENT_BYTES
     reduces = (6 if layout.recompute == "full" else 4) * len(structure(config).order) / layout.pp
     near = machine.inside
     if layout.tp > machine.per_node:
         near = min(near, machine.between * machine.per_node)
     tensor = reduces * 2 * (layout.tp - 1) / layout.tp * stream / near
-    bubble = _bubble(layout) * max(arithmetic, tensor)
+    bubble = bubble_ratio(layout) * max(arithmetic, tensor)
 
     messages = 0.0
     if layout.pp > 1:
@@ -157,7 +158,7 @@ def floor(
     return Floor(arithmetic, tensor, bubble, data, messages)
 
 
-def _bubble(layout: Layout) -> float:
+def bubble_ratio(layout: Layout) -> float:
     """Return the bubble over the rest of the step; a backward pass takes twice its forward."""
     p, m = layout.pp, layout.microbatches
     if layout.schedule == "naive":
@@ -172,17 +173,17 @@ def _data_seconds(
 ) -> float:
     held = [sum(memory.parameters(config, layout, stage).values()) for stage in found]
     group, replicas = layout.shards, layout.replicas
-    sent = sum(zero_bytes(max(held), layout.zero, group, layout.microbatches).values())
+    sent = sum(zero_traffic(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)
     if replicas > 1:  # HSDP: each rank all-reduces its gradient shard with the other groups
-        shard = 2 * ELEMENT * ceil_div(max(held), group)
+        shard = 2 * ELEMENT_BYTES * ceil_div(max(held), group)
         seconds = max(seconds, _ring_seconds(machine, shard, replicas, layout.tp * group))
     return seconds
 
 
-def _ring_seconds(machine: Machine, volume: float, ranks: int, apart: int) -> float:
-    """Return the seconds to send `volume` (n-1)/n bytes around n ranks, `apart` GPUs apart."""
-    here = min(ranks, max(1, machine.per_node // apart))  # ranks in one node
+def _ring_seconds(machine: Machine, volume: float, ranks: int, stride: int) -> float:
+    """Return the seconds to send `volume` (n-1)/n bytes around n ranks, `stride` GPUs apart."""
+    here = min(ranks, max(1, machine.per_node // stride))  # ranks in one node
     nodes = ceil_div(ranks, here)
     inside = (here - 1) / here * volume / machine.inside
     return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
@@ -195,4 +196,4 @@ def training_days(params: float, tokens: float, gpus: int, flops: float) -> floa
     section 5.1: 34 days for 175 billion parameters and 300 billion tokens on 1,024 GPUs
     at 140 TFLOP/s.
     """
-    return 8 * params * tokens / (gpus * flops) / DAY
+    return 8 * params * tokens / (gpus * flops) / SECONDS_PER_DAY

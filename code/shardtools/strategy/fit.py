@@ -17,15 +17,15 @@ import numpy as np
 
 from .rates import Rate, Rates
 
-Predict = Callable[[dict[str, float]], float]  # predicts the measured value from rates
-STEP = 1e-4  # finite-difference step in a rate's logarithm
-LEAST = 0.03  # relative repeatability of a run, at best
-WELSCH = 2.985  # Welsch's c, with an efficiency of 95 % under normal errors
+Predictor = Callable[[dict[str, float]], float]  # predicts the measured value from rates
+LOG_STEP = 1e-4  # finite-difference step in a rate's logarithm
+MIN_SIGMA = 0.03  # relative repeatability of a run, at best
+WELSCH_C = 2.985  # Welsch's c, with an efficiency of 95 % under normal errors
 
 
 def fit(
-    begin: Rates,
-    measured: Sequence[tuple[Predict, float]],
+    initial: Rates,
+    measured: Sequence[tuple[Predictor, float]],
     free: Sequence[str],
     origin: str,
     rounds: int = 20,
@@ -39,21 +39,21 @@ def fit(
     """
     if not measured:
         raise ValueError("measured=0: allowed are 1 or more steps that can be expressed")
-    guess = np.log([begin[name] for name in free])
-    spreads = np.log1p([begin.all[name].spread for name in free])
+    guess = np.log([initial[name] for name in free])
+    spreads = np.log1p([initial.by_name[name].spread for name in free])
     taken = np.log([value for _, value in measured])
 
-    def residuals(rates: np.ndarray) -> np.ndarray:
+    def log_residuals(rates: np.ndarray) -> np.ndarray:
         """Return log(predicted / measured) for these logarithms of the free rates."""
-        values = {**begin, **dict(zip(free, np.exp(rates).tolist(), strict=True))}
+        values = {**initial, **dict(zip(free, np.exp(rates).tolist(), strict=True))}
         return np.log([predict(values) for predict, _ in measured]) - taken
 
-    rates, steps = guess.copy(), STEP * np.eye(len(free))
+    rates, steps = guess.copy(), LOG_STEP * np.eye(len(free))
     for _ in range(rounds):
-        found = residuals(rates)  # [measured]
-        slopes = np.stack([(residuals(rates + step) - found) / STEP for step in steps])
-        sigma = max(LEAST, 1.48 * np.median(np.abs(found)))
-        weights = np.exp(-((found / (WELSCH * sigma)) ** 2)) / sigma**2
+        found = log_residuals(rates)  # [measured]
+        slopes = np.stack([(log_residuals(rates + step) - found) / LOG_STEP for step in steps])
+        sigma = max(MIN_SIGMA, 1.48 * np.median(np.abs(found)))
+        weights = np.exp(-((found / (WELSCH_C * sigma)) ** 2)) / sigma**2
         curvature = (slopes * weights) @ slopes.T + np.diag(spreads**-2.0)  # [free, free]
         pull = -(slopes * weights) @ found - (rates - guess) / spreads**2
         move = np.linalg.solve(curvature, pull)
@@ -61,8 +61,8 @@ def fit(
         rates = rates + move * min(1.0, 0.5 / max(longest, 1e-12))
         if longest < 1e-4:
             break
-    fitted = dict(begin.all)
+    fitted = dict(initial.by_name)
     unsure = np.expm1(np.sqrt(np.diag(np.linalg.inv(curvature))))
     for name, value, spread in zip(free, np.exp(rates), unsure, strict=True):
-        fitted[name] = Rate(float(value), begin.all[name].unit, float(spread), origin)
-    return Rates(begin.profile, fitted)
+        fitted[name] = Rate(float(value), initial.by_name[name].unit, float(spread), origin)
+    return Rates(initial.profile, fitted)

@@ -43,9 +43,9 @@ class Job:
         return self.layout.parts(self.model)
 
     @cached_property  # independent of the rates: a fit predicts each job a thousand times
-    def fullest(self) -> Stage:
+    def fullest_stage(self) -> Stage:
         """The stage whose ranks hold the most parameters."""
-        return max(self.stages, key=lambda stage: self.held(stage).all)
+        return max(self.stages, key=lambda stage: self.count_parameters(stage).all)
 
     @property
     def flops(self) -> float:
@@ -59,12 +59,12 @@ class Job:
         return self.layout.micro_batch * self.seq / self.layout.cp
 
     @property
-    def stream(self) -> float:
+    def stream_bytes(self) -> float:
         """Bytes of the uncut residual stream of one micro-batch's tokens."""
         return 2 * self.tokens * self.model.hidden
 
     @property
-    def sequence(self) -> int:
+    def sequence_shards(self) -> int:
         """Number of parts into which sequence parallelism cuts the residual stream."""
         along = self.layout.sequence_parallel or self.profile.sequence_parallel
         return self.layout.tp if along else 1
@@ -75,15 +75,15 @@ class Job:
         return ceil(self.layout.ranks / self.machine.per_node)
 
     @property
-    def captured(self) -> bool:
+    def is_captured(self) -> bool:
         """True if a step is one CUDA graph, whose layers no CPU launches."""
         layout = self.layout
-        return self.profile.captured and layout.pp == 1 and layout.offload != "parameters"
+        return self.profile.captures_graph and layout.pp == 1 and layout.offload != "parameters"
 
-    def held(self, stage: Stage) -> Held:
+    def count_parameters(self, stage: Stage) -> Held:
         """Return the parameters of one rank of a stage."""
         return held_by(self.model, self.layout, stage)
 
-    def layers(self, stage: Stage) -> list[tuple[Kind, int]]:
+    def count_layers(self, stage: Stage) -> list[tuple[Kind, int]]:
         """Return the kinds of layers of a stage, and how many of each it has."""
         return by_kind(self.model, stage)

@@ -26,14 +26,14 @@ from shardlab.common.shapes import Config
 from shardlab.gpt.model import Block
 from shardlab.measure.count import clock
 
-from .rates import Rate, Rates, known
+from .rates import Rate, Rates, load_rates
 
 REPEATS = 7  # repetitions of each timing, after one to warm up
-LEAST = 0.02  # least relative uncertainty: a machine's timings differ by as much from day to day
+MIN_SPREAD = 0.02  # relative uncertainty: a machine's timings differ by as much between days
 
 
-def measure(profile: str = "course") -> Rates:
-    """Return `known(profile)` with this machine, and the rates that can be measured on it."""
+def measure_rates(profile: str = "course") -> Rates:
+    """Return a profile's known rates, with those that can be measured on this machine."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -41,16 +41,16 @@ def measure(profile: str = "course") -> Rates:
     torch.set_num_threads(1)  # as each of several ranks on the CPU's cores has
     try:
         found = {
-            "products": _products(device),
-            "attention": _attention(device),
-            "memory": _memory(device),
-            "launch": _launch(device),
+            "products": _measure_matmul(device),
+            "attention": _measure_attention(device),
+            "memory": _measure_memory(device),
+            "launch": _measure_launch(device),
         }
     finally:
         torch.set_num_threads(threads)
-    if node := _node(on_gpu):
+    if node := _measure_node_link(on_gpu):
         found["node"] = node
-    machine = named(name) or _unknown(name, found)
+    machine = named(name) or _make_machine(name, found)
     sheet = {
         "products": machine.flops,
         "attention": machine.flops,
@@ -58,15 +58,15 @@ def measure(profile: str = "course") -> Rates:
         "node": machine.inside,
         "launch": 1.0,
     }
-    rates = known(profile)
+    rates = load_rates(profile)
     measured = {
-        key: Rate(value / sheet[key], rates.all[key].unit, spread, f"measured on this {name}")
+        key: Rate(value / sheet[key], rates.by_name[key].unit, spread, f"measured on this {name}")
         for key, (value, spread) in found.items()
     }
-    return Rates(profile, rates.all | measured, machine)
+    return Rates(profile, rates.by_name | measured, machine)
 
 
-def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
+def _make_machine(name: str, found: dict[str, tuple[float, float]]) -> Machine:
     """Return a machine whose data sheet is what was measured."""
     if name == "CPU":
         memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
@@ -79,7 +79,7 @@ def _unknown(name: str, found: dict[str, tuple[float, float]]) -> Machine:
     )  # fmt: skip
 
 
-def _rate(
+def _time_work(
     device: torch.device, amount: float, work: Callable[[], Any], wait: bool = True
 ) -> tuple[float, float]:
     """Return (rate per second, relative uncertainty) of repeated timings of `work`.
@@ -94,33 +94,33 @@ def _rate(
         work()
         taken.append(now() - begin)
     low, middle, high = quantiles(taken[1:], n=4)
-    return amount / median(taken[1:]), max(LEAST, (high - low) / middle)
+    return amount / median(taken[1:]), max(MIN_SPREAD, (high - low) / middle)
 
 
-def _products(device: torch.device) -> tuple[float, float]:
+def _measure_matmul(device: torch.device) -> tuple[float, float]:
     n, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return _rate(device, 2.0 * n**3, lambda: a @ b)
+    return _time_work(device, 2.0 * n**3, lambda: a @ b)
 
 
-def _attention(device: torch.device) -> tuple[float, float]:
+def _measure_attention(device: torch.device) -> tuple[float, float]:
     """Measure fused causal attention, forward: half of the pairs."""
     heads, s, size = (16, 4096, 128) if device.type == "cuda" else (4, 512, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (torch.randn(1, heads, s, size, device=device).to(dtype) for _ in range(3))
     work = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
-    return _rate(device, 2.0 * s * s * heads * size, work)
+    return _time_work(device, 2.0 * s * s * heads * size, work)
 
 
-def _memory(device: torch.device) -> tuple[float, float]:
+def _measure_memory(device: torch.device) -> tuple[float, float]:
     """Measure one pass that reads a large tensor and writes another."""
     n = 2**29 if device.type == "cuda" else 2**24
     a = torch.randn(n // 4, device=device)
     b = torch.empty_like(a)
-    return _rate(device, 2.0 * n, lambda: torch.add(a, 1.0, out=b))
+    return _time_work(device, 2.0 * n, lambda: torch.add(a, 1.0, out=b))
 
 
-def _launch(device: torch.device) -> tuple[float, float]:
+def _measure_launch(device: torch.device) -> tuple[float, float]:
     """Return the seconds in which the CPU launches a layer, forward and backward.
 
     The layer is so small that the GPU's work takes no time.
@@ -129,21 +129,21 @@ def _launch(device: torch.device) -> tuple[float, float]:
     layers = torch.nn.Sequential(*(Block(config) for _ in range(8))).to(device)
     x = torch.randn(1, 8, 64, device=device)
     here = device.type == "cpu"
-    rate, spread = _rate(device, 8.0, lambda: layers(x).sum().backward(), wait=here)
+    rate, spread = _time_work(device, 8.0, lambda: layers(x).sum().backward(), wait=here)
     return 1 / rate, spread
 
 
-def _node(on_gpu: bool) -> tuple[float, float] | None:
+def _measure_node_link(on_gpu: bool) -> tuple[float, float] | None:
     """Measure a rank's bytes per second in an all-reduce of this node's GPUs, or of two processes.
 
     Returns None on a single GPU.
     """
     size = torch.cuda.device_count() if on_gpu else 2
-    return ranks.run(_all_reduce, size, show=False)[0] if size > 1 else None
+    return ranks.run(_measure_all_reduce, size, show=False)[0] if size > 1 else None
 
 
-def _all_reduce() -> tuple[float, float]:
+def _measure_all_reduce() -> tuple[float, float]:
     device, n = ranks.device(), dist.get_world_size()
     size = 2**28 if device.type == "cuda" else 2**22
     x = torch.ones(size // 4, device=device)
-    return _rate(device, 2 * (n - 1) / n * size, lambda: dist.all_reduce(x))
+    return _time_work(device, 2 * (n - 1) / n * size, lambda: dist.all_reduce(x))

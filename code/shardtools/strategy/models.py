@@ -18,7 +18,7 @@ from shardlab.layout import Structure, structure
 from shardlab.layout.entries import Entry
 from shardlab.layout.structure import Core, Kind, Routed
 
-PUBLISHED = Path(__file__).parent / "published" / "models.json"
+PUBLISHED_FILE = Path(__file__).parent / "published" / "models.json"
 
 _LLAMA_2 = Config(32_000, 4096, 32, 32, 4096, None, 11_008, "swiglu", "rms", False, False)
 # NVIDIA/NeMo's recipes: two matrices, no biases, a vocabulary of 256,000 and heads of their own.
@@ -53,31 +53,31 @@ _SHAPES = {
 
 
 @cache
-def named(name: str) -> Structure:
+def find_model(name: str) -> Structure:
     """Return the structure of the model of that name. Raises ValueError for unknown names."""
     if name in _SHAPES:
         return structure(_SHAPES[name])
-    published = json.loads(PUBLISHED.read_text("utf-8"))
+    published = json.loads(PUBLISHED_FILE.read_text("utf-8"))
     check_one_of([*_SHAPES, *published], model=name)
     found = {"tied": False} | published[name]  # the file leaves out default values
     return Structure(
         **found
         | {
-            "kinds": tuple(_kind(kind) for kind in found["kinds"]),
+            "kinds": tuple(_make_kind(kind) for kind in found["kinds"]),
             "order": tuple(map(int, found["order"].split())),
-            "outside": _entries(found["outside"]),
+            "outside": _make_entries(found["outside"]),
             "assumed": tuple(found.get("assumed", ())),
         }
     )
 
 
-def _kind(given: dict[str, Any]) -> Kind:
-    found = {"core": None, "gated": False, **given, "entries": _entries(given["entries"])}
+def _make_kind(given: dict[str, Any]) -> Kind:
+    found = {"core": None, "gated": False, **given, "entries": _make_entries(given["entries"])}
     for name, made in (("core", Core), ("routed", Routed)):
         if name in given:
             found[name] = made(**given[name])
     return Kind(**found)
 
 
-def _entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
+def _make_entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
     return tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)

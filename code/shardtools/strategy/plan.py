@@ -18,31 +18,31 @@ from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, structure
 
-from . import host
-from .cost import flops
-from .footprint import Bytes, first_and_fullest, fullest, on_host
+from . import search_space
+from .cost import bubble_ratio, count_flops
+from .footprint import MemoryPair, host_bytes, predict_first_and_fullest
 from .job import DTYPES, Job
-from .predict import Prediction, check_job, of_job, rates_of, room
+from .offload import HOST_MEMORY_BYTES
+from .predict import Prediction, check_job, check_rates, predict_job, usable_memory
 from .profile import COURSE, Profile
-from .rates import Rates, Values
-from .space import LACKS, LONG, Fields, bases, recomputed, shapes, sharded
+from .rates import Rates, RateValues
 
-CROWDED = "needs more than the host's memory"
-MOST_GPUS = 1_000_000  # in a job: the search tries a layout for each divisor
+EXCEEDS_HOST_MEMORY = "needs more memory than the host has"
+MAX_GPUS = 1_000_000  # in a job: the search tries a layout for each divisor
 # Bubble over step time above which context parallelism may pay, since with fewer copies the same
 # batch makes more micro-batches.
-IDLE = 0.05
+BUBBLE_THRESHOLD = 0.05
 
 
 @dataclass(frozen=True)
-class Planned:
+class Candidate:
     """A candidate layout with its predicted memory, step time and MFU."""
 
     layout: Layout
     prediction: Prediction
     seconds: float
     reserved: float  # bytes of the fullest rank
-    tokens: float  # per second, on all GPUs
+    tokens_per_second: float  # on all GPUs
     # Model FLOPs over the data sheet's operations in the products' format. Pairs that a mask, a
     # window or a chunk hides do not count, nor does recomputation.
     mfu: float
@@ -60,28 +60,29 @@ class Plan:
     profile: Profile
     rates: Rates
     dtype: str = "bf16"
-    fixed: Mapping[str, object] = field(default_factory=dict)  # required values of fields
-    fits: list[Planned] = field(default_factory=list)
-    ruled: Counter[str] = field(default_factory=Counter)
-    nearest: Planned | None = None  # the infeasible layout that lacks the least memory
+    constraints: Mapping[str, object] = field(default_factory=dict)  # required values of fields
+    feasible: list[Candidate] = field(default_factory=list)
+    rejections: Counter[str] = field(default_factory=Counter)
+    closest_infeasible: Candidate | None = None
     # Parts of the search space: "" if the part was searched, else the reason why not.
-    searched: dict[str, str] = field(default_factory=dict)
+    search_coverage: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def values(self) -> Values:
-        """The values of the rates."""
-        return self.rates.values_of()
+    def rate_values(self) -> RateValues:
+        """Rates as attributes."""
+        return self.rates.to_values()
 
     @cached_property
-    def room(self) -> float:
+    def usable_memory(self) -> float:
         """Bytes that a rank may reserve."""
-        return room(self.machine, self.values)
+        return usable_memory(self.machine, self.rate_values)
 
-    def keeps(self, layout: Layout, *names: str) -> bool:
+    def meets_constraints(self, layout: Layout, *names: str) -> bool:
         """Return True if these fields of a layout have the requested values."""
-        return all(getattr(layout, n) == self.fixed[n] for n in names if n in self.fixed)
+        fixed = self.constraints
+        return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
 
-    def job(self, layout: Layout) -> Job:
+    def make_job(self, layout: Layout) -> Job:
         """Return the job to predict for a layout."""
         return Job(self.config, self.machine, layout, self.profile, self.seq, self.dtype)
 
@@ -94,7 +95,7 @@ def plan(
     seq: int | None = None,
     profile: Profile = COURSE,
     rates: Rates | None = None,
-    fixed: Mapping[str, object] | None = None,
+    constraints: Mapping[str, object] | None = None,
     dtype: str = "bf16",
 ) -> Plan:
     """Search the layouts for `batch` sequences per step on `gpus` GPUs.
@@ -103,41 +104,42 @@ def plan(
     and interleaved, with stages as equal as the profile's engine allows, context parallelism for
     long sequences, all expert-parallel degrees, the profile's stages of ZeRO (0 and 1 with a
     pipeline), micro-batches in powers of two, recomputation of layers and of operators, and where
-    nothing fits offloading. fixed: required values of layout fields. dtype: format of products, one
-    of `DTYPES`.
+    nothing fits offloading. constraints: required values of layout fields. dtype: format of matrix
+    products, one of `DTYPES`.
 
     A layout fits if its fullest rank reserves no more than the share of memory beyond which an
     allocator begins to retry. Raises ValueError for GPUs that fill no whole nodes, for numbers
-    below 1 or beyond `arguments.SIZES` and `MOST_GPUS`, for rates of another profile, and for
+    below 1 or beyond `arguments.SIZES` and `MAX_GPUS`, for rates of another profile, and for
     machines without products of that dtype.
     """
     config = structure(config)  # converted once, not for each layout
     check_kind(Machine, machine=machine)
-    check_whole(1, MOST_GPUS, gpus=gpus)
+    check_whole(1, MAX_GPUS, gpus=gpus)
     check_whole(1, SIZES, batch=batch)
     if gpus > (n := machine.per_node) and gpus % n:
-        raise ValueError(f"gpus={gpus}: allowed are 1 to {n}, and whole nodes of {n}")
+        raise ValueError(f"gpus={gpus}: must be at most {n}, or a multiple of {n} (whole nodes)")
     seq = config.seq if seq is None else seq
     check_whole(1, SIZES, seq=seq)
     check_dtype(machine, dtype)
-    rates = rates_of(profile, rates)
-    found = Plan(config, machine, gpus, batch, seq, profile, rates, dtype, fixed or {})
-    offloads = ["none", *profile.offloads]
-    if "offload" in found.fixed:
-        offloads = [str(found.fixed["offload"])]
+    rates = check_rates(profile, rates)
+    result = Plan(config, machine, gpus, batch, seq, profile, rates, dtype, constraints or {})
+    offloads = ["none", *profile.offload_states]
+    if "offload" in result.constraints:
+        offloads = [str(result.constraints["offload"])]
     lacking: list[tuple[float, Job]] = []
     for offload in offloads:
-        if not found.fits:
-            lacking += _search(found, offload)
+        if not result.feasible:
+            lacking += _search_layouts(result, offload)
             last = offload
-    if lacking and not found.fits:
-        found.nearest = planned(found, min(lacking, key=lambda pair: pair[0])[1])
-    if found.fits and "recompute" not in found.fixed:
-        _operators(found)
+    if lacking and not result.feasible:
+        _, closest = min(lacking, key=lambda pair: pair[0])
+        result.closest_infeasible = predict_candidate(result, closest)
+    if result.feasible and "recompute" not in result.constraints:
+        _add_operator_recompute(result)
     # Equally fast layouts are sorted by memory: free memory is a margin for what is not counted.
-    found.fits.sort(key=lambda planned: (round(planned.seconds, 6), planned.reserved))
-    found.searched = _searched(found, last)
-    return found
+    result.feasible.sort(key=lambda one: (round(one.seconds, 6), one.reserved))
+    result.search_coverage = _describe_coverage(result, last)
+    return result
 
 
 def check_dtype(machine: Machine, dtype: str) -> None:
@@ -146,19 +148,19 @@ def check_dtype(machine: Machine, dtype: str) -> None:
     check_one_of([name for name in DTYPES if has[name]], dtype=dtype)
 
 
-def planned(found: Plan, job: Job, held: tuple[Bytes, Bytes] | None = None) -> Planned:
-    """Predict one of the plan's jobs, whether it fits or not; held: as in `of_job`.
+def predict_candidate(plan: Plan, job: Job, memory: MemoryPair | None = None) -> Candidate:
+    """Predict one of the plan's jobs, whether it fits or not; memory: as in `predict_job`.
 
     Raises ValueError as `predict` does.
     """
-    prediction = of_job(job, found.values, held)
+    prediction = predict_job(job, plan.rate_values, memory)
     taken = prediction.seconds.total
-    tokens = found.batch * found.seq
-    mfu = flops(found.config, tokens, found.seq) / taken / (found.gpus * job.flops)
-    return Planned(job.layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
+    tokens = plan.batch * plan.seq
+    mfu = count_flops(plan.config, tokens, plan.seq) / taken / (plan.gpus * job.flops)
+    return Candidate(job.layout, prediction, taken, prediction.memory.reserved, tokens / taken, mfu)
 
 
-def alone(
+def plan_layout(
     config: Config | Structure,
     machine: Machine,
     layout: Layout,
@@ -170,43 +172,48 @@ def alone(
     """Return the plan of one given layout. Raises ValueError as `predict` and `plan` do."""
     check_dtype(machine, dtype)
     job = structure(config), machine, layout.ranks, layout.batch, seq, profile
-    found = Plan(*job, rates_of(profile, rates), dtype)
-    one = planned(found, found.job(layout))
-    if one.reserved <= found.room:
-        found.fits.append(one)
+    result = Plan(*job, check_rates(profile, rates), dtype)
+    one = predict_candidate(result, result.make_job(layout))
+    if one.reserved <= result.usable_memory:
+        result.feasible.append(one)
     else:
-        found.nearest = one
-    return found
+        result.closest_infeasible = one
+    return result
 
 
-def _search(found: Plan, offload: str) -> list[tuple[float, Job]]:
-    """Add the layouts that fit to `found`; return those that do not, with reserved bytes."""
+def _search_layouts(plan: Plan, offload: str) -> list[tuple[float, Job]]:
+    """Add the layouts that fit to `plan`; return those that do not, with reserved bytes."""
     lacking: list[tuple[float, Job]] = []
     easy: dict[tuple[int, ...], int] = {}  # fewest context ranks without recompute and bubble
-    again = recomputed(found)
-    for base in bases(found, found.ruled if offload == "none" else Counter()):
+    options = search_space.list_recompute_options(plan)
+    for base in search_space.iter_base_layouts(
+        plan, plan.rejections if offload == "none" else Counter()
+    ):
         copies = base.tp, base.pp, base.dp * base.cp
-        if easy.get(copies, base.cp) < base.cp and "cp" not in found.fixed:
-            found.ruled["context ranks where the same fits without them"] += 1
+        if easy.get(copies, base.cp) < base.cp and "cp" not in plan.constraints:
+            plan.rejections["context parallelism is not needed: the same layout fits without"] += 1
             continue
-        check_job(found.job(base))
-        before, tried = len(found.fits), list(shapes(found, base))
-        for start in sharded(found, base, offload):
-            if min(found.gpus, found.machine.per_node) * on_host(found.job(start)) > host.MEMORY:
-                found.ruled[CROWDED] += len(again) * len(tried)
+        check_job(plan.make_job(base))
+        ranks = min(plan.gpus, plan.machine.per_node)
+        before, tried = len(plan.feasible), list(search_space.iter_batch_shapes(plan, base))
+        for start in search_space.iter_zero_stages(plan, base, offload):
+            if ranks * host_bytes(plan.make_job(start)) > HOST_MEMORY_BYTES:
+                plan.rejections[EXCEEDS_HOST_MEMORY] += len(options) * len(tried)
                 continue
-            for number, how in enumerate(again, 1):
-                if not _fill(found, replace(start, recompute=how), tried, lacking):
-                    found.ruled[LACKS] += (len(again) - number) * len(tried)
+            for number, how in enumerate(options, 1):
+                if not _add_batch_shapes(plan, replace(start, recompute=how), tried, lacking):
+                    plan.rejections[search_space.EXCEEDS_GPU_MEMORY] += (
+                        len(options) - number
+                    ) * len(tried)
                     break
-        here = (one.layout for one in found.fits[before:])
-        if any(at.recompute == "none" and _bubble(at) <= IDLE for at in here):
+        added = (one.layout for one in plan.feasible[before:])
+        if any(x.recompute == "none" and bubble_ratio(x) <= BUBBLE_THRESHOLD for x in added):
             easy.setdefault(copies, base.cp)
     return lacking
 
 
-def _fill(
-    found: Plan, start: Layout, tried: list[Fields], lacking: list[tuple[float, Job]]
+def _add_batch_shapes(
+    plan: Plan, start: Layout, tried: list[search_space.Fields], lacking: list[tuple[float, Job]]
 ) -> bool:
     """Add a layout's shapes that fit; return False if even the smallest shape lacks memory.
 
@@ -214,104 +221,100 @@ def _fill(
     that follow. Late buffers are not needed bytes: a larger layout may not have them.
     """
     for number, fields in enumerate(tried):
-        job = found.job(replace(start, **fields))
-        held = first_and_fullest(job, found.values)
-        if held[1].reserved <= found.room:
-            found.fits.append(planned(found, job, held))
+        job = plan.make_job(replace(start, **fields))
+        memory = predict_first_and_fullest(job, plan.rate_values)
+        if memory[1].reserved <= plan.usable_memory:
+            plan.feasible.append(predict_candidate(plan, job, memory))
             continue
-        lacking.append((held[1].reserved, job))
-        if held[1].needed > found.room and job.layout.chunks == 1:
-            found.ruled[LACKS] += len(tried) - number
+        lacking.append((memory[1].reserved, job))
+        if memory[1].required_bytes > plan.usable_memory and job.layout.chunks == 1:
+            plan.rejections[search_space.EXCEEDS_GPU_MEMORY] += len(tried) - number
             return number > 0
-        found.ruled[LACKS] += 1
+        plan.rejections[search_space.EXCEEDS_GPU_MEMORY] += 1
     return True
 
 
-def _bubble(layout: Layout) -> float:
-    return (layout.pp - 1) / (layout.chunks * layout.microbatches)
-
-
-def _operators(found: Plan) -> None:
+def _add_operator_recompute(plan: Plan) -> None:
     """Add layouts that recompute some operators, if they may be the fastest.
 
     Each lies between a layout without recomputation, which does not fit, and a slower one with full
     recomputation, which does.
     """
-    fitting = {one.layout for one in found.fits}
-    first = "attention+" if found.profile.attention == "plain" else ""
-    some = [first + name for name in found.profile.operators]
-    fastest = min(one.seconds for one in found.fits)
+    fitting = {one.layout for one in plan.feasible}
+    first = "attention+" if plan.profile.attention == "plain" else ""
+    some = [first + name for name in plan.profile.recompute_operators]
+    fastest = min(one.seconds for one in plan.feasible)
     between: list[tuple[float, Layout]] = []
 
-    def fits(job: Job) -> bool:
-        return fullest(job, found.values).reserved <= found.room
+    def has_room(job: Job) -> bool:
+        memory = predict_first_and_fullest(job, plan.rate_values)
+        return memory[1].reserved <= plan.usable_memory
 
-    for one in found.fits if some else ():
+    for one in plan.feasible if some else ():
         plain = replace(one.layout, recompute="none")
         least = replace(plain, recompute=some[-1])
-        if one.layout.recompute == "full" and plain not in fitting and fits(found.job(least)):
-            parts = of_job(found.job(plain), found.values).seconds
+        if (
+            one.layout.recompute == "full"
+            and plain not in fitting
+            and has_room(plan.make_job(least))
+        ):
+            parts = predict_job(plan.make_job(plain), plan.rate_values).seconds
             between.append((parts.total - parts.retries, plain))
     for least, plain in sorted(between, key=lambda pair: pair[0]):
         if least >= fastest:
             break
         for name in some:
-            job = found.job(replace(plain, recompute=name))
-            if fits(job):
-                found.fits.append(planned(found, job))
-                fastest = min(fastest, found.fits[-1].seconds)
+            job = plan.make_job(replace(plain, recompute=name))
+            if has_room(job):
+                plan.feasible.append(predict_candidate(plan, job))
+                fastest = min(fastest, plan.feasible[-1].seconds)
                 break
 
 
-def _searched(found: Plan, offload: str) -> dict[str, str]:
+def _describe_coverage(plan: Plan, offload: str) -> dict[str, str]:
     """Return, for each part of the search space, "" or the reason why it was not searched."""
-    profile, fixed = found.profile, found.fixed
-    name = profile.name
-    without = f"{name} has none"
-    uneven = found.config.layers > 1 and profile.stages == "equal"
-    there = "" if offload != "none" else "something fits without" if found.fits else without
-    context = "" if profile.shares else without
-    if found.seq < LONG:
-        context = f"sequences are shorter than {LONG:,} tokens"
-    experts = found.config.experts
-    found_by = {
+    profile, name = plan.profile, plan.profile.name
+    missing = f"{name} does not support it"
+    uneven = plan.config.layers > 1 and profile.stage_rule == "equal"
+    offloading = "a layout fits without it" if plan.feasible else missing
+    context = "" if profile.has_context_parallel else missing
+    if plan.seq < search_space.MIN_SEQ_FOR_CP:
+        context = f"sequences are shorter than {search_space.MIN_SEQ_FOR_CP:,} tokens"
+    experts = "" if plan.config.experts else "the model has no experts"
+    coverage = {
         "tensor ranks": "",
         "stages": "",
-        "unequal stages": f"{name} has equal ones alone" if uneven else "",
-        "chunks of stages": "" if profile.interleaves else without,
+        "unequal stages": f"{name} supports only equal stages" if uneven else "",
+        "chunks of stages": "" if profile.has_interleaving else missing,
         "context ranks": context,
-        "hidden context messages": "" if profile.hides else f"{name} waits for them",
-        "experts over ranks": "" if experts else "the model has none",
-        "folded experts": "" if experts and profile.folds else without if experts else "no experts",
+        "hidden context messages": "" if profile.overlaps_context else f"{name} waits for them",
+        "experts over ranks": experts,
+        "folded experts": experts or ("" if profile.has_expert_folding else missing),
         "ZeRO": "",
         "recomputation": "",
-        "recomputation by operator": "" if profile.operators else without,
-        "the host's memory": there,
-        "8-bit products": "" if found.dtype != "bf16" else "not asked for: --dtype",
-        "schedules without a bubble": "not tried: --layout takes one",
-        "tensor ranks beyond a node": "not tried: --layout takes them",
+        "recomputation by operator": "" if profile.recompute_operators else missing,
+        "the host's memory": "" if offload != "none" else offloading,
+        "8-bit products": "" if plan.dtype != "bf16" else "needs --dtype",
+        "schedules without a bubble": "needs --layout",
+        "tensor ranks beyond a node": "needs --layout",
     }
     names = {
         "tp": "tensor ranks", "pp": "stages", "cp": "context ranks", "ep": "experts over ranks",
         "zero": "ZeRO", "recompute": "recomputation", "offload": "the host's memory",
     }  # fmt: skip
-    kept = {names[n]: f"kept at {value}" for n, value in fixed.items() if n in names}
-    return found_by | kept
+    fixed = {names[n]: f"fixed at {x}" for n, x in plan.constraints.items() if n in names}
+    return coverage | fixed
 
 
-def short(found: Plan) -> str:
+def explain_infeasible(plan: Plan) -> str:
     """Explain why no layout fits: the closest one, and how much memory it lacks."""
-    gpus = found.gpus
-    if found.nearest is None:
-        why = "; ".join(found.ruled) or "the layouts asked for do not exist"
-        return f"gpus={gpus}: no layout can be made: {why}"
-
-    near = found.nearest
-    lacks = near.reserved - found.room
-    left = "; ".join(f"{what}: {why}" for what, why in found.searched.items() if why)
-    words = (
-        f"gpus={gpus}: no layout fits; {near.layout} comes nearest and needs "
-        f"{near.reserved / 1e9:,.1f} GB on its fullest GPU, {lacks / 1e9:,.1f} GB more than the "
-        f"{found.room / 1e9:,.1f} GB that it may take"
+    closest = plan.closest_infeasible
+    if closest is None:
+        reasons = "; ".join(plan.rejections) or "no layout meets the constraints"
+        return f"gpus={plan.gpus}: no layout is possible: {reasons}"
+    skipped = "; ".join(f"{what} ({why})" for what, why in plan.search_coverage.items() if why)
+    return (
+        f"gpus={plan.gpus}: no layout fits. The closest, {closest.layout}, needs "
+        f"{closest.reserved / 1e9:,.1f} GB on its fullest GPU; usable are "
+        f"{plan.usable_memory / 1e9:,.1f} GB. Not searched: {skipped}"
     )
-    return f"{words}. Not searched: {left}"

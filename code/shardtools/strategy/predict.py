@@ -10,11 +10,11 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.layout.structure import Structure, check_expert_degree, cut_sizes
 
-from .core import Seconds, seconds
-from .footprint import Bytes, first_and_fullest, footprint, on_host
+from .core import StepSeconds, predict_seconds
+from .footprint import MemoryPair, RankMemory, host_bytes, predict_first_and_fullest, predict_memory
 from .job import Job
 from .profile import COURSE, Profile
-from .rates import Rates, Values, known
+from .rates import Rates, RateValues, load_rates
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,18 @@ class Prediction:
     host: the most bytes of host memory that a rank uses.
     """
 
-    seconds: Seconds
-    memory: Bytes
-    host: int = 0
+    seconds: StepSeconds
+    memory: RankMemory
+    host_bytes: int = 0
 
 
-def room(machine: Machine, rates: Values | None = None) -> float:
+def usable_memory(machine: Machine, rates: RateValues | None = None) -> float:
     """Return the bytes that a rank may reserve on one GPU before the allocator begins to retry.
 
     rates: by default the known rates of the course's own model.
     """
-    return (known(COURSE.name).values_of() if rates is None else rates).limit * machine.memory
+    rates = load_rates(COURSE.name).to_values() if rates is None else rates
+    return rates.limit * machine.memory
 
 
 def predict(
@@ -47,7 +48,7 @@ def predict(
 ) -> Prediction:
     """Predict the seconds and bytes of a step of `layout`.
 
-    rates: rates of that profile, with origin and uncertainty; by default `known`.
+    rates: rates of that profile, with origin and uncertainty; by default the known ones.
     seq: tokens of a sequence, by default the model's longest.
 
     Raises ValueError for layers that the stages cannot share, for heads or experts that cannot be
@@ -56,31 +57,31 @@ def predict(
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
     job = Job(config, machine, layout, profile, seq)
-    return of_job(job, rates_of(profile, rates).values_of())
+    return predict_job(job, check_rates(profile, rates).to_values())
 
 
-def of_job(job: Job, rates: Values, held: tuple[Bytes, Bytes] | None = None) -> Prediction:
+def predict_job(job: Job, rates: RateValues, memory: MemoryPair | None = None) -> Prediction:
     """Predict the seconds and bytes of a step of `job`. Raises ValueError as `predict` does.
 
-    held: the job's `first_and_fullest`, if the caller has computed it already.
+    memory: `predict_first_and_fullest` of the job, if the caller has it already.
     """
     check_job(job)
     # `limit`, beyond which a step takes longer, was fitted on runs that recorded rank 0 alone.
-    first, fullest = first_and_fullest(job, rates) if held is None else held
-    return Prediction(seconds(job, rates, first.needed), fullest, on_host(job))
+    first, fullest = predict_first_and_fullest(job, rates) if memory is None else memory
+    return Prediction(predict_seconds(job, rates, first.required_bytes), fullest, host_bytes(job))
 
 
-def first_rank(job: Job, rates: Values) -> float:
+def predict_rank0_bytes(job: Job, rates: RateValues) -> float:
     """Return the bytes that rank 0 (first stage) reserves. Raises ValueError as `predict` does."""
     check_job(job)
-    return footprint(job, rates).reserved
+    return predict_memory(job, rates).reserved
 
 
-def rates_of(profile: Profile, rates: Rates | None) -> Rates:
+def check_rates(profile: Profile, rates: Rates | None) -> Rates:
     """Return `rates`, or else the known rates. Raises ValueError for rates of another profile."""
-    rates = known(profile.name) if rates is None else rates
+    rates = load_rates(profile.name) if rates is None else rates
     if rates.profile != profile.name:
-        raise ValueError(f"rates.profile={rates.profile!r}: allowed is {profile.name!r}")
+        raise ValueError(f"rates.profile={rates.profile!r}: must be {profile.name!r}, as planned")
     return rates
 
 
@@ -89,7 +90,7 @@ def check_job(job: Job) -> None:
     layout = job.layout
     for name, size in cut_sizes(job.model).items():
         if name != "key_value_heads" and size % layout.tp:  # engines replicate these heads
-            raise ValueError(f"tp={layout.tp}: allowed are divisors of {name}={size}")
+            raise ValueError(f"tp={layout.tp}: must divide {name} ({size})")
     if job.seq % layout.cp:
-        raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={job.seq}")
+        raise ValueError(f"cp={layout.cp}: must divide the tokens of a sequence ({job.seq})")
     check_expert_degree(job.model, layout.ep)

@@ -13,7 +13,7 @@ from shardlab.memory.core import PRECISIONS, WIDE, Recipe
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireBytes:
     """Bytes per parameter in which gradients and weights are communicated."""
 
     gradient: int
@@ -28,42 +28,42 @@ class Profile:
     """
 
     name: str
-    stages: str = "megatron"  # rule that cuts layers into stages: see `Layout.stages`
+    stage_rule: str = "megatron"  # rule that cuts layers into stages: see `Layout.stages`
     # "flash" keeps no scores and computes no masked pairs; "plain" does both.
     attention: str = "flash"
     # Tensors that a feed-forward network saves for backward, by its kind.
-    wide: Mapping[str, int] = field(default_factory=lambda: WIDE)
+    mlp_tensors: Mapping[str, int] = field(default_factory=lambda: WIDE)
     recipe: Recipe = PRECISIONS["bf16"]  # precision of model states
-    bucket: int = 2  # extra bytes per parameter without ZeRO (DDP's buckets)
-    wire: Wire = Wire(2, 2)  # bytes per parameter in communication
+    bucket_bytes: int = 2  # extra bytes per parameter without ZeRO (DDP's buckets)
+    wire_bytes: WireBytes = WireBytes(2, 2)  # bytes per parameter in communication
     # Work of a step beside the layers.
-    update: int = 34  # bytes that the optimizer reads and writes per parameter that it keeps
-    accumulate: int = 6  # bytes per parameter and micro-batch to accumulate gradients
-    loss: int = 32  # bytes per logit, forward and backward
-    waves: bool = False  # products count whole waves of tiles
-    reduced: bool = False  # ZeRO-1 all-reduces gradients instead of reduce-scattering them
-    ahead: bool = True  # ZeRO-1 and 2 overlap gathers of weights with the next forward pass
-    captured: bool = False  # without a pipeline a step is a CUDA graph: no CPU launches the layers
+    update_bytes: int = 34  # bytes that the optimizer reads and writes per parameter that it keeps
+    accumulate_bytes: int = 6  # bytes per parameter and micro-batch to accumulate gradients
+    loss_bytes: int = 32  # bytes per logit, forward and backward
+    counts_tile_waves: bool = False  # products count whole waves of tiles
+    all_reduces_gradients: bool = False  # ZeRO-1 all-reduces, does not reduce-scatter, gradients
+    prefetches_weights: bool = True  # ZeRO-1 and 2 gather weights during the next forward pass
+    captures_graph: bool = False  # without a pipeline a step is one CUDA graph
     sequence_parallel: bool = False  # tensor parallelism always includes sequence parallelism
-    # Features that it supports.
-    zeros: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO, without a pipeline; with one, 0 and 1
-    interleaves: bool = True
-    # Operators that it can recompute selectively: see `Layout.recompute`.
-    operators: tuple[str, ...] = ("norms", "ffn", "norms+ffn")
-    # States that it can offload to the host, as DeepSpeed does: see `Layout.offload`.
-    offloads: tuple[str, ...] = ("optimizer", "parameters")
-    shares: bool = True  # context parallelism
-    copies: bool = True  # replicates key and value heads if there are more tensor ranks than heads
-    folds: bool = True  # tensor ranks may join expert parallelism: see `Layout.etp`
+    # Features that the engine supports.
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # without a pipeline; with one, 0 and 1
+    has_interleaving: bool = True
+    # Operators that the engine can recompute selectively: see `Layout.recompute`.
+    recompute_operators: tuple[str, ...] = ("norms", "ffn", "norms+ffn")
+    # States that the engine can offload to the host: see `Layout.offload`.
+    offload_states: tuple[str, ...] = ("optimizer", "parameters")
+    has_context_parallel: bool = True
+    replicates_kv_heads: bool = True  # if there are more tensor ranks than key and value heads
+    has_expert_folding: bool = True  # tensor ranks may join expert parallelism: see `Layout.etp`
     # Only for today's engines.
-    engine: str = ""  # name of the rate that is its step time over its family's
-    compiled: bool = True  # element-wise work is fused
-    hides: bool = False  # overlaps context-parallel communication with attention
-    posts: bool = False  # posts messages of interleaved stages before it waits for them
+    engine_rate: str = ""  # name of the rate that is its step time over its family's
+    is_compiled: bool = True  # element-wise work is fused
+    overlaps_context: bool = False  # overlaps context-parallel communication with attention
+    posts_messages_early: bool = False  # posts messages of interleaved stages before waiting
     # Accesses of 2-byte numbers for experts' biases: per output of an expert, and per output of
     # its first product. In bf16, and in 8 bits with a scale for each tensor.
-    biased: tuple[int, int] = (0, 0)
-    once: bool = False  # sends a token to each node once, however many experts it chose there
+    expert_bias_accesses: tuple[int, int] = (0, 0)
+    sends_tokens_once: bool = False  # to each node, however many experts there are chosen
 
 
 COURSE = Profile("course")
@@ -71,40 +71,33 @@ COURSE = Profile("course")
 # nanotron, early 2025: REDUCE_SCATTER tensor parallelism, a fused norm, flash attention; float32
 # gradients are an accumulator beside the 16-bit ones; the loss is computed in float32.
 NANOTRON = Profile(
-    "nanotron",
-    stages="nanotron",
-    wide={**WIDE, "gelu": 3},
-    recipe=PRECISIONS["bf16-fp32-gradients"],
-    wire=Wire(4, 2),
-    accumulate=10,
-    reduced=True,
-    ahead=False,
-    sequence_parallel=True,
-    zeros=(0, 1),
-    interleaves=False,
-    operators=(),
-    offloads=(),
-    copies=False,
-    folds=False,
-)
+    "nanotron", stage_rule="nanotron", mlp_tensors={**WIDE, "gelu": 3},
+    recipe=PRECISIONS["bf16-fp32-gradients"], wire_bytes=WireBytes(4, 2), accumulate_bytes=10,
+    all_reduces_gradients=True, prefetches_weights=False, sequence_parallel=True,
+    zero_stages=(0, 1), has_interleaving=False, recompute_operators=(), offload_states=(),
+    replicates_kv_heads=False, has_expert_folding=False,
+)  # fmt: skip
 
 # Megatron-LM: Korthikanti et al. 2022 (arXiv 2205.05198), Table 2: 10 sbh outside, 24 sbh and the
 # scores' 5 as²b inside; main gradients in float32.
 MEGATRON = Profile(
     "megatron",
     attention="plain",
-    wide={**WIDE, "swiglu": 3},  # SiLU is computed again in backward; gelu: 16 sbh for F = 4h
+    mlp_tensors={
+        **WIDE,
+        "swiglu": 3,
+    },  # SiLU is computed again in backward; gelu: 16 sbh for F = 4h
     recipe=PRECISIONS["bf16-fp32-gradients"],
-    bucket=0,
-    wire=Wire(4, 2),
-    update=46,  # Adam 30, its norm and unscaling 12, zeroing 4
-    accumulate=0,
-    waves=True,
-    ahead=False,  # in the papers; see `today`
-    zeros=(0, 1),
-    operators=("norms",),
-    offloads=("optimizer",),
-    hides=True,  # --cp-comm-type p2p, as it is by default
+    bucket_bytes=0,
+    wire_bytes=WireBytes(4, 2),
+    update_bytes=46,  # Adam 30, its norm and unscaling 12, zeroing 4
+    accumulate_bytes=0,
+    counts_tile_waves=True,
+    prefetches_weights=False,  # in the papers; see `modernize_profile`
+    zero_stages=(0, 1),
+    recompute_operators=("norms",),
+    offload_states=("optimizer",),
+    overlaps_context=True,  # --cp-comm-type p2p, as it is by default
 )
 
 # torch 2.13's fully_shard, as `emit` writes it: float32 weights (counted as optimizer states) and
@@ -113,20 +106,20 @@ MEGATRON = Profile(
 FSDP2 = replace(
     COURSE,
     name="fsdp2",
-    stages="equal",
+    stage_rule="equal",
     recipe=PRECISIONS["bf16-fp32-gradients"],
-    bucket=0,
-    wire=Wire(4, 2),
-    update=40,  # Adam 28, its norm and clipping 12
-    accumulate=10,
-    interleaves=False,
-    operators=(),
-    offloads=("parameters",),
-    shares=False,
-    copies=False,
-    folds=False,
-    engine="torchtitan",  # measured with the same fully_shard; the script does not compile
-    compiled=False,
+    bucket_bytes=0,
+    wire_bytes=WireBytes(4, 2),
+    update_bytes=40,  # Adam 28, its norm and clipping 12
+    accumulate_bytes=10,
+    has_interleaving=False,
+    recompute_operators=(),
+    offload_states=("parameters",),
+    has_context_parallel=False,
+    replicates_kv_heads=False,
+    has_expert_folding=False,
+    engine_rate="torchtitan",  # measured with the same fully_shard; the script does not compile
+    is_compiled=False,
 )
 
 # torchtitan 0.3.0, on the same fully_shard: training.disable_cuda_graphs is False, and pipelines
@@ -134,32 +127,24 @@ FSDP2 = replace(
 TORCHTITAN = replace(
     FSDP2,
     name="torchtitan",
-    stages="megatron",
-    compiled=True,
-    captured=True,
-    zeros=(0, 2, 3),  # without a pipeline each micro-batch's gradients are scattered
-    interleaves=True,
-    operators=("norms+ffn",),  # its SelectiveAC keeps products and attention
-    shares=True,
-    hides=True,
+    stage_rule="megatron",
+    is_compiled=True,
+    captures_graph=True,
+    zero_stages=(0, 2, 3),  # without a pipeline each micro-batch's gradients are scattered
+    has_interleaving=True,
+    recompute_operators=("norms+ffn",),  # its SelectiveAC keeps products and attention
+    has_context_parallel=True,
+    overlaps_context=True,
 )
 
 # DeepSpeed 0.19.8: gradients in the 16-bit type, unless data_types says otherwise, and a float32
 # copy of a rank's shard for the step; ZeRO-1 and 2 gather weights after the step.
-_COPIED = replace(PRECISIONS["bf16"], master=4 + 4)  # float32 copies of weights and gradients
+_FP32_COPIES = replace(PRECISIONS["bf16"], master=4 + 4)  # float32 copies of weights and gradients
 DEEPSPEED = replace(
-    COURSE,
-    name="deepspeed",
-    stages="equal",
-    recipe=_COPIED,
-    ahead=False,
-    interleaves=False,
-    operators=(),
-    offloads=("optimizer", "parameters"),
-    shares=False,
-    copies=False,
-    folds=False,
-)
+    COURSE, name="deepspeed", stage_rule="equal", recipe=_FP32_COPIES, prefetches_weights=False,
+    has_interleaving=False, recompute_operators=(), offload_states=("optimizer", "parameters"),
+    has_context_parallel=False, replicates_kv_heads=False, has_expert_folding=False,
+)  # fmt: skip
 
 # Today's engines form one family, whose rates are fitted together: Megatron Core, and differences
 # of others. Tokens go to experts by DeepEP or HybridEP; attention hides context-parallel rings.
@@ -171,13 +156,14 @@ DEEPSPEED = replace(
 # The first product's output is clamped and concatenated (fused_bias_geglu.py there): 8 bytes.
 # Bridge's recipes in mxfp8 have one kernel for all of an expert (cutedsl_fused_grouped_mlp).
 ENGINES = replace(
-    MEGATRON, name="engines", attention="flash", waves=False, ahead=True, sequence_parallel=True,
-    zeros=(0, 1, 2, 3), hides=True, once=True, posts=True, biased=(14, 4),
+    MEGATRON, name="engines", attention="flash", counts_tile_waves=False, prefetches_weights=True,
+    sequence_parallel=True, zero_stages=(0, 1, 2, 3), overlaps_context=True, sends_tokens_once=True,
+    posts_messages_early=True, expert_bias_accesses=(14, 4),
 )  # fmt: skip
 BY_ENGINE = {
     "megatron": ENGINES,
     **{
-        name: replace(ENGINES, engine=name, posts=False)
+        name: replace(ENGINES, engine_rate=name, posts_messages_early=False)
         for name in ("torchtitan", "automodel", "fsdp")
     },
 }
@@ -188,7 +174,7 @@ PROFILES = {
 }
 
 
-def today(profile: Profile) -> Profile:
+def modernize_profile(profile: Profile) -> Profile:
     """Return `profile` as it trains now, if its rates come from older runs.
 
     Attention is fused. Megatron Core 0.19.2 gathers ZeRO-1's weights behind the next forward pass
@@ -196,5 +182,5 @@ def today(profile: Profile) -> Profile:
     """
     profile = replace(profile, attention="flash")
     if profile.name == "megatron":
-        profile = replace(profile, ahead=True, zeros=(0, 1, 2, 3))
+        profile = replace(profile, prefetches_weights=True, zero_stages=(0, 1, 2, 3))
     return profile

@@ -7,264 +7,259 @@ from typing import Any
 
 from shardlab.layout.words import written
 
-from . import host
-from .cost import DAY, floor
-from .plan import Plan, Planned
+from .cost import SECONDS_PER_DAY, compute_floor
+from .offload import CPU_UPDATES_PER_SECOND, HOST_LINK_SHARE
+from .plan import Candidate, Plan
 from .rates import Rates
 
 # Median relative error of predicted reserved bytes, on rows that were not fitted:
 # lessons/strategy.md, "Predicted beside measured".
-MARGIN = 0.07
-LITTLE = 0.25  # MFU below which a layout gets a warning
-LINE = 90  # characters of a line on the site's pages
-PARTS = {  # parts of a step's seconds
-    "products": "products of matrices, on the slowest stage",
+MEMORY_ERROR = 0.07
+LOW_MFU = 0.25  # MFU below which a layout gets a warning
+LINE_WIDTH = 90  # characters of a line on the site's pages
+TIME_PARTS = {  # parts of a step's seconds
+    "products": "matrix products, on the slowest stage",
     "attention": "attention's core",
-    "elementwise": "norms, activations, the loss: passes over memory",
-    "launches": "the CPU takes longer to launch than the GPU to compute",
-    "tensor": "sums inside of the layers that nothing hides",
-    "context": "keys and values of a sequence's other ranks",
-    "experts": "tokens on their way to experts, and back",
+    "elementwise": "memory passes of norms, activations and the loss",
+    "launches": "the CPU launches kernels more slowly than the GPU computes",
+    "tensor": "exposed tensor-parallel collectives",
+    "context": "keys and values from the other context-parallel ranks",
+    "experts": "all-to-alls that send tokens to experts, and back",
     "bubble": "the pipeline fills and drains",
     "messages": "messages between stages",
-    "data": "the copies wait for gradients and weights",
-    "optimizer": "gradients added up, weights updated, and what is not counted",
-    "host": "states go to the host's memory, are updated there, and come back",
-    "retries": "the allocator is short of memory",
+    "data": "data-parallel copies wait for gradients and weights",
+    "optimizer": "gradient accumulation, weight updates, and work not counted elsewhere",
+    "host": "offloaded states: transfers to the host and back, and updates there",
+    "retries": "the allocator retries, since memory is short",
 }
-PIECES = {  # parts of a rank's bytes
+MEMORY_PARTS = {  # parts of a rank's bytes
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "the optimizer's states",
     "activations": "activations kept for backward",
     "logits": "logits and loss",
-    "buffers": "gradients and weights on their way",
-    "fragments": "lost between activations by the allocator",
-    "late": "buffers that come back late",
-    "fixed": "whatever the layout",
+    "buffers": "gradients and weights in communication",
+    "fragments": "lost to fragmentation between activations",
+    "late_buffers": "buffers of collectives that are freed late",
+    "overhead": "independent of the layout",
 }
 
 
-def row(found: Plan, planned: Planned, tokens: float | None = None) -> dict[str, Any]:
+def candidate_to_dict(
+    plan: Plan, candidate: Candidate, tokens: float | None = None
+) -> dict[str, Any]:
     """Return one layout's numbers as a dictionary: bytes, seconds and shares.
 
     tokens: tokens of the whole training, to add its days and GPU hours.
     """
-    machine = replace(found.machine, flops=found.job(planned.layout).flops)
-    told: dict[str, Any] = {
-        "layout": str(planned.layout),
-        "written": written(planned.layout),
-        "fields": asdict(planned.layout),
-        "micro_batch": planned.layout.micro_batch,
-        "microbatches": planned.layout.microbatches,
-        "reserved_bytes": round(planned.reserved),
-        "free_bytes": round(found.room - planned.reserved),
-        "seconds": planned.seconds,
-        "floor_seconds": floor(found.config, machine, planned.layout, found.seq).total,
-        "tokens_per_second": planned.tokens,
-        "mfu": planned.mfu,
-        "waits_for": waits_for(planned),
-        "seconds_by_part": dict(vars(planned.prediction.seconds)),
-        "bytes_by_part": {n: round(x) for n, x in vars(planned.prediction.memory).items()},
-        "host_bytes": planned.prediction.host,
+    layout = candidate.layout
+    machine = replace(plan.machine, flops=plan.make_job(layout).flops)
+    facts: dict[str, Any] = {
+        "layout": str(layout),
+        "written": written(layout),
+        "fields": asdict(layout),
+        "micro_batch": layout.micro_batch,
+        "microbatches": layout.microbatches,
+        "reserved_bytes": round(candidate.reserved),
+        "free_bytes": round(plan.usable_memory - candidate.reserved),
+        "seconds": candidate.seconds,
+        "floor_seconds": compute_floor(plan.config, machine, layout, plan.seq).total,
+        "tokens_per_second": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "waits_for": describe_longest_wait(candidate),
+        "seconds_by_part": dict(vars(candidate.prediction.seconds)),
+        "bytes_by_part": {n: round(x) for n, x in vars(candidate.prediction.memory).items()},
+        "host_bytes": candidate.prediction.host_bytes,
     }
     if tokens:
-        told["days"] = tokens / planned.tokens / DAY
-        told["gpu_hours"] = told["days"] * 24 * found.gpus
-    return told
+        facts["days"] = tokens / candidate.tokens_per_second / SECONDS_PER_DAY
+        facts["gpu_hours"] = facts["days"] * 24 * plan.gpus
+    return facts
 
 
-def waits_for(planned: Planned) -> str:
+def describe_longest_wait(candidate: Candidate) -> str:
     """Return the part of a step that takes longest beside products and attention."""
-    parts = dict(vars(planned.prediction.seconds))
+    parts = vars(candidate.prediction.seconds)
     rest = {name: parts[name] for name in parts if name not in ("products", "attention")}
     most = max(rest, key=lambda name: rest[name])
-    return f"{most} {100 * rest[most] / planned.seconds:.0f} %"
+    return f"{most} {100 * rest[most] / candidate.seconds:.0f} %"
 
 
-def text(name: str, found: Plan, top: int, tokens: float | None = None) -> str:
+def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) -> str:
     """Format the `top` best layouts as a table, why the first is first, and rejections."""
     head = ["layout", "b × m", "GB", "free", "s", "tokens/s", "MFU"]
     table = [[*head, *["days", "GPU hours"] * bool(tokens), "waits for"]]
-    for planned in found.fits[:top]:
-        one = row(found, planned, tokens)
+    for candidate in plan.feasible[:top]:
+        one = candidate_to_dict(plan, candidate, tokens)
+        cells = [one["layout"], f"{one['micro_batch']} × {one['microbatches']}"]
+        cells += [f"{one[key] / 1e9:.1f}" for key in ("reserved_bytes", "free_bytes")]
+        cells += [f"{one['seconds']:.3g}", f"{one['tokens_per_second']:,.0f}"]
         days = [f"{one['days']:,.1f}", f"{one['gpu_hours']:,.0f}"] if tokens else []
-        table.append(
-            [
-                one["layout"],
-                f"{one['micro_batch']} × {one['microbatches']}",
-                f"{one['reserved_bytes'] / 1e9:.1f}",
-                f"{one['free_bytes'] / 1e9:.1f}",
-                f"{one['seconds']:.3g}",
-                f"{one['tokens_per_second']:,.0f}",
-                f"{100 * one['mfu']:.0f} %",
-                *days,
-                one["waits_for"],
-            ]
-        )
-    if max(map(len, aligned(table))) > LINE:  # a step's largest wait is in `plan --explain`, too
-        table = [cells[:-1] for cells in table]
-    best = found.fits[0]
+        table.append([*cells, f"{100 * one['mfu']:.0f} %", *days, one["waits_for"]])
+    if max(map(len, align_columns(table))) > LINE_WIDTH:  # `--explain` has the longest wait, too
+        table = [row[:-1] for row in table]
+    best = plan.feasible[0]
     lines = [
-        f"{name} of {found.config.total / 1e9:.3g} billion parameters on {found.gpus} "
-        f"{found.machine.name} ({found.machine.per_node} to a node), {found.batch} sequences of "
-        f"{found.seq:,} tokens in a step; as {found.profile.name} does it: {guessed(found.rates)}",
-        *["", *aligned(table), ""],
-        *[first(found), *on_host(found, best), ruled(found), searched(found)],
-        *(f"Warning: {words}." for words in warnings(found, best)),
+        f"{name} of {plan.config.total / 1e9:.3g} billion parameters on {plan.gpus} "
+        f"{plan.machine.name} ({plan.machine.per_node} to a node), {plan.batch} sequences of "
+        f"{plan.seq:,} tokens in a step; profile {plan.profile.name}: "
+        f"{_describe_guesses(plan.rates)}",
+        *["", *align_columns(table), ""],
+        *[explain_first(plan), *describe_offload(plan, best)],
+        *[summarize_rejections(plan), describe_coverage(plan)],
+        *(f"Warning: {words}." for words in list_warnings(plan, best)),
     ]
     return "\n".join(lines)
 
 
-def guessed(rates: Rates) -> str:
-    """Say how many rates are guesses."""
-    many = sum(rate.origin.startswith("a guess") for rate in rates.all.values())
+def _describe_guesses(rates: Rates) -> str:
+    many = sum(rate.origin.startswith("a guess") for rate in rates.by_name.values())
     return f"{many} of its {len(rates)} rates are guesses" if many else "no rate is a guess"
 
 
-def aligned(table: list[list[str]]) -> list[str]:
+def align_columns(table: list[list[str]]) -> list[str]:
     """Return rows with columns of one width: text to the left, numbers to the right."""
     head, *body = table
     ranges = range(len(head))
     widths = [max(len(line[k]) for line in table) for k in ranges]
     right = [all(not line[k] or line[k][0].isdigit() for line in body) for k in ranges]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in table
-    ]
+    lines = []
+    for row in table:
+        columns = zip(row, widths, right, strict=True)
+        cells = [text.rjust(n) if number else text.ljust(n) for text, n, number in columns]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def first(found: Plan) -> str:
+def explain_first(plan: Plan) -> str:
     """Explain why the first layout is first, against the best layout with other degrees."""
-    best = found.fits[0]
-    others = [planned for planned in found.fits[1:] if _kind(planned) != _kind(best)]
-    if not others:
+    best = plan.feasible[0]
+    degrees = _list_degrees(best)
+    other = next((one for one in plan.feasible if _list_degrees(one) != degrees), None)
+    if other is None:
         return f"{best.layout} is first: no layout with other degrees fits."
-    other = others[0]
     mine, theirs = (vars(x.prediction.seconds) for x in (best, other))
     more = {name: theirs[name] - mine[name] for name in mine}
     most = max(more, key=lambda name: more[name])
     longer = other.seconds / best.seconds - 1
     words = (
         f"First is {best.layout}: the best with other degrees, {other.layout}, takes "
-        f"{100 * longer:.1f} % longer, {more[most]:.2g} s more of it for {most} ({PARTS[most]})."
+        f"{100 * longer:.1f} % longer, mostly because {most} takes {more[most]:.2g} s more "
+        f"({TIME_PARTS[most]})."
     )
-    unsure = found.rates.all["products"].spread
-    if longer < unsure:
-        words += f" That is less than the rates are sure of ({100 * unsure:.0f} %): measure both."
+    spread = plan.rates.by_name["products"].spread
+    if longer < spread:
+        words += f" The rates are uncertain by more ({100 * spread:.0f} %): measure both."
     return words
 
 
-def on_host(found: Plan, planned: Planned) -> list[str]:
+def describe_offload(plan: Plan, candidate: Candidate) -> list[str]:
     """Describe a layout's use of host memory and its cost in a sentence; [] without offloading."""
-    parts, size = planned.prediction.seconds, planned.prediction.host
+    parts, size = candidate.prediction.seconds, candidate.prediction.host_bytes
     if not size:
         return []
-    here = min(found.gpus, found.machine.per_node)
-    link = host.LINK * found.machine.host
+    gpus = min(plan.gpus, plan.machine.per_node)
+    link = HOST_LINK_SHARE * plan.machine.host
     what = "the optimizer's states"
-    if planned.layout.offload == "parameters":
+    if candidate.layout.offload == "parameters":
         what = f"weights and {what}"
     return [
-        f"On the host: {what} take {size / 1e9:.1f} GB of its memory for each GPU, "
-        f"{here * size / 1e9:,.0f} GB on a node of {here}; a step waits {parts.host:.3g} s for "
+        f"Offloaded: {what} take {size / 1e9:.1f} GB of host memory for each GPU, "
+        f"{gpus * size / 1e9:,.0f} GB on a node of {gpus}; a step waits {parts.host:.3g} s for "
         f"them ({100 * parts.host / parts.total:.0f} %). Assumed: {link / 1e9:.0f} GB/s to and "
-        f"from each GPU, and {host.UPDATES / 1e9:g} billion parameters of each updated in a second."
+        f"from each GPU, whose CPUs update {CPU_UPDATES_PER_SECOND / 1e9:g} billion parameters/s."
     ]
 
 
-def _kind(planned: Planned) -> tuple[int, ...]:
-    layout = planned.layout
+def _list_degrees(candidate: Candidate) -> tuple[int, ...]:
+    layout = candidate.layout
     return layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
 
 
-def ruled(found: Plan) -> str:
+def summarize_rejections(plan: Plan) -> str:
     """Say how many layouts were tried, and the most common reasons for rejection."""
-    tried = len(found.fits) + sum(found.ruled.values())
-    words = [f"Of {tried:,} tried {len(found.fits):,} fit."]
-    words += [f"{n:,} ruled out: {reason}." for reason, n in found.ruled.most_common(4)]
+    tried = len(plan.feasible) + sum(plan.rejections.values())
+    words = [f"Of {tried:,} layouts {len(plan.feasible):,} fit."]
+    words += [f"{n:,} ruled out: {reason}." for reason, n in plan.rejections.most_common(4)]
     return " ".join(words)
 
 
-def searched(found: Plan) -> str:
+def describe_coverage(plan: Plan) -> str:
     """Say which parts of the search space were searched, and why others were not."""
-    here = ", ".join(name for name, why in found.searched.items() if not why)
-    left = "; ".join(f"{name} ({why})" for name, why in found.searched.items() if why)
-    return f"Searched: {here}. Not searched: {left}."
+    coverage = plan.search_coverage.items()
+    searched = ", ".join(name for name, why in coverage if not why)
+    skipped = "; ".join(f"{name} ({why})" for name, why in coverage if why)
+    return f"Searched: {searched}. Not searched: {skipped}."
 
 
-def warnings(found: Plan, planned: Planned) -> list[str]:
-    """Warn of little free memory, or of few of the machine's operations, in sentences."""
-    said, free = [], found.room - planned.reserved
+def list_warnings(plan: Plan, candidate: Candidate) -> list[str]:
+    """Return sentences that warn of little free memory and of a low MFU."""
+    usable, layout = plan.usable_memory, candidate.layout
+    warnings, free = [], usable - candidate.reserved
     if free < 0:
-        said.append(
-            f"{planned.layout} needs {-free / 1e9:.1f} GB more than the {found.room / 1e9:.1f} GB "
-            "that it may take"
+        warnings.append(
+            f"{layout} needs {-free / 1e9:.1f} GB more than the {usable / 1e9:.1f} GB usable"
         )
-    elif free < MARGIN * planned.reserved:
+    elif free < MEMORY_ERROR * candidate.reserved:
         words = (
-            f"{planned.layout} leaves {free / 1e9:.1f} GB free, less than the {100 * MARGIN:.0f} % "
-            "by which predicted bytes are off in the median"
+            f"{layout} leaves {free / 1e9:.1f} GB free, less than the median error of predicted "
+            f"memory ({100 * MEMORY_ERROR:.0f} %)"
         )
-        roomy = [x for x in found.fits if found.room - x.reserved >= MARGIN * x.reserved]
+        roomy = [x for x in plan.feasible if usable >= (1 + MEMORY_ERROR) * x.reserved]
         if roomy:
-            longer = 100 * (roomy[0].seconds / planned.seconds - 1)
+            longer = 100 * (roomy[0].seconds / candidate.seconds - 1)
             words += f"; the first that leaves more, {roomy[0].layout}, takes {longer:.1f} % longer"
-        said.append(words)
-    if planned.mfu < LITTLE:
-        said.append(
-            f"{100 * planned.mfu:.0f} % of the data sheet's operations are below the "
-            f"{100 * LITTLE:.0f} % that large jobs reach: a step waits for "
-            f"{waits_for(planned)}; ask for more sequences in a step, or fewer GPUs"
+        warnings.append(words)
+    if candidate.mfu < LOW_MFU:
+        warnings.append(
+            f"the MFU of {100 * candidate.mfu:.0f} % is below the {100 * LOW_MFU:.0f} % that large "
+            f"jobs reach; the longest wait is {describe_longest_wait(candidate)}: try more "
+            "sequences in a step, or fewer GPUs"
         )
-    return said
+    return warnings
 
 
-def data(found: Plan, best: list[Planned], tokens: float | None = None) -> dict[str, Any]:
-    """Return a plan as plain numbers: its best layouts, and everything that `text` says."""
+def plan_to_dict(plan: Plan, best: list[Candidate], tokens: float | None = None) -> dict[str, Any]:
+    """Return a plan as plain numbers: its best layouts, and everything that `format_plan` says."""
     return {
-        "best": [row(found, one, tokens) for one in best],
-        "fit": len(found.fits),
-        "ruled_out": dict(found.ruled.most_common()),
-        "searched": [name for name, why in found.searched.items() if not why],
-        "not_searched": {name: why for name, why in found.searched.items() if why},
-        "warnings": warnings(found, best[0]),
+        "best": [candidate_to_dict(plan, one, tokens) for one in best],
+        "fit": len(plan.feasible),
+        "ruled_out": dict(plan.rejections.most_common()),
+        "searched": [name for name, why in plan.search_coverage.items() if not why],
+        "not_searched": {name: why for name, why in plan.search_coverage.items() if why},
+        "warnings": list_warnings(plan, best[0]),
     }
 
 
-def explained(found: Plan, planned: Planned) -> str:
+def format_candidate(plan: Plan, candidate: Candidate) -> str:
     """Format one layout's bytes and seconds, part by part, and the origins of its rates."""
-    one, layout = row(found, planned), planned.layout
-    floors = "no step is faster: the data sheet's rates, all traffic hidden"
-    seconds = {**one["seconds_by_part"], "together": one["seconds"], "floor": one["floor_seconds"]}
-    sizes = {**one["bytes_by_part"], "together": one["reserved_bytes"], "room": found.room}
-    said = PARTS | {"together": "", "floor": floors}
+    one, layout = candidate_to_dict(plan, candidate), candidate.layout
+    floor = "lower bound: the data sheet's rates, all traffic hidden"
+    seconds = {**one["seconds_by_part"], "total": one["seconds"], "floor": one["floor_seconds"]}
+    sizes = {**one["bytes_by_part"], "total": one["reserved_bytes"], "usable": plan.usable_memory}
     step = [["a step", "s", "%", ""]]
-    for name, words in said.items():
+    for name, words in (TIME_PARTS | {"total": "", "floor": floor}).items():
         if part := seconds[name]:
             step.append([name, f"{part:.3f}", f"{100 * part / one['seconds']:.1f}", words])
-    said = PIECES | {"together": "reserved", "room": "beyond it the allocator retries"}
     rank = [["the fullest rank", "GB", "%", ""]]
-    for name, words in said.items():
+    limit = {"total": "reserved", "usable": "with more the allocator retries"}
+    for name, words in (MEMORY_PARTS | limit).items():
         if part := sizes[name]:
             share = f"{100 * part / one['reserved_bytes']:.1f}"
             rank.append([name, f"{part / 1e9:.2f}", share, words])
     lines = [
         f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "
-        f"on {layout.ranks} {found.machine.name}",
-        *["", *aligned(step), "", *aligned(rank), ""],
-        *[*on_host(found, planned), *_origins(found.rates)],
-        *(f"Warning: {words}." for words in warnings(found, planned)),
+        f"on {layout.ranks} {plan.machine.name}",
+        *["", *align_columns(step), "", *align_columns(rank), ""],
+        *[*describe_offload(plan, candidate), *_list_origins(plan.rates)],
+        *(f"Warning: {words}." for words in list_warnings(plan, candidate)),
     ]
     return "\n".join(lines)
 
 
-def _origins(rates: Rates) -> list[str]:
+def _list_origins(rates: Rates) -> list[str]:
     """List the rates of each origin, those with the least uncertainty first."""
     origins: dict[str, list[str]] = {}
-    for name, rate in sorted(rates.all.items(), key=lambda item: item[1].spread):
+    for name, rate in sorted(rates.by_name.items(), key=lambda item: item[1].spread):
         origins.setdefault(rate.origin, []).append(f"{name} ± {100 * rate.spread:.0f} %")
     return [f"Rates, {origin}: {', '.join(names)}." for origin, names in origins.items()]

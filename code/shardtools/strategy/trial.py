@@ -17,32 +17,32 @@ from shardlab.layout.structure import own_config
 from shardlab.mesh.job import Job, rounding, run
 from shardtools.commands.mesh import as_predicted, told
 
-MOST_RANKS = 8  # two ranks on each of three axes of the mesh
+MAX_RANKS = 8  # two ranks on each of three axes of the mesh
 STEPS = 5
-EVEN = "equal", "megatron"  # rules of `Layout.stages` that work with few layers
-HEAD, SEQ, EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
+EVEN_STAGE_RULES = "equal", "megatron"  # rules of `Layout.stages` that work with few layers
+HEAD_SIZE, SEQ_LEN, NUM_EXPERTS = 8, 32, 4  # width of a head, tokens of a sequence, experts
 # Losses are about 5.5, where neighbouring float32 numbers are 5e-7 apart. After five steps of
 # AdamW, which divides by gradients' sizes, losses of most models differed by 3e-6.
-ROUNDING = 2e-5
+ROUNDING_TOLERANCE = 2e-5
 # Where a gradient is almost zero, AdamW's step may go anywhere: each run then differs from the
 # exact result as one process does. Twice that, with a margin. A mistake is 1e-2 and more.
-APART = 3
+DRIFT_FACTOR = 3
 
 
-def small(
-    model: Config | Structure, layout: Layout, most: int = MOST_RANKS
+def shrink_job(
+    model: Config | Structure, layout: Layout, max_ranks: int = MAX_RANKS
 ) -> tuple[Job, list[str]]:
-    """Return the job that runs in place of a plan on `most` ranks, and the features that it omits.
+    """Return the job that runs in place of a plan on `max_ranks` ranks, and what it leaves out.
 
     Raises ValueError for a model that no mesh trains.
     """
     config = own_config(model, run=True)
     instead = mesh.left_out(config, layout)
     left_out = [f"{name}={getattr(layout, name)}" for name in instead]
-    rule = layout.stages if layout.stages in EVEN else "equal"
+    rule = layout.stages if layout.stages in EVEN_STAGE_RULES else "equal"
     if rule != layout.stages:
         left_out.append(f"stages={layout.stages}")
-    degrees = _cut({axis: getattr(layout, axis) for axis in mesh.AXES}, most)
+    degrees = _reduce_degrees({axis: getattr(layout, axis) for axis in mesh.AXES}, max_ranks)
     chunks = min(2, layout.chunks) if degrees["pp"] > 1 else 1
     plain = {
         "chunks": chunks,
@@ -53,12 +53,12 @@ def small(
         "microbatches": min(layout.microbatches, 2 * degrees["pp"]),
     }
     layout = replace(layout, **plain)
-    return Job(_scaled(config, layout), layout, STEPS), left_out
+    return Job(_shrink_config(config, layout), layout, STEPS), left_out
 
 
-def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
-    """Reduce the largest degree to a divisor until the product of all degrees is at most `most`."""
-    while prod(degrees.values()) > most:
+def _reduce_degrees(degrees: dict[str, int], max_ranks: int) -> dict[str, int]:
+    """Reduce the largest degree to a divisor until their product is at most `max_ranks`."""
+    while prod(degrees.values()) > max_ranks:
         axis = max(degrees, key=lambda name: degrees[name])
         size = degrees[axis]
         fewer = next((n for n in range(size // 2, 1, -1) if size % n == 0), min(2, size - 1))
@@ -66,40 +66,40 @@ def _cut(degrees: dict[str, int], most: int) -> dict[str, int]:
     return degrees
 
 
-def _scaled(config: Config, layout: Layout) -> Config:
-    """Return a model of the same kind that `layout` can cut, with few layers of small widths."""
+def _shrink_config(config: Config, layout: Layout) -> Config:
     shared = min(2, config.heads // config.key_value_heads)  # queries that share a key
     narrow = max(2, layout.tp)
-    hidden = narrow * shared * HEAD
+    hidden = narrow * shared * HEAD_SIZE
 
-    def wide(size: int) -> int:
+    def scale_width(size: int) -> int:
         return max(1, round(size * hidden / config.hidden / narrow)) * narrow
 
-    experts, latent = min(config.experts, EXPERTS), config.latent is not None
+    experts, latent = min(config.experts, NUM_EXPERTS), config.latent is not None
     groups = 2 if config.expert_groups > 1 else 1
     return replace(
         config,
-        vocab=256, seq=SEQ, dropout=0.0, hidden=hidden, heads=narrow * shared,
+        vocab=256, seq=SEQ_LEN, dropout=0.0, hidden=hidden, heads=narrow * shared,
         kv_heads=None if latent else narrow,
-        layers=2 * layout.pp, ffn=wide(config.ffn_width),
-        expert_ffn=wide(config.expert_width) if experts else None,
+        layers=2 * layout.pp, ffn=scale_width(config.ffn_width),
+        expert_ffn=scale_width(config.expert_width) if experts else None,
         experts=experts, experts_per_token=min(config.experts_per_token, max(1, experts // groups)),
         dense_layers=min(config.dense_layers, 1), expert_groups=groups, groups_per_token=1,
-        head=config.head and HEAD, window=config.window and min(config.window, SEQ // 2),
-        latent=2 * HEAD if latent else None, query_latent=config.query_latent and 2 * HEAD,
-        rotary=HEAD // 2 if latent else None, value=config.value and HEAD,
+        head=config.head and HEAD_SIZE, window=config.window and min(config.window, SEQ_LEN // 2),
+        latent=2 * HEAD_SIZE if latent else None,
+        query_latent=config.query_latent and 2 * HEAD_SIZE,
+        rotary=HEAD_SIZE // 2 if latent else None, value=config.value and HEAD_SIZE,
     )  # fmt: skip
 
 
-def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, bool]:
+def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str, bool]:
     """Train a plan at small size; return a report, and True if it is as predicted and equal.
 
     Raises RuntimeError as `ranks.run` does.
     """
-    job, left_out = small(model, layout, min(MOST_RANKS, ranks.max_ranks()))
+    job, left_out = shrink_job(model, layout, min(MAX_RANKS, ranks.max_ranks()))
     found = run(job)
     gaps = found["differences"]
-    same = equal(gaps) or equal(gaps, rounding(job))
+    same = is_equivalent(gaps) or is_equivalent(gaps, rounding(job))
     lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
@@ -107,11 +107,11 @@ def trained(name: str, model: Config | Structure, layout: Layout) -> tuple[str, 
     return "\n".join([*lines, "", told(job, found), words]), same and as_predicted(found)
 
 
-def equal(gaps: dict[str, float], own: dict[str, float] | None = None) -> bool:
+def is_equivalent(gaps: dict[str, float], rounding: dict[str, float] | None = None) -> bool:
     """Return True if a job's losses and last gradients equal one process's, up to rounding.
 
-    own: differences of one process from itself in 64 bits, where the usual limit is too narrow.
+    rounding: gaps of one process to itself in 64 bits, where the usual limit is too narrow.
     """
-    own = own or {}
-    limits = {what: max(ROUNDING, APART * own.get(what, 0.0)) for what in ("losses", "gradients")}
-    return all(gaps[what] <= limit for what, limit in limits.items())
+    own = {name: DRIFT_FACTOR * gap for name, gap in (rounding or {}).items()}
+    names = "losses", "gradients"
+    return all(gaps[name] <= max(ROUNDING_TOLERANCE, own.get(name, 0.0)) for name in names)

@@ -27,10 +27,10 @@ from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 
 from . import course, deepspeed, megatron, slurm, torchtitan
-from .job import Limits, job
+from .job import Limits, render_job
 from .target import Target
 
-__all__ = ["ENGINES", "Limits", "emit", "job"]
+__all__ = ["ENGINES", "Limits", "emit", "render_job"]
 
 _WRITERS: dict[str, ModuleType] = {
     "deepspeed": deepspeed,
@@ -57,4 +57,4 @@ def emit(
     whole nodes, and what the engine cannot express: it names the field, its value and allowed ones.
     """
     check_one_of(ENGINES, engine=engine)
-    return _WRITERS[engine].write(Target.of(engine, config, machine, layout, seq))
+    return _WRITERS[engine].render_file(Target.from_model(engine, config, machine, layout, seq))

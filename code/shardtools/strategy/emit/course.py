@@ -5,46 +5,46 @@ Its model is a plain GPT, to be replaced by yours: the options give its sizes an
 
 from __future__ import annotations
 
-from .target import Row, Target, beside
+from .target import Row, Target, annotate_lines
 
-FILE = "options.sh"
+FILE_NAME = "options.sh"
 STRATEGIES = "ddp", "zero1", "zero2", "fsdp2"  # indexed by the stage of ZeRO
 
 
-def write(target: Target) -> str:
+def render_file(target: Target) -> str:
     """Return the options as a shell array. Raises ValueError for features that the script lacks."""
-    _check(target)
+    _check_target(target)
     lines = [
-        *(f"# {line}" for line in target.title()),
+        *(f"# {line}" for line in target.title_lines()),
         "# Options of the course's train.py:",
-        *(f"#   {line}" for line in target.torchrun('train.py "${options[@]}"')),
+        *(f"#   {line}" for line in target.torchrun_lines('train.py "${options[@]}"')),
         "options=(",
-        *beside(_rows(target), indent=4),
+        *annotate_lines(_option_rows(target), indent=4),
         ")",
         "",
     ]
     return "\n".join(lines)
 
 
-def _rows(target: Target) -> list[Row]:
-    at, c, why = target.layout, target.config, target.why
+def _option_rows(target: Target) -> list[Row]:
+    at, c, why = target.layout, target.config, target.reasons
     return [
-        (True, f"--layers {c.layers}", "of the script's own GPT: your model goes in its place"),
-        (True, f"--hidden {c.hidden}", "width of what goes from layer to layer"),
+        (True, f"--layers {c.layers}", "of the script's own GPT: put your model in its place"),
+        (True, f"--hidden {c.hidden}", "width of the residual stream"),
         (True, f"--heads {c.heads}", "of attention"),
         (True, f"--seq {target.seq}", "tokens of a sequence"),
         (True, f"--batch {at.batch}", why["batch"]),
         (True, f"--micro {at.micro_batch}", why["micro_batch"]),
         (True, f"--strategy {STRATEGIES[at.zero]}", why["zero"]),
         (True, f"--tensor {at.tp}", why["tensor"]),
-        (True, f"--precision {target.half}", why["half"]),
+        (True, f"--precision {target.half_dtype}", why["half"]),
     ]
 
 
-def _check(target: Target) -> None:
+def _check_target(target: Target) -> None:
     at = target.layout
-    target.allow(pp=[1], cp=[1], ep=[1], replicas=[1], recompute=["none"], offload=["none"])
+    target.check_allowed(pp=[1], cp=[1], ep=[1], replicas=[1], recompute=["none"], offload=["none"])
     if at.tp > 1:  # the script combines tp with fully_shard, in bf16, without sequence parallelism
-        target.allow("tp > 1", sequence_parallel=[False], zero=[1, 2, 3])
-    if at.tp > 1 and target.half == "fp16":
-        raise target.refusal(f"tp={at.tp}", "is 1, in fp16")
+        target.check_allowed("tp > 1", sequence_parallel=[False], zero=[1, 2, 3])
+    if at.tp > 1 and target.half_dtype == "fp16":
+        raise target.make_error(f"tp={at.tp}", "be 1", "precision='fp16'")

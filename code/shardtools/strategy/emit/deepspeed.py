@@ -16,7 +16,7 @@ from typing import Any
 
 from .target import Target
 
-FILE = "ds_config.json"
+FILE_NAME = "ds_config.json"
 
 # Names of the course's plain GPT: column-parallel matrices, then row-parallel ones, whose outputs
 # are all-reduced. `deepspeed_engine.core.COURSE_PLAN` is the same.
@@ -29,16 +29,16 @@ TENSOR_PLAN = {
 }
 
 
-def write(target: Target) -> str:
+def render_file(target: Target) -> str:
     """Return the text of the file. Raises ValueError for features that it cannot express."""
-    _check(target)
+    _check_target(target)
     head = [
-        *target.title(),
+        *target.title_lines(),
         "For DeepSpeed 0.19.8, which reads these comments; initialize(config='ds_config.json').",
-        *target.torchrun("YOUR_PROGRAM.py"),
+        *target.torchrun_lines("YOUR_PROGRAM.py"),
     ]
     lines = [*(f"// {line}" for line in head), "{"]
-    for when, key, value, why in _rows(target):
+    for when, key, value, why in _setting_rows(target):
         if when:
             lines += ["", *(f"  // {line}" for line in why.splitlines())]
             text = json.dumps(value, indent=2).replace("\n", "\n  ")
@@ -48,24 +48,24 @@ def write(target: Target) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
+def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
     """Return rows of (condition, key, value, reason)."""
-    at, why = target.layout, target.why
+    at, why = target.layout, target.reasons
     host, full = at.offload != "none", at.recompute == "full"
     zero: dict[str, Any] = {"stage": at.zero}
     pipeline: dict[str, Any] = {"stages": at.pp}
     sharing, cutting = f"ZeRO-{at.zero}: {why['zero']}", f"p: {why['pipeline']}."
     if host:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        sharing += "\nThe optimizer stays in the host's memory and steps there: room, for time."
+        sharing += "\nThe optimizer stays and steps in host memory: less GPU memory, more time."
     if at.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-        sharing += "\nWeights stay there, too, and come for the layer that needs them."
+        sharing += "\nWeights stay there, too, and are fetched for the layer that needs them."
     if at.pp > 1:
         cutting += (
             f"\nThe program cuts: PipelineModule(layers, num_stages={at.pp}, "
             'partition_method="type:Block"),\n'
-            f"with the class of a layer, here Block, gives each stage {target.parts()[0]} of them."
+            f"with the layers' class, Block, gives {target.list_part_sizes()[0]} to each stage."
         )
     if at.pp > 1 and full:  # re-entrant would leave the embedding without gradient
         pipeline.update(activation_checkpoint_interval=1, use_reentrant=False)
@@ -78,7 +78,7 @@ def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
     what = "each layer" if full else "attention's core"
     again = (
         f"{why['recompute']}.\n".capitalize()
-        + "This says how, never where: the program has to call deepspeed.checkpointing.checkpoint\n"
+        + "These are settings only: the program has to call deepspeed.checkpointing.checkpoint\n"
         f"on {what}; for the course's GPT, "
         "shardlab.deepspeed_engine.recompute on each layer."
     )
@@ -88,7 +88,7 @@ def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
         # With tp DeepSpeed would check the batch size against all ranks, including tp's.
         (at.tp == 1, "train_batch_size", at.batch, why["batch"]),
         (True, "zero_optimization", zero, sharing),
-        (True, target.half, {"enabled": True}, f"{why['half']}; a float32 master copy."),
+        (True, target.half_dtype, {"enabled": True}, f"{why['half']}; a float32 master copy."),
         (at.tp > 1, "tensor_parallel",
          {"autotp_size": at.tp, "partition_config": TENSOR_PLAN}, tensor),
         (at.pp > 1, "pipeline", pipeline, cutting),
@@ -97,21 +97,21 @@ def _rows(target: Target) -> list[tuple[bool, str, Any, str]]:
         (host, "zero_force_ds_cpu_optimizer", False,
          "Any optimizer may step on the host; DeepSpeedCPUAdam is several times as fast."),
         (True, "zero_allow_untested_optimizer", True,
-         "The program brings the optimizer: DeepSpeed is not to refuse one that is not its own."),
+         "The program brings the optimizer: DeepSpeed must accept one that is not its own."),
         (True, "gradient_clipping", 1.0,
-         "No layout decides this; written out, since 1.0 is what DeepSpeed takes without a word."),
+         "No layout decides this; written out, since 1.0 is DeepSpeed's default."),
     ]  # fmt: skip
 
 
-def _check(target: Target) -> None:
+def _check_target(target: Target) -> None:
     at = target.layout
-    target.allow(cp=[1], replicas=[1])  # context parallelism is in the model's code, not here
+    target.check_allowed(cp=[1], replicas=[1])  # the model's code has context parallelism
     if at.tp > 1:  # its tensor parallelism has no sequence parallelism
-        target.allow("tp > 1", sequence_parallel=[False])
+        target.check_allowed("tp > 1", sequence_parallel=[False])
     if at.offload == "optimizer":
-        target.allow("offload='optimizer'", zero=[1, 2, 3])
+        target.check_allowed("offload='optimizer'", zero=[1, 2, 3])
     if at.pp > 1:  # a pipeline accumulates gradients, and recomputes whole layers
         pipelines = {"schedule": ["1f1b"], "recompute": ["none", "full"]}
-        target.allow("pp > 1", tp=[1], zero=[0, 1], **pipelines)
-        if len(set(target.parts())) > 1:
-            raise target.refusal(f"stages={at.stages!r}", "are equal ones")
+        target.check_allowed("pp > 1", tp=[1], zero=[0, 1], **pipelines)
+        if len(set(target.list_part_sizes())) > 1:
+            raise target.make_error(f"stages={at.stages!r}", "be equal stages")

@@ -14,35 +14,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import course, megatron, torchtitan
-from .slurm import MEET, options
+from .slurm import RENDEZVOUS_LINES, sbatch_lines
 from .target import Target
 
-FILE, SITE = "job.sbatch", "site.sh"
-RUN = "run"  # the folder, beside the batch file, of checkpoints and metrics
+BATCH_FILE, SITE_FILE = "job.sbatch", "site.sh"
+RUN_FOLDER = "run"  # the folder, beside the batch file, of checkpoints and metrics
 ENGINES = ("torchtitan", "megatron", "course")
-SIGNAL = 300  # seconds before the end: Slurm may be a minute early, and a save takes its time
-LEAST = 600  # seconds: a shorter time limit leaves no time to train
-LOST = 0.1  # share of the time limit that may be lost if a job ends without a save
-TIMES = "MINUTES, HOURS:MINUTES:SECONDS and DAYS-HOURS:MINUTES:SECONDS, of 10 minutes or more"
+SIGNAL_SECONDS = 300  # before the end: Slurm may be a minute early, and a save takes time
+MIN_TIME_SECONDS = 600  # a shorter time limit leaves no time to train
+MAX_LOST_SHARE = 0.1  # share of the time limit that may be lost if a job ends without a save
+TIME_FORMATS = "MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS, 10 minutes or more"
 
-_SITE = """\
-# What your site wants in a job, before anything else. Written once: edit it, it is kept.
-# `source site.sh` gives a shell on the login node the same.
+_SITE_SCRIPT = """\
+# Your site's setup: each job sources this file first. Edit it: it is not overwritten.
+# `source site.sh` sets up a shell on the login node in the same way.
 
 # module load CUDA
 # source ~/venv/bin/activate        # or: conda activate train
 # export MEGATRON=~/Megatron-LM     # the folder with pretrain_gpt.py, for Megatron
 
-# Compute nodes often have no network: fetch on the login node, and let nobody ask there.
+# Compute nodes often have no network: download on the login node, and work offline there.
 # export HF_HOME=/shared/me/huggingface HF_HUB_OFFLINE=1
-# export NCCL_SOCKET_IFNAME=ib0     # where nccl takes the wrong interface
+# export NCCL_SOCKET_IFNAME=ib0     # if NCCL chooses the wrong interface
 # export GLOO_SOCKET_IFNAME=lo      # for ranks on the CPU of one machine without a network
 """
 
-_BATCH = """\
+_BATCH_TEMPLATE = """\
 set -euo pipefail
 
-# Submit it in its own folder: there are its files, and there go its checkpoints.
+# Submit this file in its own folder, which holds its files and its checkpoints.
 fail() {{ echo "$1" >&2; exit 1; }}
 for file in {files}; do
   [[ -e $file ]] || fail "no $file here: cd into the job's folder, then sbatch {file}"
@@ -53,9 +53,9 @@ source ./{site}
 command -v torchrun >/dev/null || fail "no torchrun: activate your environment in {site}"
 
 {meet}export PYTORCH_ALLOC_CONF=expandable_segments:True  # less is lost between tensors
-{more}echo "run ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID"
+{setup}echo "run ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID"
 
-# torchrun would die of USR1. It ignores what its parent ignored; ranks set a handler of their own.
+# USR1 would kill torchrun. A child ignores what its parent ignores; ranks set their own handler.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
   bash -c 'trap "" USR1; exec "$@"' job \\
   {launch} \\
@@ -69,11 +69,11 @@ while kill -0 "$step" 2>/dev/null; do status=0; wait "$step" || status=$?; done
 if [[ $again && $status == 0 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"
 """
-_SAVES = """\
-# Before the time limit: the ranks save and leave, and the job goes back into the queue.
+_SAVE_TRAP = """\
+# Before the time limit the ranks save and exit, and the job returns to the queue.
 ask() { again=yes; scancel --signal=USR1 "$SLURM_JOB_ID.0"; }"""
-_GOES = """\
-# torchtitan saves at no signal: what came after its last checkpoint is computed again.
+_REQUEUE_TRAP = """\
+# torchtitan does not save at a signal: steps after its last checkpoint are computed again.
 ask() { scontrol requeue "$SLURM_JOB_ID"; }"""
 
 
@@ -85,18 +85,18 @@ class Limits:
     partition: str = ""
 
     def __post_init__(self) -> None:
-        if self.seconds < LEAST:
-            raise ValueError(f"time={self.time!r}: allowed are {TIMES}")
+        if self.time_seconds < MIN_TIME_SECONDS:
+            raise ValueError(f"time={self.time!r}: must be {TIME_FORMATS}")
         if self.partition and not re.fullmatch(r"[\w.-]+", self.partition):
-            raise ValueError(f"partition={self.partition!r}: allowed are names that sinfo prints")
+            raise ValueError(f"partition={self.partition!r}: must be a name that sinfo prints")
 
     @property
-    def seconds(self) -> int:
+    def time_seconds(self) -> int:
         """Seconds of the time limit; 0 if it is no time."""
-        return in_seconds(self.time)
+        return parse_slurm_time(self.time)
 
 
-def in_seconds(time: str) -> int:
+def parse_slurm_time(time: str) -> int:
     """Parse a Slurm time limit ("90", "12:00:00", "1-12") into seconds; 0 if it is not one."""
     form = r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?"
     if not (found := re.fullmatch(form, time)):
@@ -108,58 +108,60 @@ def in_seconds(time: str) -> int:
     return first * 60 + second  # minutes, and seconds
 
 
-def job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str, str]:
+def render_job(target: Target, limits: Limits, steps: int, seconds: float) -> dict[str, str]:
     """Return the job's files by name; seconds: predicted seconds of a step.
 
     Raises ValueError for features that the engine lacks.
     """
-    every = max(1, int(LOST * limits.seconds / seconds))  # steps from one checkpoint to the next
-    files = _files(target)
-    launch, more = _launch(target, steps, every)
+    interval = max(1, int(MAX_LOST_SHARE * limits.time_seconds / seconds))
+    files = _engine_files(target)
+    launch, setup = _launch_lines(target, steps, interval)
     lines = [
         "#!/bin/bash",
-        *(f"# {line}" for line in target.title()),
-        f"#   sbatch {FILE}    # in this folder: Slurm's options before it, the engine's after",
-        *options(target, limits.time, limits.partition),
-        f"#SBATCH --signal=B:USR1@{SIGNAL}  # so many seconds before the end, to this script alone",
+        *(f"# {line}" for line in target.title_lines()),
+        f"#   sbatch {BATCH_FILE}  # in this folder: Slurm's options before it, the engine's after",
+        *sbatch_lines(target, limits.time, limits.partition),
+        f"#SBATCH --signal=B:USR1@{SIGNAL_SECONDS}  # seconds before the end, to this script alone",
         "#SBATCH --requeue --open-mode=append  # it may run again, and adds to its output",
-        _BATCH.format(
-            files=" ".join([SITE, *files]),
-            file=FILE,
-            site=SITE,
-            meet=MEET.format(ranks=target.ranks_of_node),
+        _BATCH_TEMPLATE.format(
+            files=" ".join([SITE_FILE, *files]),
+            file=BATCH_FILE,
+            site=SITE_FILE,
+            meet=RENDEZVOUS_LINES.format(ranks=target.ranks_per_node),
             launch=" \\\n  ".join(launch),
-            more=more,
-            trap=_GOES if target.engine == "torchtitan" else _SAVES,
+            setup=setup,
+            trap=_REQUEUE_TRAP if target.engine == "torchtitan" else _SAVE_TRAP,
         ),
     ]
-    return {FILE: "\n".join(lines), SITE: _SITE, **files}
+    return {BATCH_FILE: "\n".join(lines), SITE_FILE: _SITE_SCRIPT, **files}
 
 
-def _files(target: Target) -> dict[str, str]:
-    """Return the engine's own files, by name."""
+def _engine_files(target: Target) -> dict[str, str]:
     if target.engine == "torchtitan":
-        return {torchtitan.FILE: torchtitan.write(target)}
+        return {torchtitan.FILE_NAME: torchtitan.render_file(target)}
     if target.engine == "megatron":
-        return {megatron.FILE: megatron.write(target)}
+        return {megatron.FILE_NAME: megatron.render_file(target)}
     script = Path(__file__).parents[3] / "shardlab/train/take_home.py"
-    return {course.FILE: course.write(target), "train.py": script.read_text(encoding="utf-8")}
+    text = script.read_text(encoding="utf-8")
+    return {course.FILE_NAME: course.render_file(target), "train.py": text}
 
 
-def _launch(target: Target, steps: int, every: int) -> tuple[list[str], str]:
+def _launch_lines(target: Target, steps: int, save_interval: int) -> tuple[list[str], str]:
     """Return the lines that start or resume a node's ranks, and lines that precede them."""
-    n = target.ranks_of_node
+    n = target.ranks_per_node
     torchrun = [
         f'torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={n} --rdzv-backend=c10d',
         '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-endpoint="$HOST:$PORT"',
     ]
     if target.engine == "torchtitan":
-        resume = f"--dump-folder {RUN} --checkpoint.enable --checkpoint.interval {every}"
-        keep = "--checkpoint.keep-latest-k 2"
-        return [*torchrun, torchtitan.LAUNCH, f"--training.steps {steps} {keep}", resume], ""
+        resume = f"--dump-folder {RUN_FOLDER} --checkpoint.enable"
+        resume += f" --checkpoint.interval {save_interval}"
+        options = f"--training.steps {steps} --checkpoint.keep-latest-k 2"
+        return [*torchrun, torchtitan.LAUNCH_ARGUMENTS, options, resume], ""
     if target.engine == "megatron":
-        resume = f"--save {RUN} --load {RUN} --save-interval {every} --train-iters {steps}"
+        save = f"--save {RUN_FOLDER} --load {RUN_FOLDER} --save-interval {save_interval}"
         leave = "--exit-signal-handler --exit-signal SIGUSR1"
-        return [f"bash {megatron.FILE} {resume}", leave], ""
-    own = f'train.py "${{options[@]}}" --steps {steps} --every {every}'
-    return [*torchrun, own, f"--folder {RUN} --resume auto"], f"source ./{course.FILE}\n"
+        return [f"bash {megatron.FILE_NAME} {save} --train-iters {steps}", leave], ""
+    own = f'train.py "${{options[@]}}" --steps {steps} --every {save_interval}'
+    launch = [*torchrun, own, f"--folder {RUN_FOLDER} --resume auto"]
+    return launch, f"source ./{course.FILE_NAME}\n"

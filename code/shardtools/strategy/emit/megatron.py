@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .target import Row, Target, beside
+from .target import Row, Target, annotate_lines
 
-FILE = "train_megatron.sh"
+FILE_NAME = "train_megatron.sh"
 # GPUs without need of CUDA_DEVICE_MAX_CONNECTIONS=1 (arguments.py: compute capability 10 on).
 BLACKWELL = "B200", "B300"
-MODULES = {  # modules that Megatron can recompute, by the course's names
+RECOMPUTE_MODULES = {  # modules that Megatron can recompute, by the course's names
     "selective": ("--recompute-modules core_attn", "from queries and keys to their values"),
     "norms": ("--recompute-modules layernorm", "their outputs, where the products take them"),
 }
-SHARDING = {2: "optim_grads", 3: "optim_grads_params"}  # Megatron-FSDP's names for ZeRO-2 and 3
+# Megatron-FSDP's names for ZeRO-2 and 3.
+FSDP_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def write(target: Target) -> str:
+def render_file(target: Target) -> str:
     """Return the text of the script. Raises ValueError for features that Megatron lacks."""
-    _check(target)
-    n = target.ranks_of_node
+    _check_target(target)
+    n = target.ranks_per_node
     launch = [f"torchrun --nproc-per-node={n}"]
     if target.nodes > 1:
         launch.append(f"--nnodes={target.nodes} --rdzv-backend=c10d")
@@ -31,22 +32,22 @@ def write(target: Target) -> str:
     launch += ['"${MEGATRON:+$MEGATRON/}pretrain_gpt.py"', '"${arguments[@]}" "$@"']
     lines = [
         "#!/bin/bash",
-        *(f"# {line}" for line in target.title()),
+        *(f"# {line}" for line in target.title_lines()),
         "# For Megatron Core 0.19.2, in the folder with its pretrain_gpt.py, or with that folder",
         "# as MEGATRON, on each node:",
-        f"#   {'HOST=FIRST_NODE ' if target.nodes > 1 else ''}bash {FILE} MORE ARGUMENTS",
+        f"#   {'HOST=FIRST_NODE ' if target.nodes > 1 else ''}bash {FILE_NAME} MORE ARGUMENTS",
         "set -euo pipefail",
         "",
-        *_environment(target),
+        *_environment_lines(target),
         "arguments=(",
         "    # The layout",
-        *beside(_layout(target), indent=4),
+        *annotate_lines(_layout_rows(target), indent=4),
         "",
         "    # The shape",
-        *beside(_shape(target), indent=4),
+        *annotate_lines(_shape_rows(target), indent=4),
         "",
-        "    # No layout decides these: put your own",
-        *beside(_own(target), indent=4),
+        "    # No layout decides these: replace them with your own",
+        *annotate_lines(_placeholder_rows(target), indent=4),
         ")",
         " \\\n    ".join([f"exec {launch[0]}", *launch[1:-2], " ".join(launch[-2:])]),
         "",
@@ -54,25 +55,25 @@ def write(target: Target) -> str:
     return "\n".join(lines)
 
 
-def _environment(target: Target) -> list[str]:
+def _environment_lines(target: Target) -> list[str]:
     at = target.layout
     if at.zero > 1:
-        return ["unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP sends beside the products", ""]
+        return ["unset CUDA_DEVICE_MAX_CONNECTIONS  # so that Megatron-FSDP can overlap", ""]
     blackwell = any(name in target.machine.name.upper() for name in BLACKWELL)
     if (at.tp > 1 or at.cp > 1) and not blackwell:
         line = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
-        return [f"{line}  # sums start before products; before Blackwell alone", ""]
+        return [f"{line}  # all-reduces start before products; not needed from Blackwell on", ""]
     return []
 
 
-def _layout(target: Target) -> list[Row]:
-    at, why = target.layout, target.why
-    parts = target.parts() if at.pp > 1 else []
-    uneven, fsdp = _text(parts) if len(set(parts)) > 1 else "", at.zero > 1
-    idle = f"; stages idle for {target.idle:.0f} % of it" if at.pp > 1 else ""
-    dealt = f"{at.ep} {'copies' if at.etp is None else 'ranks'} deal out the experts"
-    what, of_it = MODULES.get(at.recompute, ("", ""))
-    full, some = at.recompute == "full", at.recompute in MODULES
+def _layout_rows(target: Target) -> list[Row]:
+    at, why = target.layout, target.reasons
+    parts = target.list_part_sizes() if at.pp > 1 else []
+    uneven, fsdp = _format_stages(parts) if len(set(parts)) > 1 else "", at.zero > 1
+    idle = f"; stages idle for {target.idle_percent:.0f} % of it" if at.pp > 1 else ""
+    dealt = f"the experts are distributed over {at.ep} {'copies' if at.etp is None else 'ranks'}"
+    what, of_it = RECOMPUTE_MODULES.get(at.recompute, ("", ""))
+    full, some = at.recompute == "full", at.recompute in RECOMPUTE_MODULES
     host = at.offload == "optimizer"
     return [
         (True, f"--tensor-model-parallel-size {at.tp}", why["tensor"]),
@@ -84,33 +85,33 @@ def _layout(target: Target) -> list[Row]:
          f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"),
         (at.cp > 1, f"--context-parallel-size {at.cp}",
          f"{at.cp} ranks share each sequence: its activations are too large for one"),
-        (at.ep > 1, f"--expert-model-parallel-size {at.ep}", f"{dealt}; tokens travel to them"),
+        (at.ep > 1, f"--expert-model-parallel-size {at.ep}", f"{dealt}, which exchange tokens"),
         (at.ep > 1 and at.etp is not None, f"--expert-tensor-parallel-size {at.etp}",
          "ranks that share each matrix of an expert"),
-        (at.ep > 1, "--moe-token-dispatcher-type alltoall", "each to its own, and back"),
+        (at.ep > 1, "--moe-token-dispatcher-type alltoall", "tokens to their experts, and back"),
         (True, f"--micro-batch-size {at.micro_batch}", why["micro_batch"]),
         (True, f"--global-batch-size {at.batch}", why["batch"] + idle),
         (at.zero, "--use-distributed-optimizer", why["zero"]),
-        (fsdp, "--use-megatron-fsdp", f"ZeRO-{at.zero}: more than the optimizer is shared"),
-        (fsdp, f"--data-parallel-sharding-strategy {SHARDING.get(at.zero)}", "which are these"),
+        (fsdp, "--use-megatron-fsdp", f"ZeRO-{at.zero}: shards more than the optimizer"),
+        (fsdp, f"--data-parallel-sharding-strategy {FSDP_STRATEGIES.get(at.zero)}", "namely these"),
         (fsdp, "--ckpt-format fsdp_dtensor", "the only one that Megatron-FSDP writes"),
         (at.zero or at.dp > 1, "--overlap-grad-reduce",
-         "gradients leave in buckets, while backward goes on"),
-        (at.zero, "--overlap-param-gather", "weights come for one bucket, while another computes"),
+         "gradients are reduced in buckets during backward"),
+        (at.zero, "--overlap-param-gather", "weights are gathered in buckets during forward"),
         (at.zero and at.replicas > 1, f"--num-distributed-optimizer-instances {at.replicas}",
-         f"groups of {at.shards} ranks share; the groups repeat"),
+         f"shards over groups of {at.shards} ranks"),
         (host, "--optimizer-cpu-offload", "the optimizer's states are too large for the GPU"),
-        (host, "--use-precision-aware-optimizer", "without it no optimizer goes to the host"),
+        (host, "--use-precision-aware-optimizer", "required for the offload"),
         (some, "--recompute-granularity selective", why["recompute"]),
         (some, what, of_it),
         (full, "--recompute-granularity full", why["recompute"]),
         (full, "--recompute-method uniform", "all layers alike"),
-        (full, "--recompute-num-layers 1", "one after another: the least is kept"),
-        (True, f"--{target.half}", why["half"]),
+        (full, "--recompute-num-layers 1", "one at a time: fewest saved activations"),
+        (True, f"--{target.half_dtype}", why["half"]),
     ]  # fmt: skip
 
 
-def _text(parts: list[int]) -> str:
+def _format_stages(parts: list[int]) -> str:
     """Return the layers of each part in Megatron's notation: Et*7|(t*8|)*14t*7L."""
     each = [f"t*{n}" if n else "" for n in parts]
     each[0], each[-1] = f"E{each[0]}", f"{each[-1]}L"
@@ -119,56 +120,56 @@ def _text(parts: list[int]) -> str:
     return text[:-1]
 
 
-def _shape(target: Target) -> list[Row]:
+def _shape_rows(target: Target) -> list[Row]:
     c = target.config
     grouped = c.key_value_heads != c.heads
     return [
-        (True, f"--num-layers {c.layers}", "one after another"),
-        (True, f"--hidden-size {c.hidden}", "width of what goes from layer to layer"),
+        (True, f"--num-layers {c.layers}", "of the model"),
+        (True, f"--hidden-size {c.hidden}", "width of the residual stream"),
         (True, f"--ffn-hidden-size {c.ffn_width}", "width of the feed-forward network"),
         (True, f"--num-attention-heads {c.heads}", "heads of queries"),
         (grouped, "--group-query-attention", "several queries share a key and a value"),
         (grouped, f"--num-query-groups {c.key_value_heads}", "heads of keys and values"),
         (True, f"--seq-length {target.seq}", "tokens of a sequence"),
         (True, f"--max-position-embeddings {max(target.seq, c.seq)}",
-         "the longest that there may be"),
-        (True, "--position-embedding-type rope", "positions turn queries and keys"),
-        (True, f"--rotary-base {int(c.rotary_base)}", "how slowly"),
-        (True, f"--attention-dropout {c.dropout}", "by itself Megatron drops 0.1"),
+         "longest sequence"),
+        (True, "--position-embedding-type rope", "rotary positions"),
+        (True, f"--rotary-base {int(c.rotary_base)}", "base of their frequencies"),
+        (True, f"--attention-dropout {c.dropout}", "Megatron's default is 0.1"),
         (True, f"--hidden-dropout {c.dropout}", "the same"),
-        (c.mlp == "swiglu", "--swiglu", "gate, SiLU and product in the place of GELU"),
-        (c.norm == "rms", "--normalization RMSNorm", "no mean is subtracted"),
-        (c.norm_eps != 1e-5, f"--norm-epsilon {c.norm_eps}", "by itself Megatron adds 1e-5"),
+        (c.mlp == "swiglu", "--swiglu", "in place of GELU"),
+        (c.norm == "rms", "--normalization RMSNorm", "in place of LayerNorm"),
+        (c.norm_eps != 1e-5, f"--norm-epsilon {c.norm_eps}", "Megatron's default is 1e-5"),
         (not c.bias, "--disable-bias-linear", "matrices have no bias"),
-        (not c.tied, "--untie-embeddings-and-output-weights", "the head is a matrix of its own"),
+        (not c.tied, "--untie-embeddings-and-output-weights", "the head has a matrix of its own"),
         (c.experts, f"--num-experts {c.experts}", "feed-forward networks of a layer"),
-        (c.experts, f"--moe-router-topk {c.experts_per_token}", "of them for each token"),
-        (c.experts, f"--moe-router-score-function {c.router}", "of what the router says"),
-        (c.experts, f"--moe-ffn-hidden-size {c.expert_width}", "width of one"),
+        (c.experts, f"--moe-router-topk {c.experts_per_token}", "experts for each token"),
+        (c.experts, f"--moe-router-score-function {c.router}", "of the router's logits"),
+        (c.experts, f"--moe-ffn-hidden-size {c.expert_width}", "width of an expert"),
         (c.experts, "--moe-grouped-gemm", "all experts of a rank in one launch"),
     ]  # fmt: skip
 
 
-def _own(target: Target) -> list[Row]:
+def _placeholder_rows(target: Target) -> list[Row]:
     vocab, padded = target.config.vocab - 1, 128 * target.layout.tp
     return [
-        (True, "--mock-data", "in the place of --data-path"),
-        (True, "--tokenizer-type NullTokenizer", "in the place of your tokenizer"),
+        (True, "--mock-data", "in place of --data-path"),
+        (True, "--tokenizer-type NullTokenizer", "in place of your tokenizer"),
         (True, f"--vocab-size {vocab}", f"and an end of text; padded to a multiple of {padded}"),
         (True, "--train-iters 100", "steps"),
         (True, "--lr 3e-4", "largest learning rate"),
         (target.config.experts, "--moe-aux-loss-coeff 1e-2",
-         "how much an uneven choice of experts costs"),
+         "weight of the load-balancing loss"),
     ]  # fmt: skip
 
 
-def _check(target: Target) -> None:
+def _check_target(target: Target) -> None:
     at = target.layout
-    target.allow(offload=["none", "optimizer"])
+    target.check_allowed(offload=["none", "optimizer"])
     if at.offload == "optimizer":  # only the distributed optimizer can be offloaded
-        target.allow("offload='optimizer'", zero=[1])
+        target.check_allowed("offload='optimizer'", zero=[1])
     if at.pp > 1:  # Megatron-FSDP shards weights of whole models only
-        target.allow("pp > 1", schedule=["1f1b", "interleaved"], zero=[0, 1])
+        target.check_allowed("pp > 1", schedule=["1f1b", "interleaved"], zero=[0, 1])
     if at.pp > 1 and at.schedule == "interleaved" and at.microbatches % at.pp:
-        allowed = f"are multiples of pp={at.pp} with schedule='interleaved'"
-        raise target.refusal(f"microbatches={at.microbatches}", allowed)
+        rule = f"be a multiple of pp={at.pp}"
+        raise target.make_error(f"microbatches={at.microbatches}", rule, "schedule='interleaved'")

@@ -13,9 +13,9 @@ from shardlab.layout import Layout, Structure
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
 from shardtools.strategy.profile import PROFILES
 
-WIDTH = 100  # columns of the files that are written
+FILE_WIDTH = 100  # columns of the files that are written
 # Fields of a shape that no configuration here sets, with the only value that each may have.
-PLAIN = {
+PLAIN_SHAPE = {
     "qk_norm": False, "window": None, "latent": None, "yarn": None, "shared_experts": 0,
     "dense_layers": 0, "expert_groups": 1, "routed_scale": 1.0, "capacity": None,
 }  # fmt: skip
@@ -32,7 +32,7 @@ class Target:
     seq: int
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         engine: str,
         config: Config | Structure,
@@ -49,24 +49,24 @@ class Target:
         at, n = self.layout, self.machine.per_node
         check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
         if at.ranks > n and at.ranks % n:
-            raise self.refusal(f"ranks={at.ranks}", f"are 1 to {n}, and whole nodes of {n}")
-        operators = PROFILES[self.engine].operators if self.engine in PROFILES else ()
-        self.allow(recompute=["none", "selective", "full", *operators])
+            raise self.make_error(f"ranks={at.ranks}", f"be at most {n}, or a multiple of {n}")
+        operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
+        self.check_allowed(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, at.ep)
         if self.engine != "megatron":
-            self.allow(experts=[0])
+            self.check_allowed(experts=[0])
         if self.engine in ("torchtitan", "megatron", "course"):  # their files give the shape
-            self.allow(**{name: [only] for name, only in PLAIN.items()})
+            self.check_allowed(**{name: [only] for name, only in PLAIN_SHAPE.items()})
             if self.config.content_size * self.config.heads != self.config.hidden:
-                raise self.refusal(f"head={self.config.head}", "is hidden / heads")
+                raise self.make_error(f"head={self.config.head}", "be hidden / heads")
         if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of a sequence
-            raise self.refusal(f"seq={self.seq}", f"are multiples of 2·cp = {2 * at.cp}")
+            raise self.make_error(f"seq={self.seq}", f"be a multiple of 2·cp = {2 * at.cp}")
         if at.sequence_parallel and self.seq // at.cp % at.tp:
-            raise self.refusal(f"tp={at.tp}", f"are divisors of seq={self.seq}, which is shared")
+            raise self.make_error(f"tp={at.tp}", f"divide the tokens of a sequence ({self.seq})")
         if at.pp > 1:
-            self.parts()
+            self.list_part_sizes()
 
-    def allow(self, when: str = "", **allowed: Sequence[object]) -> None:
+    def check_allowed(self, when: str = "", **allowed: Sequence[object]) -> None:
         """Raise ValueError for a field of layout or shape whose value is not allowed.
 
         when: the other property of the layout that restricts the field, in words.
@@ -74,44 +74,44 @@ class Target:
         for name, values in allowed.items():
             value = getattr(self.layout if hasattr(self.layout, name) else self.config, name)
             if value not in values:
-                some = "is" if len(values) == 1 else "are"
-                words = f"{f'with {when} ' if when else ''}{some} {listed(values)}"
-                raise self.refusal(f"{name}={value!r}", words)
+                rule = f"be {'' if len(values) == 1 else 'one of '}{listed(values)}"
+                raise self.make_error(f"{name}={value!r}", rule, when)
 
-    def refusal(self, given: str, allowed: str) -> ValueError:
+    def make_error(self, given: str, rule: str, when: str = "") -> ValueError:
         """Return a ValueError for a field that this engine cannot express."""
-        return ValueError(f"{given}: with engine={self.engine!r} allowed {allowed}")
+        where = f"engine={self.engine!r}{f' and {when}' if when else ''}"
+        return ValueError(f"{given}: must {rule} with {where}")
 
     @property
     def nodes(self) -> int:
-        """Nodes that the job takes."""
+        """Number of nodes of the job."""
         return -(-self.layout.ranks // self.machine.per_node)
 
     @property
-    def ranks_of_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks on each node."""
         return min(self.layout.ranks, self.machine.per_node)
 
     @property
-    def idle(self) -> float:
+    def idle_percent(self) -> float:
         """Percent of a step in which a stage idles: p - 1 of vm + p - 1."""
         at = self.layout
         return 100 * (at.pp - 1) / (at.chunks * at.microbatches + at.pp - 1)
 
     @property
-    def half(self) -> str:
+    def half_dtype(self) -> str:
         """The 16-bit format that this GPU computes in: "bf16", or "fp16" if it has no bf16."""
         return "fp16" if self.machine.name.upper().startswith("V100") else "bf16"
 
-    def torchrun(self, program: str) -> list[str]:
+    def torchrun_lines(self, program: str) -> list[str]:
         """Return the lines that start `program` on each node."""
-        first = f"torchrun --nproc-per-node={self.ranks_of_node}"
+        first = f"torchrun --nproc-per-node={self.ranks_per_node}"
         if self.nodes == 1:
             return [f"{first} {program}"]
         meet = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29400"
         return [f"{first} {meet} \\", f"    {program}"]
 
-    def parts(self) -> list[int]:
+    def list_part_sizes(self) -> list[int]:
         """Return the layers of each part of the model, in order: p parts, or v times as many.
 
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
@@ -119,48 +119,48 @@ class Target:
         at = self.layout
         placed = at.parts(self.config)
         if not placed[0 if at.schedule == "zb-v" else -1].head:
-            raise self.refusal(f"stages={at.stages!r}", "are those with the head on the last one")
+            raise self.make_error(f"stages={at.stages!r}", "have the head on the last stage")
         chunks = [list(stage.chunks) for stage in placed]
         sizes = [len(chunks[i].pop(0)) for i in at.route]
         if 0 in sizes[1:-1]:
-            allowed = "are as many as give each part a layer, but for the first and the last"
-            raise self.refusal(f"chunks={at.chunks}", allowed)
+            rule = "leave at least one layer for each part between the first and the last"
+            raise self.make_error(f"chunks={at.chunks}", rule)
         return sizes
 
     @cached_property
-    def why(self) -> dict[str, str]:
+    def reasons(self) -> dict[str, str]:
         """Reasons that several engines print, by the part of the layout that they explain."""
         at, n = self.layout, self.machine.per_node
-        tensor = "no matrix is cut: nothing waits for a sum inside of a layer"
+        tensor = "no matrix is cut: layers have no all-reduces"
         if at.tp > 1:
-            inside = f"inside a node of {n}" if at.tp <= n else f"beyond a node of {n}: slow sums"
-            tensor = f"each matrix is cut in {at.tp}, {inside}"
-        sequence = "what stands between the cut matrices is whole on each rank"
+            inside = f"inside a node of {n}" if at.tp <= n else f"beyond a node of {n}: slow"
+            tensor = f"each matrix is cut over {at.tp} ranks, {inside}"
+        sequence = "each rank holds whole activations between the cut matrices"
         if at.sequence_parallel and at.tp > 1:
-            sequence = "what stands between the cut matrices is shared, too, for the same traffic"
+            sequence = "activations between the cut matrices are sharded, too, for the same traffic"
         pipeline = "every rank has all layers"
-        microbatches = "micro-batches a step, one after another, make the batch that was asked for"
+        microbatches = "micro-batches a step, one after another, add up to the batch"
         if at.pp > 1:
-            pipeline = f"the layers stand on {at.pp} stages: little traffic, and some idling"
-            idle = f"{'at most ' * (at.schedule == 'zb-v')}{self.idle:.0f} %"
-            microbatches = f"micro-batches fill the stages, which idle for {idle} of a step"
+            pipeline = f"{at.pp} stages share the layers: little traffic, and some idle time"
+            idle = f"{'at most ' * (at.schedule == 'zb-v')}{self.idle_percent:.0f} %"
+            microbatches = f"micro-batches fill the stages, which are idle for {idle} of a step"
         half = "products in 16 bits, with float32's range: no loss scaling"
-        if self.half == "fp16":
+        if self.half_dtype == "fp16":
             half = f"{self.machine.name} has no bf16: the loss has to be scaled"
         zero = (
-            "every copy keeps weights, gradients and optimizer whole",
-            f"the optimizer's states are shared by {at.shards} ranks; traffic as without",
-            f"optimizer and gradients are shared by {at.shards} ranks",
-            f"weights, gradients and optimizer are shared by {at.shards} ranks",
+            "every copy holds all weights, gradients and optimizer states",
+            f"optimizer states are sharded over {at.shards} ranks, for the same traffic",
+            f"optimizer states and gradients are sharded over {at.shards} ranks",
+            f"weights, gradients and optimizer states are sharded over {at.shards} ranks",
         )
         recompute = {
-            "none": "activations fit: nothing is computed twice",
-            "selective": "attention's core is computed again: large to keep, cheap to compute",
-            "norms+ffn": "what lies between products is computed again: large, and cheap",
-            "full": "each layer is computed again: a third more arithmetic, for its activations",
-            "norms": "norms are computed again: passes over memory, for their outputs",
+            "none": "activations fit: nothing is recomputed",
+            "selective": "attention's core is recomputed: large to save, cheap to compute",
+            "norms+ffn": "operators between products are recomputed: large to save, but cheap",
+            "full": "each layer is recomputed: a third more arithmetic, but few saved activations",
+            "norms": "norms are recomputed: memory passes in place of saved outputs",
         }
-        micro_batch = "sequences at a time: activations grow with them, and so do the products"
+        micro_batch = "sequences at a time: more need more memory, and make larger products"
         return {
             "tensor": tensor,
             "sequence": sequence,
@@ -173,7 +173,7 @@ class Target:
             "half": half,
         }
 
-    def title(self) -> list[str]:
+    def title_lines(self) -> list[str]:
         """Return a description of the file, in two lines."""
         gpus = f"{self.layout.ranks} × {self.machine.name}"
         return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
@@ -182,12 +182,12 @@ class Target:
 Row = tuple[object, str, str]  # condition, line, reason ("" for none)
 
 
-def beside(rows: list[Row], mark: str = "#", indent: int = 0) -> list[str]:
+def annotate_lines(rows: list[Row], mark: str = "#", indent: int = 0) -> list[str]:
     """Return lines with reasons in a second column, or above the lines if any would be too long."""
     space, there = " " * indent, [(line, why) for when, line, why in rows if when]
     column = max(len(line) for line, _ in there)
     longest = max(len(why) for _, why in there)
-    if indent + column + 2 + len(mark) + 1 + longest <= WIDTH:
+    if indent + column + 2 + len(mark) + 1 + longest <= FILE_WIDTH:
         found = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in there]
     else:
         found = [text for line, why in there for text in ([f"{mark} {why}"] * bool(why)) + [line]]

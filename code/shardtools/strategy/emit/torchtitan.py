@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from shardlab.common.shapes import Config
 
-from .target import Row, Target, beside
+from .target import Row, Target, annotate_lines
 
-FILE = "planned.py"
-LAUNCH = "-m torchtitan.train --module planned --config planned"
+FILE_NAME = "planned.py"
+LAUNCH_ARGUMENTS = "-m torchtitan.train --module planned --config planned"
 # torchtitan's names of schedules; 1F1B and GPipe have one part of the model on each stage.
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -33,8 +33,8 @@ FLAVORS = {
     "70B": (80, 64, 8192, 28_672, False),
     "405B": (126, 128, 16_384, 53_248, False),
 }
-_PARTS = """
-    # What each part holds; by itself torchtitan counts embedding and head as layers.
+_PARTS_TEMPLATE = """
+    # Modules of each part; torchtitan's default counts embedding and head as layers.
     names, first = [], 0
     for layers in {parts}:
         names.append([f"layers.{{i}}" for i in range(first, first + layers)])
@@ -44,10 +44,10 @@ _PARTS = """
     config.parallelism.module_fqns_per_model_part = names"""
 
 
-def write(target: Target) -> str:
+def render_file(target: Target) -> str:
     """Return the text of the module. Raises ValueError for features that torchtitan lacks."""
-    _check(target)
-    kind, named = RECOMPUTE[target.layout.recompute], flavor(target.config)
+    _check_target(target)
+    kind, named = RECOMPUTE[target.layout.recompute], find_flavor(target.config)
     imports = {
         "torchtitan.distributed.activation_checkpoint": kind,
         "torchtitan.models.llama3": named != "8B" and "model_registry",
@@ -56,11 +56,11 @@ def write(target: Target) -> str:
     }
     lines = [
         '"""torchtitan\'s Llama 3, in a layout that was planned.',
-        *["", *target.title(), ""],
-        *(f"    {line}" for line in target.torchrun(LAUNCH)),
+        *["", *target.title_lines(), ""],
+        *(f"    {line}" for line in target.torchrun_lines(LAUNCH_ARGUMENTS)),
         "",
-        "For torchtitan 0.3.0. What is not set here is that of its llama3_8b: optimizer, data,",
-        "tokenizer, checkpoints; options behind the names change it, as --training.steps 100.",
+        "For torchtitan 0.3.0. All other settings are those of its llama3_8b: optimizer, data,",
+        "tokenizer, checkpoints; command-line options change them, as --training.steps 100.",
         *['"""', ""],
         *(f"from {module} import {name}" for module, name in imports.items() if name),
         *["", "", "def planned() -> Trainer.Config:"],
@@ -68,14 +68,14 @@ def write(target: Target) -> str:
         "    config = llama3_8b()",
         *[f'    config.model_spec = model_registry("{named}")'] * (named != "8B"),
         "",
-        *beside(_settings(target), indent=4),
-        *[_PARTS.format(parts=tuple(target.parts()))] * (target.layout.pp > 1),
+        *annotate_lines(_setting_rows(target), indent=4),
+        *[_PARTS_TEMPLATE.format(parts=tuple(target.list_part_sizes()))] * (target.layout.pp > 1),
         *["    return config", ""],
     ]
     return "\n".join(lines)
 
 
-def flavor(config: Config) -> str | None:
+def find_flavor(config: Config) -> str | None:
     """Return torchtitan's name of this shape, or None."""
     shape = config.layers, config.heads, config.hidden, config.ffn_width, config.tied
     named = [name for name, has in FLAVORS.items() if has == shape]
@@ -83,20 +83,20 @@ def flavor(config: Config) -> str | None:
     return named[0] if named and llama else None
 
 
-def _settings(target: Target) -> list[Row]:
-    at, why = target.layout, target.why
+def _setting_rows(target: Target) -> list[Row]:
+    at, why = target.layout, target.reasons
     repeat = at.dp if at.zero == 0 else at.replicas
-    groups = f"{repeat} groups, each with the whole model"
+    groups = f"{repeat} groups, each with a whole model"
     if repeat == 1:
         groups = "one copy" if at.dp == 1 else "one group of all copies"
     local, of_it = at.micro_batch, why["micro_batch"]
     if at.pp > 1:
         local *= at.microbatches
-        of_it = f"b·m = {at.micro_batch} · {at.microbatches}: a pipeline takes a step's at once"
-    how, weights = ("always", "leave, and come again") if at.zero == 3 else ("never", "stay")
+        of_it = f"b·m = {at.micro_batch} · {at.microbatches}: all sequences of a step"
+    how, weights = ("always", "are gathered again") if at.zero == 3 else ("never", "stay")
     kind, again = RECOMPUTE[at.recompute], why["recompute"]
     if at.recompute == "selective":
-        again = "saves products and attention, computes the rest again: less than was planned for"
+        again = "saves products and attention, recomputes the rest: needs less than planned"
     host = at.offload == "parameters"
     rows = [
         (True, f"training.seq_len = {target.seq}", "tokens of a sequence"),
@@ -119,34 +119,34 @@ def _settings(target: Target) -> list[Row]:
          why["micro_batch"]),
         (True, f"activation_checkpoint = {f'{kind}.Config()' if kind else None}", again),
         (host, "training.enable_cpu_offload = True",
-         "weights and optimizer in the host's memory: room, for time"),
-        (True, "compile.enable = True", "kernels of its own for what lies between products"),
+         "weights and optimizer in host memory: less GPU memory, more time"),
+        (True, "compile.enable = True", "fuses the operators between products"),
         (at.pp > 1 or host, "training.disable_cuda_graphs = True",
-         "a captured step can neither send to a stage nor fetch from the host"),
+         "a captured step cannot send to a stage or fetch from the host"),
     ]  # fmt: skip
     return [(when, f"config.{line}", reason) for when, line, reason in rows]
 
 
-def _check(target: Target) -> None:
+def _check_target(target: Target) -> None:
     at, c = target.layout, target.config
-    target.allow(mlp=["swiglu"], norm=["rms"], bias=[False], dropout=[0.0])
-    if flavor(c) is None:
+    target.check_allowed(mlp=["swiglu"], norm=["rms"], bias=[False], dropout=[0.0])
+    if find_flavor(c) is None:
         given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
-        raise target.refusal(given, f"are Llama 3's {', '.join(FLAVORS)}")
-    if target.half != "bf16":
-        raise target.refusal(f"machine={target.machine.name!r}", "are GPUs with bf16")
+        raise target.make_error(given, f"be one of Llama 3's {', '.join(FLAVORS)}")
+    if target.half_dtype != "bf16":
+        raise target.make_error(f"machine={target.machine.name!r}", "have bf16")
     tokens = (at.tp if at.sequence_parallel else 1) * (2 * at.cp if at.cp > 1 else 1)
     if target.seq % tokens:
-        raise target.refusal(
-            f"seq={target.seq}", f"are multiples of {tokens}, whose ranks share it"
-        )
+        raise target.make_error(f"seq={target.seq}", f"be a multiple of {tokens}, its ranks")
     if c.vocab % at.tp:
-        raise target.refusal(f"vocab={c.vocab}", f"are multiples of tp={at.tp}")
-    target.allow(offload=["none", "parameters"])  # torchtitan offloads weights with the optimizer
+        raise target.make_error(f"vocab={c.vocab}", f"be a multiple of tp={at.tp}")
+    target.check_allowed(
+        offload=["none", "parameters"]
+    )  # torchtitan offloads weights with the optimizer
     # With a pipeline or accumulation, torchtitan decides what happens to gradients.
     if at.pp > 1:  # a rank keeps whole gradients up to the last micro-batch
-        target.allow("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
+        target.check_allowed("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
     elif at.microbatches > 1:  # each micro-batch reduce-scatters its gradients
-        target.allow("microbatches > 1", zero=[0, 2, 3])
+        target.check_allowed("microbatches > 1", zero=[0, 2, 3])
     if at.cp > 1:  # weights are sharded over context-parallel ranks as well
-        target.allow("cp > 1", zero=[1, 2, 3])
+        target.check_allowed("cp > 1", zero=[1, 2, 3])

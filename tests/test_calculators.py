@@ -84,7 +84,7 @@ def test_a_mesh_is_what_the_command_says(capsys) -> None:
         ("schedule", {"name": "1f1b", "stages": "four", "microbatches": "8"}),
     ],
 )
-def test_bad_input_gets_the_words_of_the_command(capsys, kind, given) -> None:
+def test_bad_values_get_the_command_s_message(capsys, kind, given) -> None:
     said = run_form(kind, **given)
     assert main(calculators.command_line(kind, given).split()[3:]) == 2
     assert capsys.readouterr().err == f"python -m shardlab: {said.pop('error')}\n"
@@ -149,7 +149,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Book:
     return book
 
 
-def test_a_form_says_without_a_script_what_to_type(book: Book) -> None:
+def test_form_shows_its_command_without_javascript(book: Book) -> None:
     forms = re.findall(r'<form class="calculator".*?</form>', book.page("book/index"), re.DOTALL)
     assert len(forms) == 4
     lines = [re.search(r'calculator-command">(.*?)</pre>', form) for form in forms]
@@ -188,7 +188,7 @@ def test_python_is_half_a_megabyte_and_holds_the_course_as_it_is(book: Book) -> 
         assert notice in text[:6_000]
 
 
-def test_what_a_form_has_not_is_refused(book: Book) -> None:
+def test_unknown_fields_are_refused(book: Book) -> None:
     assert book.status != 0
     errors = [line for line in book.log.splitlines() if "ERROR" in line or "WARNING" in line]
     assert len(errors) == len(WRONG), errors

@@ -153,7 +153,7 @@ def plan_preset(model: str, gpu: str, gpus: int, batch: int) -> Plan:
 @few
 @given(JOBS, st.sampled_from(sorted(MACHINES)), st.floats(8e9, 160e9))
 @example(("llama-3-70b", 512, 64), "b200", 8e9)  # ZeRO-3 within nodes, whose weights come too late
-def test_what_is_chosen_fits_and_nothing_before_it_does(job, name: str, size: float) -> None:
+def test_chart_chooses_the_first_technique_that_fits(job, name: str, size: float) -> None:
     model, gpus, batch = job
     machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 GPUs fill nodes of eight
     found = strategy.plan(PRESETS[model], machine, gpus, batch)
@@ -195,7 +195,7 @@ def test_gpt3_on_64_gpus_has_one_answer() -> None:
     assert slower == pytest.approx(1.24, rel=0.01)
 
 
-def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
+def test_chart_avoids_zero_3_on_slow_links() -> None:
     """The plan avoids ZeRO-3 if gathering the weights takes longer than the compute."""
     config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
     found = strategy.plan(config, slow, 64, 512)
@@ -204,7 +204,7 @@ def test_weights_do_not_travel_where_the_wire_is_too_slow() -> None:
     assert strategy.find_technique(strategy.choose_by_chart(found).layout) == "tensor in the node"
 
 
-def test_advice_counts_the_states_as_memory_does() -> None:
+def test_oom_advice_counts_states_as_memory_does() -> None:
     # Experts are distributed, and fewer ranks share their states: as `memory` counts them.
     mixed = Layout(8, zero=1, ep=8, micro_batch=64)
     said = strategy.explain_oom(PRESETS["mixtral-8x7b"], A100, mixed)

@@ -405,13 +405,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("engine", "config", "layout", "named"), WRONG)
-def test_what_an_engine_cannot_express_is_refused_by_name(engine, config, layout, named):
+def test_unsupported_layouts_are_refused_with_the_field(engine, config, layout, named):
     with pytest.raises(ValueError) as caught:
         emit(engine, config, H100, Layout(**layout))
     assert named in str(caught.value)
 
 
-def test_seq_is_given_on():
+def test_seq_is_passed_to_each_engine():
     assert "--seq-length 4096 " in emit("megatron", LLAMA, H100, Layout(dp=8), seq=4096)
     assert "--seq 4096 " in emit("course", LLAMA, H100, Layout(dp=8), seq=4096)
     assert "training.seq_len = 4096" in emit("torchtitan", LLAMA, H100, Layout(dp=8), seq=4096)

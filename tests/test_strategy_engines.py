@@ -47,7 +47,7 @@ def test_each_half_of_the_table_is_predicted_by_the_other() -> None:
 
 
 @pytest.mark.weekly("ten fits")
-def test_so_are_other_halves() -> None:
+def test_other_random_halves_are_predicted() -> None:
     """Five random halves, the table's first: the median of each median over them."""
     first, *more = (fit_runs.cross_validate(ROWS, seed) for seed in range(1, 6))
     assert [float(row["cross_validated_s"]) for row in ROWS] == pytest.approx(first, rel=2e-3)
@@ -83,7 +83,7 @@ def test_models_are_what_the_hub_counts() -> None:
 # ------------------------------------------------------------------- torchtitan, as it is emitted
 
 
-def test_eager_compiled_and_captured_are_told_apart() -> None:
+def test_eager_compiled_and_captured_steps_differ() -> None:
     """torchtitan's Table 1: 8B on eight GPUs, 5,762 tokens/s each in eager mode, 6,667 compiled."""
     titan, at = PROFILES["torchtitan"], Layout(8, zero=3, micro_batch=2, recompute="norms+ffn")
     config, chip = PRESETS["llama-3-8b"], MACHINES["h100-96"]

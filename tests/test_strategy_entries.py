@@ -27,7 +27,7 @@ def predict_file(capsys, path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(out)))
 
 
-def test_rows_come_back_in_order_with_what_is_predicted(capsys) -> None:
+def test_predicted_rows_keep_order_and_columns(capsys) -> None:
     given = list(csv.DictReader(SWEEP.open()))
     found = predict_file(capsys, SWEEP)
     assert len(found) == 340 and list(found[0]) == [*given[0], *ADDED]
@@ -42,7 +42,7 @@ def test_rows_come_back_in_order_with_what_is_predicted(capsys) -> None:
     assert good >= 30  # units are those of the file; test_strategy_predict checks the accuracy
 
 
-def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_path) -> None:
+def test_rows_without_measurements_are_predicted_with_notes(capsys, tmp_path) -> None:
     path = tmp_path / "rows.csv"
     good = "32,4096,32,14336,untied,4096,1,128,2,1,4,1"
     rows = {
@@ -61,7 +61,7 @@ def test_no_measured_column_is_needed_and_reasons_stand_beside_rows(capsys, tmp_
         assert all(float(x) > 0 for x in numbers) if not row["note"] else numbers == ("", "")
 
 
-def test_cases_come_back_with_what_is_predicted_and_reasons(capsys, tmp_path) -> None:
+def test_predicted_cases_have_notes(capsys, tmp_path) -> None:
     shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14_336}
     case = shape | {"gpu": "h100", "gpus": 8, "tp": 2, "mbs": 2, "gbs": 128, "seq": 8192}
     bad = {
@@ -96,7 +96,7 @@ def test_a_fit_writes_the_rates_that_come_with_the_course(capsys, tmp_path) -> N
         assert rate["origin"] == kept.by_name[name].origin
 
 
-def test_lines_that_tell_nothing_are_named(capsys, tmp_path) -> None:
+def test_skipped_lines_are_reported(capsys, tmp_path) -> None:
     table, good, *rest = (DATA_DIR / "throughput.csv").read_text().splitlines()
     bad = {
         good.replace("deepseek-v3", "gpt-5"): "line 3 is left out: model='gpt-5'",

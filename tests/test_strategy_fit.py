@@ -42,7 +42,7 @@ def test_one_slow_run_moves_nothing_far() -> None:
         assert abs(log(found[name] / clean[name])) < 0.02
 
 
-def test_what_no_step_tells_stays_as_it_was_guessed() -> None:
+def test_undetermined_rates_keep_their_priors() -> None:
     """Only a + b is measured: the fit finds the sum, and moves each as far as its prior allows."""
     measured = [(lambda r: r["a"] + r["b"], 3.0)] * 5
     found = fit(make_rates(a=1.0, b=1.0, c=4.0), measured, ["a", "b", "c"], "")

@@ -17,14 +17,14 @@ H100 = MACHINES["h100"]
 LLAMA = PRESETS["llama-3-70b"]
 
 
-def test_it_is_below_every_run_of_the_sweep() -> None:
+def test_floor_is_below_every_run_of_the_sweep() -> None:
     for row in measured_runs.read_rows("rows", DATA_DIR / "sweep.csv"):
         job = measured_runs.row_to_job(row, PROFILES["nanotron"])
         taken, _ = measured_runs.row_to_measurement(row, job)
         assert strategy.compute_floor(job.config, H100, job.layout).total < taken, row
 
 
-def test_it_is_below_every_published_step() -> None:
+def test_floor_is_below_every_published_step() -> None:
     judged = 0
     for case in measured_runs.read_cases("cases", DATA_DIR / "megatron.json"):
         printed = case["published"]
@@ -92,14 +92,14 @@ def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
     assert inside == pytest.approx(4 * config.layers * 2 * 7 / 8 * stream / H100.inside)
 
 
-def test_what_can_be_hidden_is() -> None:
+def test_floor_hides_traffic_behind_arithmetic() -> None:
     found = strategy.compute_floor(LLAMA, H100, Layout(tp=8, microbatches=8))
     assert 0 < found.tensor < found.arithmetic == found.total
     wire = strategy.compute_floor(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
     assert wire.total == wire.tensor > wire.arithmetic
 
 
-def test_groups_that_repeat_gather_inside_of_a_node() -> None:
+def test_hsdp_groups_gather_inside_a_node() -> None:
     """HSDP on two nodes of eight: weights stay in the node, gradient shards leave it."""
     every = Layout(16, zero=3, microbatches=4)
     groups = replace(every, replicas=2)

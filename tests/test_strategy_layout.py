@@ -48,7 +48,7 @@ LAYOUTS = st.fixed_dictionaries(
 
 @settings(max_examples=400)
 @given(LAYOUTS)
-def test_words_are_read_back(fields: dict) -> None:
+def test_written_layouts_are_read_back(fields: dict) -> None:
     try:
         layout = Layout(**fields)
     except ValueError:
@@ -58,7 +58,7 @@ def test_words_are_read_back(fields: dict) -> None:
     assert str(short) == str(layout) and short.ranks == layout.ranks
 
 
-def test_words_as_people_type_them() -> None:
+def test_layouts_are_read_in_several_notations() -> None:
     want = Layout(2, 2, 2, 1, microbatches=4)
     for text in (
         "d2 t2 p2, zero-1, m 4",

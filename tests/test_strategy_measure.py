@@ -34,7 +34,7 @@ from shardtools.strategy.rates import load_rates, read_rates
         ("", None),
     ],
 )
-def test_a_driver_s_names(name: str, key: str | None) -> None:
+def test_driver_names_map_to_machines(name: str, key: str | None) -> None:
     assert named(name) is (MACHINES[key] if key else None)
 
 

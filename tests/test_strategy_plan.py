@@ -25,7 +25,7 @@ H100 = MACHINES["h100"]
     st.sampled_from([72, 144, 256]),
     st.sampled_from(sorted(PROFILES)),
 )
-def test_what_is_first_is_fastest_and_all_of_it_fits(
+def test_feasible_layouts_fit_and_are_sorted(
     model: str, gpu: str, gpus: int, batch: int, profile: str
 ) -> None:
     config, machine = PRESETS[model], replace(MACHINES[gpu], per_node=8)
@@ -46,7 +46,7 @@ def test_what_is_first_is_fastest_and_all_of_it_fits(
         assert closest is None or closest.reserved > found.usable_memory
 
 
-def test_it_finds_the_layouts_of_those_who_trained() -> None:
+def test_plan_finds_a_layout_that_was_trained() -> None:
     """GPT-3 on 64 A100s: Korthikanti et al. took t 8, p 8, 3 chunks, attention recomputed."""
     gpt3 = replace(PRESETS["gpt-3-175b"], vocab=51_200)
     found = plan(gpt3, MACHINES["a100"], 64, 64, profile=PROFILES["megatron"])
@@ -55,14 +55,14 @@ def test_it_finds_the_layouts_of_those_who_trained() -> None:
     assert best.schedule == "interleaved"
 
 
-def test_long_sequences_are_shared() -> None:
+def test_long_sequences_use_context_parallelism() -> None:
     llama = replace(PRESETS["llama-3-8b"], seq=131_072)
     found = plan(llama, H100, 64, 8)
     assert found.feasible[0].layout.cp > 1
     assert plan(PRESETS["llama-3-8b"], H100, 64, 64).feasible[0].layout.cp == 1
 
 
-def test_fixed_values_are_kept() -> None:
+def test_constraints_are_met() -> None:
     found = plan(PRESETS["llama-3-8b"], H100, 64, 512, constraints={"tp": 4, "zero": 1})
     assert found.feasible
     assert {(x.layout.tp, x.layout.zero) for x in found.feasible} == {(4, 1)}
@@ -116,7 +116,7 @@ def test_an_engine_s_plan_is_that_of_its_profile(capsys, engine: str, gpu: str, 
     assert status == 2 and not out and "profile='course'" in err
 
 
-def test_gradients_of_the_engines_take_what_they_take() -> None:
+def test_gradient_bytes_of_each_engine() -> None:
     """Unsharded gradients of four micro-batches, bytes a parameter: float32 except DeepSpeed's."""
     at = Layout(dp=8, zero=1, microbatches=4)
     config = PRESETS["llama-3-8b"]
@@ -128,7 +128,7 @@ def test_gradients_of_the_engines_take_what_they_take() -> None:
     }  # fmt: skip
 
 
-def test_weights_that_come_ahead_hide_behind_a_forward_pass() -> None:
+def test_prefetched_weights_hide_behind_a_forward_pass() -> None:
     config, at = PRESETS["llama-3-8b"], Layout(dp=64, zero=1, microbatches=4)
     ahead, after = (replace(COURSE, prefetches_weights=ahead) for ahead in (True, False))
     waits = [predict(config, H100, at, profile).seconds.data for profile in (ahead, after)]

@@ -30,7 +30,7 @@ def test_rates_that_come_with_the_course_are_those_of_the_sweep() -> None:
 
 
 @pytest.mark.weekly("fits 340 rows")
-def test_cells_that_were_left_out() -> None:
+def test_held_out_cells_are_predicted() -> None:
     """Every other cell (a model on a number of nodes) is predicted from the others; 300 rows by 40.
 
     The median error of the seconds is below 7 %, of the bytes on rank 0 below 3.5 %; in at most
@@ -146,7 +146,7 @@ def test_memory_of_schedules(
     [("1.5B", 24, 11.8, 12.9), ("1.5B", 64, 13.6, 14.2), ("28.3B", 96, 0.76, 0.87),
      ("28.3B", 256, 0.88, 0.96)],
 )  # fmt: skip
-def test_what_a_split_backward_gains(name: str, m: int, before: float, after: float) -> None:
+def test_speedup_of_zero_bubble_schedules(name: str, m: int, before: float, after: float) -> None:
     """Compare the samples a second of ZB-1p with 1F1B.
 
     Two printed digits leave 1 %; messages that lengthen 1F1B's bubble, and are not counted, 2 %.
@@ -157,7 +157,7 @@ def test_what_a_split_backward_gains(name: str, m: int, before: float, after: fl
     assert times[0] / times[1] == pytest.approx(after / before, rel=0.03)
 
 
-def test_a_layer_keeps_what_korthikanti_count() -> None:
+def test_layer_activations_are_those_of_korthikanti() -> None:
     """Table 2, for each of its six settings, in bytes."""
     config, rates = Config(51_200, 2048, 1, 96, 12_288), guess_rates("megatron").to_values()
     for sequence in (False, True):
@@ -174,7 +174,7 @@ def test_a_layer_keeps_what_korthikanti_count() -> None:
 LAYOUT = Layout(4, 2, 2, 1, 2, 8, sequence_parallel=True)
 
 
-def test_parts_add_up_and_answer_to_their_cause() -> None:
+def test_parts_add_up_and_depend_on_their_rates() -> None:
     config = PRESETS["llama-3-8b"]
 
     def predict_with(layout: Layout = LAYOUT, machine=H100, **rates: float) -> strategy.Prediction:
@@ -199,7 +199,7 @@ def test_parts_add_up_and_answer_to_their_cause() -> None:
     assert around.seconds.context > 0 and around.memory.activations < base.memory.activations
 
 
-def test_what_each_operator_saves_and_costs() -> None:
+def test_bytes_and_seconds_of_operator_recomputation() -> None:
     config, layout = PRESETS["llama-3-8b"], Layout(4, 2, zero=1, sequence_parallel=True)
     base = strategy.predict(config, H100, layout)
     norms, ffn, both = (
@@ -270,7 +270,7 @@ def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
             assert found.buffers == want.buffers - 16 * 4096
 
 
-def test_what_experts_cost() -> None:
+def test_seconds_and_bytes_of_expert_parallelism() -> None:
     base = strategy.predict(MIXTRAL, H100, DEALT, seq=4096)
     assert base.seconds.experts > 0
     alone = strategy.predict(MIXTRAL, H100, replace(DEALT, ep=1), seq=4096)
@@ -284,7 +284,7 @@ def test_what_experts_cost() -> None:
     assert few.seconds.products / 64 > 1.2 * base.seconds.products / 4096
 
 
-def test_mixtral_s_work_is_that_of_two_experts() -> None:
+def test_mixtral_flops_are_those_of_two_experts() -> None:
     """6 operations for each of 12.9 billion active parameters, without the embedding's."""
     found = strategy.count_flops(MIXTRAL, 1, 1, causal=False)
     assert found / 6 == pytest.approx(12.9e9 - 32_000 * 4096, rel=2e-3)

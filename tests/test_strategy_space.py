@@ -61,7 +61,7 @@ def compare_published(row: tuple) -> tuple[Candidate, Plan, float]:
     return one, plan(config, H100, gpus, batch, seq, MEGATRON, RATES, dtype=dtype), taken
 
 
-def test_layouts_that_ran_stand_near_the_first_of_the_list() -> None:
+def test_published_layouts_rank_near_the_first() -> None:
     ratios, longer, places = [], [], []
     for row in PUBLISHED:
         one, found, taken = compare_published(row)
@@ -118,7 +118,7 @@ def test_uneven_chunks_fill_a_pipeline_by_the_largest() -> None:
     assert shares == pytest.approx({2: 5 / 10, 3: 4 / 10, 4: 3 / 10, 5: 2 / 10})
 
 
-def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
+def test_skipped_layouts_are_slower_or_infeasible() -> None:
     """No faster layout is in any part of the space that a plan skips, when searched explicitly."""
     profile = PROFILES["course"]
     job = PRESETS["mixtral-8x7b"], H100, 16, 16, 4096, profile
@@ -134,7 +134,7 @@ def test_what_is_left_out_is_slower_or_does_not_fit() -> None:
         assert not others or others[0].seconds >= 0.995 * first
 
 
-def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
+def test_expert_parallelism_spans_tensor_and_context_ranks() -> None:
     config = PRESETS["mixtral-8x7b"]
     found = plan(config, H100, 32, 32, 32_768)
     layouts = [one.layout for one in found.feasible]
@@ -146,7 +146,7 @@ def test_experts_are_dealt_out_over_tensor_and_context_ranks() -> None:
     )
 
 
-def test_tensor_ranks_beyond_the_heads_of_keys_are_for_engines_that_copy_them() -> None:
+def test_tensor_degree_beyond_key_heads_needs_replication() -> None:
     """Qwen3-30B-A3B has four key/value heads."""
     for name in ("course", "megatron", "torchtitan", "fsdp2", "deepspeed"):
         job = PRESETS["qwen3-30b-a3b"], H100, 16, 128, 4096, modernize_profile(PROFILES[name])
@@ -154,7 +154,7 @@ def test_tensor_ranks_beyond_the_heads_of_keys_are_for_engines_that_copy_them() 
         assert (8 in found) == (name in ("course", "megatron")), name
 
 
-def test_the_host_s_memory_is_tried_where_nothing_fits_without() -> None:
+def test_offloading_is_tried_if_nothing_else_fits() -> None:
     config, profile = PRESETS["llama-3-70b"], PROFILES["deepspeed"]
     found = plan(config, H100, 16, 16, 4096, profile)
     assert found.feasible and {x.layout.offload for x in found.feasible} == {"optimizer"}
@@ -166,7 +166,7 @@ def test_the_host_s_memory_is_tried_where_nothing_fits_without() -> None:
     assert here.search_coverage["the host's memory"] == "a layout fits without it"
 
 
-def test_messages_of_context_ranks_hide_behind_attention() -> None:
+def test_context_messages_hide_behind_attention() -> None:
     at = Layout(tp=8, cp=4, microbatches=8, sequence_parallel=True)
     config = replace(PRESETS["llama-3-8b"], seq=131_072)
     for hides in (False, True):
@@ -188,7 +188,7 @@ JOB = "--model", "llama-3-405b", "--gpu", "h100", "--batch", "2048", "--seq", "8
 WORDS = "d 128 · t 8 · p 16, ZeRO-1, interleaved 8, stages megatron, sequence parallelism"
 
 
-def test_a_published_layout_is_entered_whole(capsys) -> None:
+def test_layout_option_plans_a_published_layout(capsys) -> None:
     given = *JOB, "--profile", "megatron", "--layout", WORDS
     status, out, _ = run_cli(capsys, *given)
     assert status == 0 and "16 micro-batches of 1, on 16384 H100" in out and "gradients" in out
@@ -200,7 +200,7 @@ def test_a_published_layout_is_entered_whole(capsys) -> None:
     assert one["written"] == f"{WORDS}, m 16 × b 1" and "13.5 GB more" in found["warnings"][0]
 
 
-def test_what_may_be_reserved_is_what_runs_do() -> None:
+def test_usable_memory_is_that_of_measured_runs() -> None:
     """pytorch/torchtitan#1789, on H100s of 80 GB: 73.32 GiB are 92.70 %, and the run continues."""
     its, own = (load_rates(name) for name in ("megatron", "nanotron"))
     for each in (usable_memory(H100), usable_memory(H100, its.to_values())):

@@ -27,7 +27,7 @@ from shardtools.strategy.trial import is_equivalent, shrink_job
     st.sampled_from(sorted(PROFILES)),
     st.data(),
 )
-def test_each_plan_becomes_a_job_that_is_as_it_says(model, gpus, profile, data):
+def test_shrunk_job_keeps_the_layout(model, gpus, profile, data):
     config, machine = PRESETS[model], MACHINES["h100"]
     job = structure(config), machine, gpus, 16 * gpus, 32_768
     space = Plan(*job, PROFILES[profile], load_rates(profile))
@@ -70,7 +70,7 @@ def test_a_plan_is_run_and_equals_one_process(capsys, monkeypatch):
     assert 2 <= ranks <= 4 and len(re.findall(r"^ +\d+  \d \d \d ", out, re.M)) == ranks
 
 
-def test_what_is_not_as_predicted_or_not_equal_is_said():
+def test_trial_detects_mismatches():
     rank = {"held": {"parameters": 8}, "held_predicted": {"parameters": 8},
             "sent": {"tp": 4.0}, "sent_predicted": {"tp": 4.0}}  # fmt: skip
     assert as_predicted({"ranks": [rank, rank]})
@@ -81,7 +81,7 @@ def test_what_is_not_as_predicted_or_not_equal_is_said():
     assert not is_equivalent({"losses": 1e-6, "gradients": 1e-4})
 
 
-def test_where_rounding_alone_makes_more_it_is_measured_and_a_mistake_is_still_one():
+def test_trial_measures_rounding_where_it_is_large():
     size = {"hidden": 3072, "heads": 12, "kv_heads": 4, "ffn": 23_040}  # of falcon3-7b
     model = replace(PRESETS["llama-3-8b"], rotary_base=10_000.0, **size)
     job, _ = shrink_job(model, Layout(pp=2, microbatches=4))

@@ -18,7 +18,6 @@ few = settings(max_examples=8, deadline=None)
 
 
 def make_gpt(layers: int, hidden: int, heads: int, seq: int = 2048) -> Config:
-    """Return a GPT as Megatron-LM's papers define it."""
     return Config(vocab=51_200, seq=seq, layers=layers, heads=heads, hidden=hidden)
 
 

@@ -135,7 +135,6 @@ DEEPSPEED = {
 
 
 def engine_of(layout, path):
-    """Return DeepSpeed's engine, which reads the configuration file itself."""
     import hjson  # installed with DeepSpeed
 
     ds = start.prepare()

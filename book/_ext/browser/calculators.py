@@ -63,18 +63,18 @@ class TextStream:
         return False
 
 
-def run_command(name, given):
+def run_command(name, values):
     """Return the parsed output of `python -m shardlab <name> --json`; ValueError as there."""
     __import__(COMMAND_MODULES[name])
     options = OptionCollector()
     module = sys.modules[COMMAND_MODULES[name]]
     getattr(module, "add_plan" if name == "strategy" else "add_command")(options)
-    for key in given:
+    for key in values:
         if key not in options.values:
             raise ValueError(f"{key}: allowed are {', '.join(options.values)}")
     chosen = OptionCollector()  # any object with attributes
-    given = {key: options.kinds[key](value) for key, value in given.items()}
-    chosen.__dict__ = {**options.values, **given, "json": True}
+    values = {key: options.kinds[key](value) for key, value in values.items()}
+    chosen.__dict__ = {**options.values, **values, "json": True}
     stdout, sys.stdout = sys.stdout, TextStream()
     try:
         options.run(chosen)
@@ -83,10 +83,10 @@ def run_command(name, given):
         sys.stdout = stdout
 
 
-def command_line(name, given):
+def command_line(name, values):
     """Return the equivalent shell command: `name` is positional, all other values are options."""
     words = ["python -m shardlab", "strategy plan" if name == "strategy" else name]
-    for key, value in given.items():
+    for key, value in values.items():
         option = "--" + key.replace("_", "-")
         if value is True:
             words.append(option)
@@ -100,14 +100,14 @@ def command_line(name, given):
 # --- The calculators: each returns a summary in a sentence, and its tables --------------------
 
 
-def calculate_memory(given):
+def calculate_memory(values):
     """Return the bytes of one rank, part by part."""
     from shardlab.memory import format_bytes
 
-    given = dict(given)
-    unit = given.pop("unit", "GB")
+    values = dict(values)
+    unit = values.pop("unit", "GB")
     format_bytes(0, unit)
-    found = run_command("memory", given)
+    found = run_command("memory", values)
     parts = "parameters", "gradients", "optimizer", "activations", "buffers"
     rows = [[part, format_bytes(found[part], unit)] for part in parts]
     rows.append(["total", format_bytes(found["total"], unit)])
@@ -118,9 +118,9 @@ def calculate_memory(given):
     return {"summary": summary, "head": ["on each rank", "bytes"], "rows": rows}
 
 
-def calculate_schedule(given):
+def calculate_schedule(values):
     """Return a pipeline's step time, bubble and peak activations, and its timeline."""
-    found = run_command("schedule", given)
+    found = run_command("schedule", values)
     held = " ".join(f"{peak:.4g}" for peak in found["peak_activations"])
     rows = [
         ["bubble", f"{100 * found['bubble']:.2f} % of the cost"],
@@ -134,9 +134,9 @@ def calculate_schedule(given):
     return {"summary": summary, "head": head, "rows": rows, "picture": picture}
 
 
-def calculate_mesh(given):
+def calculate_mesh(values):
     """Return the groups along each axis; a bar marks the end of a node."""
-    found = run_command("mesh", given)
+    found = run_command("mesh", values)
     node, rows = found["node"], []
     for axis, groups in found["groups"].items():
         name = found["said"][axis].partition(": ")[0]
@@ -179,9 +179,9 @@ def _draw_panels(found):
     return {"shapes": shapes, "wide": drawn.wide, "high": drawn.high}
 
 
-def calculate_strategy(given):
+def calculate_strategy(values):
     """Return the fastest layouts that fit, and why no others do."""
-    found = run_command("strategy", given)
+    found = run_command("strategy", values)
     best = found["best"]
     named = {"days": "days", "gpu_hours": "GPU hours"}
     extra = [name for name in named if name in best[0]]

@@ -177,20 +177,20 @@ def explain_slowness(
 
     Seconds are predicted for the course's own model. Raises ValueError as `predict` does.
     """
-    found = predict(config, machine, layout, seq=seq).seconds
-    words = f"A step takes about {_format_seconds(found.total)} s."
+    seconds = predict(config, machine, layout, seq=seq).seconds
+    words = f"A step takes about {_format_seconds(seconds.total)} s."
     if layout.tp > machine.per_node:
         return (
             f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the all-reduces "
             "of every layer wait for the links between nodes."
         )
-    parts = {name: value for name, value in vars(found).items() if name not in ARITHMETIC_PARTS}
+    parts = {name: value for name, value in vars(seconds).items() if name not in ARITHMETIC_PARTS}
     why = dict(TIME_PARTS)
     if layout.recompute == "full":  # recomputation is one pass of four
-        parts["recomputation"] = (found.products + found.attention) / 4
+        parts["recomputation"] = (seconds.products + seconds.attention) / 4
         why["recomputation"] = "layers are computed again in backward"
     most = max(parts, key=lambda name: parts[name])
-    if parts[most] < 0.01 * found.total:
+    if parts[most] < 0.01 * seconds.total:
         return words
     return f"{words} {_format_seconds(parts[most])} s of it are {most}: {why[most]}."
 

@@ -144,18 +144,18 @@ def _run_plan(args: dict[str, Any]) -> int:
     --layout takes one layout, written as in the table, and shows it part by part, whether it fits
     or not; if it names no number of micro-batches, the number follows from --batch.
     """
-    name, found = _make_plan(args)
-    tokens, first = args.get("tokens"), (found.feasible or [found.closest_infeasible])[0]
+    name, plan = _make_plan(args)
+    tokens, first = args.get("tokens"), (plan.feasible or [plan.closest_infeasible])[0]
     check_whole(top=(top := args.get("top", DEFAULT_ROWS)))
     if "json" in args:
-        best = found.feasible[:top] or [first]
-        print(json.dumps(report.plan_to_dict(found, best, tokens), indent=1))
+        best = plan.feasible[:top] or [first]
+        print(json.dumps(report.plan_to_dict(plan, best, tokens), indent=1))
     elif "explain" in args or "layout" in args:
-        print(report.format_candidate(found, first))
-        if len(rows := tabulate_remedies(found, first.layout)) > 1:
+        print(report.format_candidate(plan, first))
+        if len(rows := tabulate_remedies(plan, first.layout)) > 1:
             print("", *report.align_columns(rows), sep="\n")
     else:
-        print(report.format_plan(name, found, top, tokens))
+        print(report.format_plan(name, plan, top, tokens))
     return 0
 
 
@@ -167,11 +167,11 @@ def _run_trial(args: dict[str, Any]) -> int:
     It prints whether the layout computes the same as one process, and what each rank holds and
     sends beside the prediction. The exit status is 1 if it does not equal one process.
     """
-    name, found = _make_plan(args, as_course_model=True)
+    name, plan = _make_plan(args, as_course_model=True)
     from .trial import run_trial  # loads torch
 
-    first = (found.feasible or [found.closest_infeasible])[0]
-    text, good = run_trial(name, found.config, first.layout)
+    first = (plan.feasible or [plan.closest_infeasible])[0]
+    text, good = run_trial(name, plan.config, first.layout)
     print(text)
     return 0 if good else 1
 
@@ -193,8 +193,8 @@ def _run_emit(args: dict[str, Any]) -> int:
     from . import emit_command  # imported here: no page's calculator loads it
 
     args = emit_command.prepare_options(args)
-    _, found = _make_plan(args, as_course_model=True)
-    print((emit_command.write_job if "into" in args else emit_command.emit_file)(args, found))
+    _, plan = _make_plan(args, as_course_model=True)
+    print((emit_command.write_job if "into" in args else emit_command.emit_file)(args, plan))
     return 0
 
 
@@ -275,10 +275,10 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
     # By default all copies get equal numbers of sequences.
     batch = args.get("batch", max(1, DEFAULT_BATCH_TOKENS // seq // gpus) * gpus)
     fixed = _read_constraints(args, config, gpus, machine, profile)
-    found = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
-    if not found.feasible:
-        raise ValueError(explain_infeasible(found))
-    return name, found
+    result = plan(config, machine, gpus, batch, seq, profile, rates, fixed, dtype)
+    if not result.feasible:
+        raise ValueError(explain_infeasible(result))
+    return name, result
 
 
 def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Structure]:
@@ -290,17 +290,17 @@ def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Struc
     from shardtools import hub  # imported here: no page's calculator needs it
 
     path = Path(args["config"])
-    found = hub.planned(path)
-    for words in found.assumed:  # to stderr: stdout may be a configuration, or JSON
+    model = hub.planned(path)
+    for words in model.assumed:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
     if as_course_model:  # the shape in which the course's own model computes the same
         from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
-        found = replace(found, own=read_config_file(path))
-        if (total := structure(found.own).total) != found.total:
-            words = f"config={str(path)!r}: {found.total:,} parameters"
+        model = replace(model, own=read_config_file(path))
+        if (total := structure(model.own).total) != model.total:
+            words = f"config={str(path)!r}: {model.total:,} parameters"
             raise ValueError(f"{words}; emit and run need a model with {total:,}")
-    return path.name, found
+    return path.name, model
 
 
 def _read_constraints(

@@ -345,9 +345,9 @@ def _message_seconds(job: Job, rates: RateValues, busy: float) -> float:
     return max(ends, every - busy) if early else every
 
 
-def _optimizer_seconds(job: Job, rates: RateValues, held: float, kept: float) -> float:
-    """Return the seconds to add up `held` gradients and update `kept` parameters."""
+def _optimizer_seconds(job: Job, rates: RateValues, params: float, own_params: float) -> float:
+    """Return the seconds to accumulate a rank's gradients and update its shard."""
     layout, profile = job.layout, job.profile
-    update = profile.update_bytes * kept if layout.offload == "none" else 0.0
-    read = update + profile.accumulate_bytes * held * layout.microbatches
+    update = profile.update_bytes * own_params if layout.offload == "none" else 0.0
+    read = update + profile.accumulate_bytes * params * layout.microbatches
     return rates.step + read / (rates.memory * job.machine.stream)

@@ -48,14 +48,14 @@ def count_flops(
     seq = model.seq if seq is None else seq
     again, twice = computed_again(recompute), recompute == "full"  # a 4th pass: forward again
     passes = 3 + twice, 3 + (twice or "attention" in again)
-    found = 6.0 * model.vocab * model.hidden
+    per_token = 6.0 * model.vocab * model.hidden
     for kind, layers in zip(model.kinds, model.counted((range(len(model.order)),)), strict=True):
         core = kind.core.flops(seq, causal) if kind.core else 0.0
         if "latents" in again:
-            found += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
+            per_token += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
         work = 2 * _count_matrix_elements(kind) + kind.scans
-        found += layers * (passes[0] * work + passes[1] * core)
-    return round(tokens * found)
+        per_token += layers * (passes[0] * work + passes[1] * core)
+    return round(tokens * per_token)
 
 
 def _count_matrix_elements(kind: Kind) -> int:
@@ -135,7 +135,7 @@ def compute_floor(
     """
     seq = config.seq if seq is None else seq
     check_whole(seq=seq)
-    found = layout.parts(config)
+    stages = layout.parts(config)
     check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
     work = count_flops(config, layout.batch * seq, seq, layout.recompute, causal)
@@ -154,7 +154,7 @@ def compute_floor(
     if layout.pp > 1:
         link = machine.inside if layout.ranks <= machine.per_node else machine.between
         messages = 2 * layout.chunks * stream / layout.tp / link
-    data = _data_seconds(config, machine, layout, found)
+    data = _data_seconds(config, machine, layout, stages)
     return Floor(arithmetic, tensor, bubble, data, messages)
 
 
@@ -169,9 +169,9 @@ def bubble_ratio(layout: Layout) -> float:
 
 
 def _data_seconds(
-    config: Config | Structure, machine: Machine, layout: Layout, found: list[Stage]
+    config: Config | Structure, machine: Machine, layout: Layout, stages: list[Stage]
 ) -> float:
-    held = [sum(memory.parameters(config, layout, stage).values()) for stage in found]
+    held = [sum(memory.parameters(config, layout, stage).values()) for stage in stages]
     group, replicas = layout.shards, layout.replicas
     sent = sum(zero_traffic(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)

@@ -50,12 +50,12 @@ def fit(
 
     rates, steps = guess.copy(), LOG_STEP * np.eye(len(free))
     for _ in range(rounds):
-        found = log_residuals(rates)  # [measured]
-        slopes = np.stack([(log_residuals(rates + step) - found) / LOG_STEP for step in steps])
-        sigma = max(MIN_SIGMA, 1.48 * np.median(np.abs(found)))
-        weights = np.exp(-((found / (WELSCH_C * sigma)) ** 2)) / sigma**2
+        residuals = log_residuals(rates)  # [measured]
+        slopes = np.stack([(log_residuals(rates + step) - residuals) / LOG_STEP for step in steps])
+        sigma = max(MIN_SIGMA, 1.48 * np.median(np.abs(residuals)))
+        weights = np.exp(-((residuals / (WELSCH_C * sigma)) ** 2)) / sigma**2
         curvature = (slopes * weights) @ slopes.T + np.diag(spreads**-2.0)  # [free, free]
-        pull = -(slopes * weights) @ found - (rates - guess) / spreads**2
+        pull = -(slopes * weights) @ residuals - (rates - guess) / spreads**2
         move = np.linalg.solve(curvature, pull)
         longest = np.abs(move).max()
         rates = rates + move * min(1.0, 0.5 / max(longest, 1e-12))

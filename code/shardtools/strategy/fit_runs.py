@@ -82,33 +82,33 @@ def predict_rows(path: Path, profile: Profile, rates: Rates) -> str:
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        found: dict[str, Any] = dict.fromkeys(PREDICTION_COLUMNS, "")
+        added: dict[str, Any] = dict.fromkeys(PREDICTION_COLUMNS, "")
         try:
             job = measured_runs.row_to_job(row, profile)
             # A job that needs slightly more than there is frees fragmented blocks, and continues.
             size = min(predict_rank0_bytes(job, values), job.machine.memory)
-            found["predicted_seconds"] = f"{predict_job(job, values).seconds.total:.6g}"
-            found["predicted_memory_gib"] = f"{size / GIB:.4g}"
+            added["predicted_seconds"] = f"{predict_job(job, values).seconds.total:.6g}"
+            added["predicted_memory_gib"] = f"{size / GIB:.4g}"
         except ValueError as error:
-            found["note"] = str(error)
-        writer.writerow({**row, **found})
+            added["note"] = str(error)
+        writer.writerow({**row, **added})
     return text.getvalue()
 
 
 def predict_cases(path: Path, profile: Profile, rates: Rates) -> list[dict[str, Any]]:
     """Predict each case of a file, in order. Raises ValueError for a bad file."""
     values = rates.to_values()
-    listed = []
+    results = []
     for case in measured_runs.read_cases("file", path):
-        found: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
+        result: dict[str, Any] = {"id": case["id"], "seconds": None, "memory_gib": None, "note": ""}
         try:
             prediction = predict_job(measured_runs.case_to_job(case["config"], profile), values)
-            found["seconds"] = float(f"{prediction.seconds.total:.6g}")
-            found["memory_gib"] = float(f"{prediction.memory.allocated / GIB:.4g}")
+            result["seconds"] = float(f"{prediction.seconds.total:.6g}")
+            result["memory_gib"] = float(f"{prediction.memory.allocated / GIB:.4g}")
         except ValueError as error:
-            found["note"] = str(error)
-        listed.append(found)
-    return listed
+            result["note"] = str(error)
+        results.append(result)
+    return results
 
 
 def fit_rows(
@@ -200,13 +200,13 @@ def cross_validate(rows: Sequence[Row], seed: int = 1) -> list[float]:
     places = list(range(len(rows)))
     random.Random(seed).shuffle(places)
     halves = places[::2], places[1::2]
-    found = {}
+    predicted = {}
     for half, other in (halves, halves[::-1]):
         rates = fit_rows([rows[place] for place in sorted(other)], ENGINES, "the other half")
         values = rates.to_values()
         jobs = {place: measured_runs.row_to_job(rows[place], ENGINES) for place in half}
-        found |= {place: predict_seconds(job, values).total for place, job in jobs.items()}
-    return [found[place] for place in range(len(rows))]
+        predicted |= {place: predict_seconds(job, values).total for place, job in jobs.items()}
+    return [predicted[place] for place in range(len(rows))]
 
 
 if __name__ == "__main__":  # put `cross_validate` into the last column of a table

@@ -67,17 +67,17 @@ def predict_memory(job: Job, rates: RateValues, stage: int = 0) -> RankMemory:
     return _stage_memory(job, rates, stage, _late_buffer_bytes(job, rates))
 
 
-def _stage_memory(job: Job, rates: RateValues, stage: int, late: float) -> RankMemory:
+def _stage_memory(job: Job, rates: RateValues, stage: int, late_bytes: float) -> RankMemory:
     """Return a stage's reserved bytes; late: bytes of late-freed buffers if memory allows them."""
     here = job.stages[stage]
     layout, held = job.layout, job.count_parameters(here)
     state = states_of(held.all, held.shard(layout), layout, job.profile.recipe)
-    flying = in_flight(layout, stage)
-    kept = activation_bytes(job, rates, here) * flying
-    if (waiting := deferred(layout, stage)) and layout.recompute == "none":
+    in_flight_count = in_flight(layout, stage)
+    kept = activation_bytes(job, rates, here) * in_flight_count
+    if (deferred_count := deferred(layout, stage)) and layout.recompute == "none":
         selective = replace(job, layout=replace(layout, recompute="selective"))
         saved = activation_bytes(job, rates, here) - activation_bytes(selective, rates, here)
-        kept -= saved * waiting
+        kept -= saved * deferred_count
     logits = here.head * rates.logit_bytes * job.tokens * ceil(job.model.vocab / layout.tp)
     parts = (
         state.parameters, state.gradients, state.optimizer, kept, logits,
@@ -85,8 +85,8 @@ def _stage_memory(job: Job, rates: RateValues, stage: int, late: float) -> RankM
     )  # fmt: skip
     fixed = rates.overhead * GIB
     # Without room for them, buffers are freed at once instead of late.
-    most = max(0.0, rates.limit * job.machine.memory - sum((*parts, 0.0, fixed)))
-    return RankMemory(*parts, min(late, most), fixed)
+    free = max(0.0, rates.limit * job.machine.memory - sum((*parts, 0.0, fixed)))
+    return RankMemory(*parts, min(late_bytes, free), fixed)
 
 
 MemoryPair = tuple[RankMemory, RankMemory]  # of the first stage, and of the fullest
@@ -136,14 +136,14 @@ def _layer_activation_bytes(job: Job, rates: RateValues, kind: Kind) -> float:
     return job.tokens * ((outside + rows) / job.sequence_shards + (heads + wide) / t)
 
 
-def _buffer_bytes(job: Job, rates: RateValues, stage: Stage, held: int) -> float:
+def _buffer_bytes(job: Job, rates: RateValues, stage: Stage, params: int) -> float:
     layout, profile, recipe = job.layout, job.profile, job.profile.recipe
     if layout.dp * layout.cp == 1:
         return 0.0
     if layout.zero == 0:
-        return profile.bucket_bytes * held
+        return profile.bucket_bytes * params
     if layout.zero < 3:
-        return rates.gathered * recipe.parameters * held
+        return rates.gathered * recipe.parameters * params
     return Unit.of(job.model, layout, stage).gathered(recipe)
 
 

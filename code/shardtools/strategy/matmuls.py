@@ -111,14 +111,14 @@ def reformat_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
 @lru_cache(maxsize=4096)
 def _count_io_elements(kind: Kind, tp: int, cut: int) -> float:
     """Count the numbers per token that a rank's products read and write."""
-    found = 0.0
+    total = 0.0
     for one in kind.products:
         t, times = tp, 1.0
         if one.expert and kind.routed:
             t, times = cut, kind.routed.chosen * cut / tp
         both = one.outputs / (t if one.tp == 0 else 1) + one.inputs / (t if one.tp == 1 else 1)
-        found += times * both
-    return found
+        total += times * both
+    return total
 
 
 def memory_pass_seconds(job: Job, rates: RateValues, width: float) -> float:

@@ -40,7 +40,7 @@ def measure_rates(profile: str = "course") -> Rates:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as each of several ranks on the CPU's cores has
     try:
-        found = {
+        measured_values = {
             "products": _measure_matmul(device),
             "attention": _measure_attention(device),
             "memory": _measure_memory(device),
@@ -49,8 +49,8 @@ def measure_rates(profile: str = "course") -> Rates:
     finally:
         torch.set_num_threads(threads)
     if node := _measure_node_link(on_gpu):
-        found["node"] = node
-    machine = named(name) or _make_machine(name, found)
+        measured_values["node"] = node
+    machine = named(name) or _make_machine(name, measured_values)
     sheet = {
         "products": machine.flops,
         "attention": machine.flops,
@@ -61,21 +61,21 @@ def measure_rates(profile: str = "course") -> Rates:
     rates = load_rates(profile)
     measured = {
         key: Rate(value / sheet[key], rates.by_name[key].unit, spread, f"measured on this {name}")
-        for key, (value, spread) in found.items()
+        for key, (value, spread) in measured_values.items()
     }
     return Rates(profile, rates.by_name | measured, machine)
 
 
-def _make_machine(name: str, found: dict[str, tuple[float, float]]) -> Machine:
+def _make_machine(name: str, measured: dict[str, tuple[float, float]]) -> Machine:
     """Return a machine whose data sheet is what was measured."""
     if name == "CPU":
         memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
     else:
         memory = torch.cuda.get_device_properties(0).total_memory
         count = torch.cuda.device_count()
-    inside = found["node"][0] if "node" in found else found["memory"][0] / 10
+    inside = measured["node"][0] if "node" in measured else measured["memory"][0] / 10
     return Machine(
-        name, memory, count, inside, inside, found["products"][0], found["memory"][0]
+        name, memory, count, inside, inside, measured["products"][0], measured["memory"][0]
     )  # fmt: skip
 
 

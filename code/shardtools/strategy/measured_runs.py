@@ -138,9 +138,9 @@ def case_to_times(case: Mapping[str, Any]) -> dict[str, float]:
     return {key: _get_float(printed, key) for key in CASE_TIMES if printed.get(key) is not None}
 
 
-def _normalize_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    there = {key: value for key, value in given.items() if value not in (None, "")}
-    return {FIELD_ALIASES.get(key, key): value for key, value in there.items()}
+def _normalize_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    filled = {key: value for key, value in row.items() if value not in (None, "")}
+    return {FIELD_ALIASES.get(key, key): value for key, value in filled.items()}
 
 
 def _make_job(c: Mapping[str, Any], profile: Profile, model: Config | Structure) -> Job:

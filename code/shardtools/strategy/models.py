@@ -59,24 +59,25 @@ def find_model(name: str) -> Structure:
         return structure(_SHAPES[name])
     published = json.loads(PUBLISHED_FILE.read_text("utf-8"))
     check_one_of([*_SHAPES, *published], model=name)
-    found = {"tied": False} | published[name]  # the file leaves out default values
+    fields = {"tied": False} | published[name]  # the file leaves out default values
     return Structure(
-        **found
+        **fields
         | {
-            "kinds": tuple(_make_kind(kind) for kind in found["kinds"]),
-            "order": tuple(map(int, found["order"].split())),
-            "outside": _make_entries(found["outside"]),
-            "assumed": tuple(found.get("assumed", ())),
+            "kinds": tuple(_make_kind(kind) for kind in fields["kinds"]),
+            "order": tuple(map(int, fields["order"].split())),
+            "outside": _make_entries(fields["outside"]),
+            "assumed": tuple(fields.get("assumed", ())),
         }
     )
 
 
-def _make_kind(given: dict[str, Any]) -> Kind:
-    found = {"core": None, "gated": False, **given, "entries": _make_entries(given["entries"])}
+def _make_kind(published: dict[str, Any]) -> Kind:
+    entries = _make_entries(published["entries"])
+    fields = {"core": None, "gated": False, **published, "entries": entries}
     for name, made in (("core", Core), ("routed", Routed)):
-        if name in given:
-            found[name] = made(**given[name])
-    return Kind(**found)
+        if name in published:
+            fields[name] = made(**published[name])
+    return Kind(**fields)
 
 
 def _make_entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:

@@ -16,8 +16,8 @@ CPU_UPDATES_PER_SECOND = 5e8
 HOST_MEMORY_BYTES = 2e12  # that a node's GPUs may use together: a DGX H100 has 2 TB
 
 
-def offload_seconds(job: Job, rates: RateValues, kept: float, compute: float) -> float:
-    """Return the seconds in which a rank with `kept` parameters in its shard waits for the host.
+def offload_seconds(job: Job, rates: RateValues, params: float, compute: float) -> float:
+    """Return the seconds in which a rank with a shard of `params` parameters waits for the host.
 
     compute: seconds of the step's compute. Gradients go to the host, the CPU updates the weights,
     and weights come back: Ren et al. 2021 (arXiv 2101.06840), section 4. Offloaded parameters are
@@ -28,8 +28,8 @@ def offload_seconds(job: Job, rates: RateValues, kept: float, compute: float) ->
     if layout.offload == "none":
         return 0.0
     link = HOST_LINK_SHARE * job.machine.host
-    taken = kept * ((wire.gradient + wire.weight) / link + 1 / CPU_UPDATES_PER_SECOND)
+    taken = params * ((wire.gradient + wire.weight) / link + 1 / CPU_UPDATES_PER_SECOND)
     if layout.offload == "parameters":
-        come = 2 * layout.microbatches * kept * wire.weight / link
+        come = 2 * layout.microbatches * params * wire.weight / link
         taken += max(rates.gathers * come, come - compute)
     return taken

@@ -184,11 +184,11 @@ LIMIT_ORIGIN = "seen: H100s go on with 73.3 of 79.1 GiB reserved, pytorch/torcht
 
 def guess_rates(profile: str) -> Rates:
     """Return the guessed rates, from which a fit begins."""
-    likes, rates = (profile, _FALLBACK_PROFILES.get(profile), "course"), {}
+    profiles, rates = (profile, _FALLBACK_PROFILES.get(profile), "course"), {}
     for name, (unit, values) in _GUESSES.items():
-        if found := next((values[like] for like in likes if like in values), None):
+        if guess := next((values[like] for like in profiles if like in values), None):
             origin = LIMIT_ORIGIN if name == "limit" and profile != "nanotron" else GUESS_ORIGIN
-            rates[name] = Rate(found[0], unit, found[1], origin)
+            rates[name] = Rate(guess[0], unit, guess[1], origin)
     return Rates(profile, rates)
 
 

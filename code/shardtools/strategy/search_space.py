@@ -98,10 +98,11 @@ def list_expert_degrees(
     """
     if not experts:
         return [(1, None)]
-    found: list[tuple[int, int | None]] = [(ep, None) for ep in list_divisors(gcd(experts, shards))]
+    divisors = list_divisors(gcd(experts, shards))
+    degrees: list[tuple[int, int | None]] = [(ep, None) for ep in divisors]
     if plan.profile.has_expert_folding and tp > 1:
-        found += [(ep, 1) for ep in list_divisors(gcd(experts, shards * tp)) if ep % tp == 0]
-    return found
+        degrees += [(ep, 1) for ep in list_divisors(gcd(experts, shards * tp)) if ep % tp == 0]
+    return degrees
 
 
 def iter_zero_stages(plan: Plan, base: Layout, offload: str = "none") -> Iterator[Layout]:

@@ -97,14 +97,14 @@ def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str
     Raises RuntimeError as `ranks.run` does.
     """
     job, left_out = shrink_job(model, layout, min(MAX_RANKS, ranks.max_ranks()))
-    found = run(job)
-    gaps = found["differences"]
+    result = run(job)
+    gaps = result["differences"]
     same = is_equivalent(gaps) or is_equivalent(gaps, rounding(job))
     lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
     words = "equal to one process but for rounding" if same else "NOT equal to one process"
-    return "\n".join([*lines, "", told(job, found), words]), same and as_predicted(found)
+    return "\n".join([*lines, "", told(job, result), words]), same and as_predicted(result)
 
 
 def is_equivalent(gaps: dict[str, float], rounding: dict[str, float] | None = None) -> bool:

@@ -99,9 +99,9 @@ class Limits:
 def parse_slurm_time(time: str) -> int:
     """Parse a Slurm time limit ("90", "12:00:00", "1-12") into seconds; 0 if it is not one."""
     form = r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?"
-    if not (found := re.fullmatch(form, time)):
+    if not (match := re.fullmatch(form, time)):
         return 0
-    days, one, two, three = found.groups()
+    days, one, two, three = match.groups()
     first, second, third = (int(part or 0) for part in (one, two, three))
     if days is not None or three is not None:  # hours come first
         return int(days or 0) * 86_400 + first * 3600 + second * 60 + third

@@ -77,10 +77,10 @@ class Target:
                 rule = f"be {'' if len(values) == 1 else 'one of '}{listed(values)}"
                 raise self.make_error(f"{name}={value!r}", rule, when)
 
-    def make_error(self, given: str, rule: str, when: str = "") -> ValueError:
+    def make_error(self, setting: str, rule: str, when: str = "") -> ValueError:
         """Return a ValueError for a field that this engine cannot express."""
         where = f"engine={self.engine!r}{f' and {when}' if when else ''}"
-        return ValueError(f"{given}: must {rule} with {where}")
+        return ValueError(f"{setting}: must {rule} with {where}")
 
     @property
     def nodes(self) -> int:
@@ -184,11 +184,11 @@ Row = tuple[object, str, str]  # condition, line, reason ("" for none)
 
 def annotate_lines(rows: list[Row], mark: str = "#", indent: int = 0) -> list[str]:
     """Return lines with reasons in a second column, or above the lines if any would be too long."""
-    space, there = " " * indent, [(line, why) for when, line, why in rows if when]
-    column = max(len(line) for line, _ in there)
-    longest = max(len(why) for _, why in there)
+    space, shown = " " * indent, [(line, why) for when, line, why in rows if when]
+    column = max(len(line) for line, _ in shown)
+    longest = max(len(why) for _, why in shown)
     if indent + column + 2 + len(mark) + 1 + longest <= FILE_WIDTH:
-        found = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in there]
+        lines = [f"{line.ljust(column)}  {mark} {why}" if why else line for line, why in shown]
     else:
-        found = [text for line, why in there for text in ([f"{mark} {why}"] * bool(why)) + [line]]
-    return [space + text for text in found]
+        lines = [text for line, why in shown for text in ([f"{mark} {why}"] * bool(why)) + [line]]
+    return [space + text for text in lines]

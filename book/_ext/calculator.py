@@ -96,7 +96,7 @@ CALCULATORS = {
             Field("name", "schedule", "", pipeline.NAMES),
             Field("stages", "stages"),
             Field("microbatches", "micro-batches"),
-            Field("chunks", "parts on each stage; interleaved alone"),
+            Field("chunks", "parts on each stage (interleaved only)"),
             Field("forward", "time of a forward", "1"),
             Field("backward_input", "time of its backward, of the input", "1"),
             Field("backward_weight", "time of its backward, of the weights", "1"),

@@ -276,7 +276,7 @@ def gpu_to_cpu_ratio(job: Job, rates: RateValues, kind: Kind) -> float:
 def _all_to_all_seconds(job: Job, rates: RateValues, routed: Routed | None) -> float:
     """Return the seconds of the two all-to-alls: tokens to their experts, outputs back.
 
-    Assumes that expert-parallel ranks stand as close together as tensor and context
+    Assumes that expert-parallel ranks are placed as close together as tensor and context
     ranks allow, and that each GPU has a network card of its own.
     """
     layout, machine, e = job.layout, job.machine, job.layout.ep

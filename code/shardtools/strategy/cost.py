@@ -127,7 +127,7 @@ def compute_floor(
     and additions are not counted, and not all traffic is hidden. `predict` estimates the real time.
 
     Copies on one node reduce gradients there first, and share the node's links to other nodes: each
-    of g copies sends a g-th. Tensor-parallel ranks stand inside a node if they fit there; a larger
+    of g copies sends a g-th. Tensor-parallel ranks share a node if they fit there; a larger
     ring leaves each node on every network card. Unequal stages wait for the slowest, so that the
     bound of equal stages holds for them, too. Traffic of experts is assumed to be hidden.
 

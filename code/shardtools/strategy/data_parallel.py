@@ -41,7 +41,7 @@ def _zero_seconds(
 
     Backward hides a part of the all-reduce (stage 0) and of ZeRO-1's reduce-scatter. ZeRO-1 and 2
     gather weights after the step, or layer by layer in the next forward pass. Compute hides this
-    gather, and what is sent per micro-batch, except for a share and for any excess over compute.
+    gather, and the traffic of each micro-batch, except for a share and for any excess over compute.
     """
     layout, wire, m = job.layout, job.profile.wire_bytes, job.layout.microbatches
     once = _seconds_per_byte(job, rates, stage)

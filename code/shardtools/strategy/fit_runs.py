@@ -85,7 +85,7 @@ def predict_rows(path: Path, profile: Profile, rates: Rates) -> str:
         added: dict[str, Any] = dict.fromkeys(PREDICTION_COLUMNS, "")
         try:
             job = measured_runs.row_to_job(row, profile)
-            # A job that needs slightly more than there is frees fragmented blocks, and continues.
+            # A job that needs slightly more frees fragmented blocks, and continues.
             size = min(predict_rank0_bytes(job, values), job.machine.memory)
             added["predicted_seconds"] = f"{predict_job(job, values).seconds.total:.6g}"
             added["predicted_memory_gib"] = f"{size / GIB:.4g}"

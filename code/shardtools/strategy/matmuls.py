@@ -60,7 +60,7 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of a product rows × inputs times inputs × outputs (None: a row per token).
 
-    in_16_bits: whatever format the job's other products have.
+    in_16_bits: use 16 bits, even if the job's other products have fewer.
     """
     rows = job.tokens if rows is None else rows
     taken = 2 * rows * outputs * inputs / _matmul_rate(job, rates, in_16_bits)

@@ -67,7 +67,7 @@ def measure_rates(profile: str = "course") -> Rates:
 
 
 def _make_machine(name: str, measured: dict[str, tuple[float, float]]) -> Machine:
-    """Return a machine whose data sheet is what was measured."""
+    """Return a machine with the measured values as its data sheet."""
     if name == "CPU":
         memory, count = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1
     else:

@@ -1,7 +1,8 @@
 """Models that published tables of throughputs name, with their structures.
 
-Shapes of the course's own kind stand here. For other models, `published/models.json` has the kinds
-of layers and tensors, counted from their config.json: reading a table loads no torch.
+Models of the course's own kind are defined here by their shapes. For other models,
+`published/models.json` has the kinds of layers and tensors, counted from their config.json, so that
+reading a table loads no torch.
 """
 
 from __future__ import annotations

@@ -30,6 +30,6 @@ def offload_seconds(job: Job, rates: RateValues, params: float, compute: float) 
     link = HOST_LINK_SHARE * job.machine.host
     taken = params * ((wire.gradient + wire.weight) / link + 1 / CPU_UPDATES_PER_SECOND)
     if layout.offload == "parameters":
-        come = 2 * layout.microbatches * params * wire.weight / link
-        taken += max(rates.gathers * come, come - compute)
+        fetched = 2 * layout.microbatches * params * wire.weight / link
+        taken += max(rates.gathers * fetched, fetched - compute)
     return taken

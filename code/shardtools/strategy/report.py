@@ -78,7 +78,7 @@ def candidate_to_dict(
 
 
 def describe_longest_wait(candidate: Candidate) -> str:
-    """Return the part of a step that takes longest beside products and attention."""
+    """Return the part of a step that takes longest, apart from products and attention."""
     parts = vars(candidate.prediction.seconds)
     rest = {name: parts[name] for name in parts if name not in ("products", "attention")}
     most = max(rest, key=lambda name: rest[name])

@@ -30,7 +30,7 @@ TENSOR_PLAN = {
 
 
 def render_file(target: Target) -> str:
-    """Return the text of the file. Raises ValueError for features that it cannot express."""
+    """Return the text of the file. Raises ValueError for features that DeepSpeed lacks."""
     _check_target(target)
     head = [
         *target.title_lines(),

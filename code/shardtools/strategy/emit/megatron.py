@@ -72,7 +72,7 @@ def _layout_rows(target: Target) -> list[Row]:
     uneven, fsdp = _format_stages(parts) if len(set(parts)) > 1 else "", at.zero > 1
     idle = f"; stages idle for {target.idle_percent:.0f} % of it" if at.pp > 1 else ""
     dealt = f"the experts are distributed over {at.ep} {'copies' if at.etp is None else 'ranks'}"
-    what, of_it = RECOMPUTE_MODULES.get(at.recompute, ("", ""))
+    modules, scope = RECOMPUTE_MODULES.get(at.recompute, ("", ""))
     full, some = at.recompute == "full", at.recompute in RECOMPUTE_MODULES
     host = at.offload == "optimizer"
     return [
@@ -103,7 +103,7 @@ def _layout_rows(target: Target) -> list[Row]:
         (host, "--optimizer-cpu-offload", "the optimizer's states are too large for the GPU"),
         (host, "--use-precision-aware-optimizer", "required for the offload"),
         (some, "--recompute-granularity selective", why["recompute"]),
-        (some, what, of_it),
+        (some, modules, scope),
         (full, "--recompute-granularity full", why["recompute"]),
         (full, "--recompute-method uniform", "all layers alike"),
         (full, "--recompute-num-layers 1", "one at a time: fewest saved activations"),

@@ -18,7 +18,7 @@ INK = show.INK
 SIZE = 0.32
 
 
-def parts() -> Figure:
+def draw_parts() -> Figure:
     """Three ways in which parts of two ranks make a whole of four rows. Behind one another: rank 0
     has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3.
     Addends: each rank has four rows of its own, and only their sum is the whole.
@@ -45,7 +45,7 @@ def parts() -> Figure:
     return figure
 
 
-def step() -> Figure:
+def draw_step() -> Figure:
     """A step in five phases, from left to right: weights, outputs, gradients of outputs, gradients,
     updates. Weights, gradients and updates are the ends, framed: they stand where the weight stood,
     with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand
@@ -78,9 +78,9 @@ def step() -> Figure:
 
 def main() -> None:
     """Draw both pictures into this file's folder."""
-    for draw in (parts, step):
+    for draw in (draw_parts, draw_step):
         alt = " ".join((draw.__doc__ or "").split())
-        show.svg(draw(), HERE / f"parity_{draw.__name__}.svg", alt)
+        show.svg(draw(), HERE / f"parity_{draw.__name__.removeprefix('draw_')}.svg", alt)
 
 
 if __name__ == "__main__":

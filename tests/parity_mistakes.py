@@ -19,21 +19,22 @@ from contract import Row
 from parity_programs import (
     CLIP,
     CONTIGUOUS,
+    DATA,
     GPT2,
     LLAMA,
-    ONE,
-    PARTED,
     SPARSE,
     TENSOR,
+    TWO_COPIES,
+    UNTIED_PIPE,
     WRONG,
     ZERO,
-    Wrong,
-    averaged_by,
-    clipped_locally,
-    counted,
-    data,
-    edges,
-    row,
+    WrongProgram,
+    clip_locally,
+    make_data_row,
+    make_edges_row,
+    make_row,
+    patch_averaging,
+    scale_micro_batches,
 )
 from sides import Side
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ from shardlab.gpt.model import Config
 from shardlab.layout import Layout
 
 
-def swapped_sums(module: nn.Module, group: Any) -> None:
+def swap_sums(module: nn.Module, group: Any) -> None:
     """Sum one matrix on rank 1 where rank 0 sums another matrix of the same size."""
     attention = module.blocks[0].attention
     first, second = attention.query.weight, attention.key.weight
@@ -60,41 +61,41 @@ def swapped_sums(module: nn.Module, group: Any) -> None:
         p.grad /= dist.get_world_size(group)
 
 
-def parameters_averaged(module: nn.Module, group: Any) -> None:
+def average_parameters(module: nn.Module, group: Any) -> None:
     for p in module.parameters():
         dist.all_reduce(p.data, group=group)
         p.data /= dist.get_world_size(group)
 
 
-def never_zeroed(side: Side) -> None:
+def skip_zero_grad(side: Side) -> None:
     side.optimizer.zero_grad = lambda: None
 
 
-def round_the_wrapper(side: Side) -> None:
+def bypass_wrapper(side: Side) -> None:
     side.model = side.plain
 
 
-def first_batch_again(side: Side) -> None:
+def repeat_first_batch(side: Side) -> None:
     step, batch = side.step, side.row.batch(0)
     side.step = lambda _: step(batch)
 
 
-def optimizer_first(side: Any) -> None:
+def create_optimizer_first(side: Any) -> None:
     """Create the optimizer first, so that it holds the unsharded parameters."""
     side.optimizer = side.row.optimizer(side.row.model(side.row.config))
 
 
-def state_forgotten(side: Any) -> None:
+def forget_state(side: Any) -> None:
     """Use a new optimizer in the second step."""
     turn = iter(range(10**6))
     side.begin = lambda: side.optimizer.state.clear() if next(turn) == 1 else None
 
 
-def asked_for_its_state(side: Side) -> None:
+def request_state(side: Side) -> None:
     get_optimizer_state_dict(side.model, side.optimizer)
 
 
-def half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
+def load_half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
     """Take the second half of each matrix from another step."""
     model = right(self, config)
     with torch.no_grad():
@@ -104,14 +105,14 @@ def half_older(self: Row, config: Config, right: Any = Row.model) -> nn.Module:
     return model
 
 
-def swapped_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
+def swap_messages(name: str, stages: int, microbatches: int) -> pipeline.Schedule:
     """Post the first two receives of stage 1 in the wrong order."""
     found = pipeline.gpipe(stages, microbatches)
     one, two, *others = found.actions[1]
     return replace(found, given=(found.actions[0], (two, one, *others)))
 
 
-def first_shards(side: Any) -> None:
+def copy_first_shards(side: Any) -> None:
     """Give all ranks the shard of rank 0."""
     with torch.no_grad():
         for name, p in side.model.named_parameters():
@@ -119,7 +120,7 @@ def first_shards(side: Any) -> None:
                 dist.broadcast(p, 0)
 
 
-def shards(side: Any, own_seed: bool) -> None:
+def initialize_shards(side: Any, own_seed: bool) -> None:
     """Initialize each shard with its own small shape, from one seed for all or one a rank."""
     torch.manual_seed(dist.get_rank() if own_seed else 0)
     with torch.no_grad():
@@ -128,36 +129,38 @@ def shards(side: Any, own_seed: bool) -> None:
                 p.normal_(0, 0.02)
 
 
-def a_batch_each(side: Any) -> None:
+def give_own_batches(side: Any) -> None:
     """Give the ranks of a tensor group different sequences."""
     right, rank, side.tokens = side.loss, dist.get_rank(), "V"  # the tokens' type
     side.loss = lambda part: right((part[0].roll(rank, 0), part[1].roll(rank, 0), ()))
 
 
-def loss_of_scaled(logits: Tensor, *more: Any, right: Any = tp.loss) -> Tensor:
+def compute_scaled_loss(logits: Tensor, *more: Any, right: Any = tp.loss) -> Tensor:
     return right(logits * (1 + dist.get_rank()), *more)
 
 
-def in_bfloat16(x: Tensor, group: Any) -> Tensor:
+def reduce_in_bfloat16(x: Tensor, group: Any) -> Tensor:
     return tp.reduce_from(x.bfloat16(), group).to(x.dtype)
 
 
-def all_squares(side: Any) -> None:
+def count_all_squares(side: Any) -> None:
     """Count replicated gradients once a rank in the norm, that is, twice."""
 
-    def clip(limit: float) -> None:
+    def clip_by_wrong_norm(limit: float) -> None:
         gradients = [p.grad for p in side.model.parameters()]
         square = nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(square)
         nn.utils.clip_grads_with_norm_(side.model.parameters(), limit, square.sqrt())
 
-    side.clip = clip
+    side.clip = clip_by_wrong_norm
 
 
-def wrong_average(way: str) -> Any:
+def patch_average(way: str) -> Any:
     """Average experts over the wrong ranks; average shared parameters as usual."""
 
-    def averaged(module: Any, world: Any, copies: Any, right: Any = experts.average_gradients):
+    def average_wrongly(
+        module: Any, world: Any, copies: Any, right: Any = experts.average_gradients
+    ):
         own = experts.own_parameters(module)
         before = [p.grad.clone() for p in own]
         right(module, world, copies)
@@ -166,121 +169,124 @@ def wrong_average(way: str) -> Any:
         if way != "nobody":
             buckets.average_gradients(own, copies if way == "copies" else world)
 
-    return ((experts, "average_gradients", averaged),)
+    return ((experts, "average_gradients", average_wrongly),)
 
 
-def clips_unasked(side: Any) -> None:
+def clip_by_default(side: Any) -> None:
     """Clip by DeepSpeed's default, because the option's name is misspelt."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = 1.0
 
 
-CHECKPOINTED = data(steps=2)
+CHECKPOINTED = make_data_row(steps=2)
 SWAPPED = replace(
-    PARTED, layout=Layout(pp=2, schedule="gpipe", microbatches=2), options={"check": False}
+    UNTIED_PIPE, layout=Layout(pp=2, schedule="gpipe", microbatches=2), options={"check": False}
 )
-COPIES = row("experts", SPARSE, Layout(dp=4, ep=2))
-MESH = row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **CLIP)
+COPIES = make_row("experts", SPARSE, Layout(dp=4, ep=2))
+MESH = make_row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **CLIP)
 
-COURSE: dict[str, Wrong] = {
-    "collectives: two sums in another order": Wrong(
-        data(), r"gradient blocks\.0\.attention\.(query|key)\.weight", "another one",
-        instead=averaged_by(swapped_sums),
+LESSON_PROGRAMS: dict[str, WrongProgram] = {
+    "collectives: two sums in another order": WrongProgram(
+        DATA, r"gradient blocks\.0\.attention\.(query|key)\.weight", "unknown reason",
+        patches=patch_averaging(swap_sums),
     ),
-    "gemm: columns joined as rows": Wrong(
-        row("columns", GPT2, Layout(tp=2)), r"forward blocks\.0\.ffn\.up", "rows are wrong|another",
-        other=row("columns", GPT2, Layout(tp=2), options={"as_rows": True}),
+    "gemm: columns joined as rows": WrongProgram(
+        make_row("columns", GPT2, Layout(tp=2)), r"forward blocks\.0\.ffn\.up",
+        "rows are wrong|unknown",
+        other_row=make_row("columns", GPT2, Layout(tp=2), options={"as_rows": True}),
     ),
-    "gemm: addends rounded to bfloat16": Wrong(
+    "gemm: addends rounded to bfloat16": WrongProgram(
         TENSOR, "forward embedding", "has the digits of bfloat16",
-        other=edges(tp.copy_to, in_bfloat16),
+        other_row=make_edges_row(tp.copy_to, reduce_in_bfloat16),
     ),
-    "data: the hook averages the parameter": Wrong(
-        data(), "gradient ", "nobody averaged them over ranks 0, 1",
-        instead=averaged_by(parameters_averaged),
+    "data: the hook averages the parameter": WrongProgram(
+        DATA, "gradient ", "not averaged over ranks 0, 1",
+        patches=patch_averaging(average_parameters),
     ),
-    "data: gradients pile up": Wrong(
-        data(steps=2), "1 gradient ", "step before", mistake=never_zeroed
+    "data: gradients pile up": WrongProgram(
+        make_data_row(steps=2), "1 gradient ", "step before", mistake=skip_zero_grad
     ),
-    "DDP: gone round the wrapper": Wrong(
-        row("DDP", GPT2, ONE), "gradient ", "nobody averaged", mistake=round_the_wrapper
+    "DDP: gone round the wrapper": WrongProgram(
+        make_row("DDP", GPT2, TWO_COPIES), "gradient ", "not averaged over ranks",
+        mistake=bypass_wrapper,
     ),
-    "data: the first batch again": Wrong(
-        data(steps=2), "1 forward embedding", "that step's samples",
-        mistake=first_batch_again,
+    "data: the first batch again": WrongProgram(
+        make_data_row(steps=2), "1 forward embedding", "that step's samples",
+        mistake=repeat_first_batch,
     ),
-    "zero: the optimizer is made before sharding": Wrong(
+    "zero: the optimizer is made before sharding": WrongProgram(
         replace(ZERO, layout=Layout(dp=2, zero=3)), "update ", "has not moved",
-        mistake=optimizer_first,
+        mistake=create_optimizer_first,
     ),
-    "checkpoint: the optimizer's state is forgotten": Wrong(
-        CHECKPOINTED, "1 update ", "as in Adam's first", mistake=state_forgotten
+    "checkpoint: the optimizer's state is forgotten": WrongProgram(
+        CHECKPOINTED, "1 update ", "as in Adam's first", mistake=forget_state
     ),
-    "checkpoint: the optimizer's state is asked for": Wrong(
-        data(), "update ", r"nearest to 0\.7", mistake=asked_for_its_state
+    "checkpoint: the optimizer's state is asked for": WrongProgram(
+        DATA, "update ", r"nearest to 0\.7", mistake=request_state
     ),
-    "checkpoint: half of the weights are older": Wrong(
-        data(), "weights ", "other weights were loaded", instead=((Row, "model", half_older),)
+    "checkpoint: half of the weights are older": WrongProgram(
+        DATA, "weights ", "other weights were loaded", patches=((Row, "model", load_half_older),)
     ),
-    "pipeline: two messages swapped": Wrong(
+    "pipeline: two messages swapped": WrongProgram(
         SWAPPED, "backward head", "every output was right: the loss .*targets",
-        instead=((pipeline, "schedule", swapped_messages),),
+        patches=((pipeline, "schedule", swap_messages),),
     ),
-    "pipeline: micro-batches divided twice": Wrong(
-        PARTED, "gradient ", "0.25 times", mistake=lambda side: counted(side, 0.25)
+    "pipeline: micro-batches divided twice": WrongProgram(
+        UNTIED_PIPE, "gradient ", "0.25 times", mistake=lambda side: scale_micro_batches(side, 0.25)
     ),
-    "tensor: shards drawn from one seed": Wrong(
-        TENSOR, "weights ", "another seed", mistake=lambda side: shards(side, False)
+    "tensor: shards drawn from one seed": WrongProgram(
+        TENSOR, "weights ", "another seed", mistake=lambda side: initialize_shards(side, False)
     ),
-    "tensor: rank 0's shards on all ranks": Wrong(
-        TENSOR, "weights ", "no rank", mistake=first_shards
+    "tensor: rank 0's shards on all ranks": WrongProgram(
+        TENSOR, "weights ", "no rank", mistake=copy_first_shards
     ),
-    "tensor: shards drawn from seeds of their own": Wrong(
-        TENSOR, "weights ", "another seed", mistake=lambda side: shards(side, True)
+    "tensor: shards drawn from seeds of their own": WrongProgram(
+        TENSOR, "weights ", "another seed", mistake=lambda side: initialize_shards(side, True)
     ),
-    "tensor: a batch for each rank": Wrong(
-        TENSOR, "forward embedding", "rows are wrong|another one", mistake=a_batch_each
+    "tensor: a batch for each rank": WrongProgram(
+        TENSOR, "forward embedding", "rows are wrong|unknown reason", mistake=give_own_batches
     ),
-    "tensor: clipped by the norm of each rank": Wrong(
-        replace(TENSOR, **CLIP), "gradient ", "clipped by a norm of its own",
-        mistake=clipped_locally,
+    "tensor: clipped by the norm of each rank": WrongProgram(
+        replace(TENSOR, **CLIP), "gradient ", "clip by its own norm",
+        mistake=clip_locally,
     ),
-    "tensor: a factor that differs by rank": Wrong(
-        TENSOR, "backward head", "the loss is another one", instead=((tp, "loss", loss_of_scaled),)
+    "tensor: a factor that differs by rank": WrongProgram(
+        TENSOR, "backward head", "the loss is wrong", patches=((tp, "loss", compute_scaled_loss),)
     ),
-    "mesh: a norm that counts numbers twice": Wrong(
-        MESH, "gradient ", "clipped at another norm", mistake=all_squares
+    "mesh: a norm that counts numbers twice": WrongProgram(
+        MESH, "gradient ", "clipped at another norm", mistake=count_all_squares
     ),
-    "context: each rank a short text": Wrong(
-        CONTIGUOUS, r"forward (position|blocks\.0)", "rows are wrong|another one",
-        instead=((cp, "distribute", lambda model, *_: model),),
+    "context: each rank a short text": WrongProgram(
+        CONTIGUOUS, r"forward (position|blocks\.0)", "rows are wrong|unknown reason",
+        patches=((cp, "distribute", lambda model, *_: model),),
     ),
-    "experts: averaged over their copies alone": Wrong(
-        COPIES, r"gradient blocks\.\d\.ffn\.experts", "2 times the right one",
-        instead=wrong_average("copies"),
+    "experts: averaged over their copies alone": WrongProgram(
+        COPIES, r"gradient blocks\.\d\.ffn\.experts", "2 times the right value",
+        patches=patch_average("copies"),
     ),
-    "experts: averaged over all ranks": Wrong(
-        COPIES, r"gradient blocks\.\d\.ffn\.experts", "another one", instead=wrong_average("world")
+    "experts: averaged over all ranks": WrongProgram(
+        COPIES, r"gradient blocks\.\d\.ffn\.experts", "unknown reason",
+        patches=patch_average("world"),
     ),
-    "experts: averaged over nobody": Wrong(
+    "experts: averaged over nobody": WrongProgram(
         COPIES, r"gradient blocks\.\d\.ffn\.experts", "each rank has its own",
-        instead=wrong_average("nobody"),
+        patches=patch_average("nobody"),
     ),
-    "DeepSpeed: clipped unasked": Wrong(
-        row("DeepSpeed", LLAMA, Layout(dp=2, zero=2), steps=2), "update ",
-        "times the right one", mistake=clips_unasked,
+    "DeepSpeed: clipped unasked": WrongProgram(
+        make_row("DeepSpeed", LLAMA, Layout(dp=2, zero=2), steps=2), "update ",
+        "times the right value", mistake=clip_by_default,
     ),
 }  # fmt: skip
 
-PROGRAMS = WRONG | COURSE
+PROGRAMS = WRONG | LESSON_PROGRAMS
 
 
 class Mistake(NamedTuple):
     """Mistake that a lesson shows."""
 
     lesson: str
-    where: str  # text in the section: a heading, the symptom in a table, the name in a cell
+    quote: str  # text in the section: a heading, the symptom in a table, the name in a cell
     program: str = ""  # key of PROGRAMS
-    why: str = ""  # reason why no program makes it
+    no_program: str = ""  # reason why no program makes it
 
 
 HANGS, RAISES = "it hangs: there is no run to compare", "it is refused, or raises, at once"
@@ -289,7 +295,9 @@ SECONDS = "all numbers are right: seconds, measured, show it"
 MASKS = "masks are random: seeds are compared, and numbers with dropout 0"
 FILE = "it is in what is saved, and nothing is trained by it: loading shows it"
 
-SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the program or the reason
+LESSON_MISTAKES: dict[
+    str, dict[str, str]
+] = {  # by lesson: where it stands, and the program or the reason
     "memory": {
         "gradients set to zero, not None": BYTES,
         "the last step's logits kept": BYTES,
@@ -440,19 +448,19 @@ SHOWN: dict[str, dict[str, str]] = {  # by lesson: where it stands, and the prog
 }
 MISTAKES = [
     Mistake(lesson, where, found if found in PROGRAMS else "", "" if found in PROGRAMS else found)
-    for lesson, mistakes in SHOWN.items()
+    for lesson, mistakes in LESSON_MISTAKES.items()
     for where, found in mistakes.items()
 ]
 
 
-def section(lesson: str) -> str:
+def read_section(lesson: str) -> str:
     """Return the section "What goes wrong" of a lesson, "" if it has none."""
     text = (show.ROOT / f"lessons/{lesson}.md").read_text("utf-8")
     found = re.search(r"^## What goes wrong.*?(?=^## )", text, re.M | re.S)
     return found[0] if found else ""
 
 
-def items(section: str) -> list[str]:
+def list_items(section: str) -> list[str]:
     """Return the section's headings, and the first words of its table rows and labs."""
     prose = re.sub(r"^```.*?^```", "", section, flags=re.M | re.S)
     found = re.findall(

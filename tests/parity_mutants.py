@@ -25,16 +25,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_programs import CLIP, GPT2, LLAMA, SPARSE, UNTIED, parallel, plain, reference, row
+from parity_programs import (
+    CLIP,
+    GPT2,
+    LLAMA,
+    SPARSE,
+    UNTIED,
+    make_parallel_program,
+    make_plain_program,
+    make_row,
+    name_plain_program,
+)
 
 from shardlab import ranks
 from shardlab.layout import Layout
 from shardtools.parity.core import Matcher
-from shardtools.parity.programs import judged, matched, recorded
+from shardtools.parity.programs import build_report, match_program, record_program
 from shardtools.parity.record import Record
 
-CHANGED = 1e-9  # relative; float64 rounds at 1e-16, and every row's noise is far smaller
-SECONDS = 20  # time limit of a mutant: a longer one hangs
+MIN_CHANGE = 1e-9  # relative; float64 rounds at 1e-16, and every row's noise is far smaller
+TIMEOUT_S = 20  # time limit of a mutant: a longer one hangs
 CORES = {  # topic -> the files that a step executes
     "data_parallel": ("data_parallel.core", "data_parallel.buckets"),
     "zero": ("zero.core", "zero.flat", "zero.units", "zero.wrapper"),
@@ -47,38 +57,39 @@ CORES = {  # topic -> the files that a step executes
     "pipeline": ("pipeline.core", "pipeline.deferred", "pipeline.parts", "pipeline.pipelines"),
     "mesh": ("mesh.core", "mesh.groups"),
 }  # fmt: skip
-TWICE = {"dtype": torch.float64, "steps": 2}
-SMALL = {"bucket_bytes": 20_000, "first_bytes": 4_000}
+FLOAT64 = {"dtype": torch.float64, "steps": 2}
+BUCKETS = {"bucket_bytes": 20_000, "first_bytes": 4_000}
 ROWS = {
     "data_parallel": (
-        row("data", GPT2, Layout(dp=2, microbatches=2), options=SMALL, **TWICE, **CLIP),
-        row("data", GPT2, Layout(dp=2), options={"way": "parameters"}, **TWICE),
-        row("data", GPT2, Layout(dp=2), options={"way": "buckets"}, **TWICE),
+        make_row("data", GPT2, Layout(dp=2, microbatches=2), options=BUCKETS, **FLOAT64, **CLIP),
+        make_row("data", GPT2, Layout(dp=2), options={"way": "parameters"}, **FLOAT64),
+        make_row("data", GPT2, Layout(dp=2), options={"way": "buckets"}, **FLOAT64),
     ),
     "zero": tuple(
-        row("zero", config, Layout(dp=2, zero=stage), **TWICE, **CLIP)
+        make_row("zero", config, Layout(dp=2, zero=stage), **FLOAT64, **CLIP)
         for stage, config in ((1, LLAMA), (2, GPT2), (3, GPT2))
     ),
     "tensor_parallel": tuple(
-        row("tensor", config, Layout(tp=2), **TWICE, **CLIP) for config in (GPT2, LLAMA)
+        make_row("tensor", config, Layout(tp=2), **FLOAT64, **CLIP) for config in (GPT2, LLAMA)
     ),
     "sequence_parallel": tuple(
-        row("tensor", config, Layout(tp=2, sequence_parallel=True), **TWICE, **CLIP)
+        make_row("tensor", config, Layout(tp=2, sequence_parallel=True), **FLOAT64, **CLIP)
         for config in (GPT2, LLAMA)
     ),
     "context_parallel": tuple(
-        row("context", GPT2, Layout(cp=2), options={"way": way, "layout": layout}, **TWICE)
+        make_row("context", GPT2, Layout(cp=2), options={"way": way, "layout": layout}, **FLOAT64)
         for way, layout in (("ring", "zigzag"), ("ring", "contiguous"), ("ulysses", "zigzag"))
     ),
-    "experts": (row("experts", SPARSE, Layout(dp=2, ep=2), **TWICE, **CLIP),),
+    "experts": (make_row("experts", SPARSE, Layout(dp=2, ep=2), **FLOAT64, **CLIP),),
     "pipeline": (
-        row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4), **TWICE),
-        row("pipeline", replace(UNTIED, layers=4),
-            Layout(pp=2, schedule="zb-v", microbatches=4, chunks=2), **TWICE),
+        make_row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4), **FLOAT64),
+        make_row("pipeline", replace(UNTIED, layers=4),
+            Layout(pp=2, schedule="zb-v", microbatches=4, chunks=2), **FLOAT64),
     ),
     "mesh": (
-        row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **TWICE, **CLIP),
-        row("mesh", LLAMA, Layout(dp=2, tp=2, zero=1, sequence_parallel=True), **TWICE, **CLIP),
+        make_row("mesh", GPT2, Layout(tp=2, pp=2, microbatches=2), **FLOAT64, **CLIP),
+        make_row("mesh", LLAMA, Layout(dp=2, tp=2, zero=1, sequence_parallel=True),
+                 **FLOAT64, **CLIP),
     ),
 }  # fmt: skip
 
@@ -88,33 +99,33 @@ ROWS = {
 Change = Callable[[ast.AST], "ast.AST | None"]
 
 
-def parsed(text: str) -> ast.AST:
+def parse_expression(text: str) -> ast.AST:
     """Parse an expression."""
     return ast.parse(text, mode="eval").body
 
 
-def _call(node: ast.AST) -> str:
+def _get_call_name(node: ast.AST) -> str:
     """Return the name of the called function."""
     function = node.func if isinstance(node, ast.Call) else None
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def left_out(node: ast.AST) -> ast.AST | None:
+def remove_call(node: ast.AST) -> ast.AST | None:
     """Remove a call whose result is not used."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         return ast.Pass()
     return None
 
 
-def passed_on(node: ast.AST) -> ast.AST | None:
+def replace_by_argument(node: ast.AST) -> ast.AST | None:
     """Replace an operator's result by its argument."""
     simple = isinstance(node, ast.Call) and node.args and len(node.args) + len(node.keywords) > 1
-    if simple and isinstance(node.args[0], ast.Name) and _call(node)[:1].islower():
+    if simple and isinstance(node.args[0], ast.Name) and _get_call_name(node)[:1].islower():
         return node.args[0]
     return None
 
 
-def factor(node: ast.AST) -> ast.AST | None:
+def change_factor(node: ast.AST) -> ast.AST | None:
     """Keep only the left factor of a product or quotient, or double a returned value."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
         return node.left
@@ -123,12 +134,12 @@ def factor(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def not_scaled(node: ast.AST) -> ast.AST | None:
+def remove_scaling(node: ast.AST) -> ast.AST | None:
     """Remove x *= y."""
     return ast.Pass() if isinstance(node, ast.AugAssign) else None
 
 
-def sign(node: ast.AST) -> ast.AST | None:
+def swap_sign(node: ast.AST) -> ast.AST | None:
     """Swap addition and subtraction."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
         other = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
@@ -136,29 +147,29 @@ def sign(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def mean_for_sum(node: ast.AST) -> ast.AST | None:
+def swap_mean_and_sum(node: ast.AST) -> ast.AST | None:
     """Swap mean and sum."""
-    other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_call(node))
+    other = {"sum": "mean", "mean": "sum", "amax": "mean", "max": "min"}.get(_get_call_name(node))
     if other and isinstance(node.func, ast.Attribute):
         return ast.Call(ast.Attribute(node.func.value, other, ast.Load()), node.args, node.keywords)
     return None
 
 
-def offset(node: ast.AST) -> ast.AST | None:
+def add_offset(node: ast.AST) -> ast.AST | None:
     """Add one to a whole number."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return ast.Constant(node.value + 1)
     return None
 
 
-def branch(node: ast.AST) -> ast.AST | None:
+def swap_branches(node: ast.AST) -> ast.AST | None:
     """Swap the branches."""
     if isinstance(node, ast.If | ast.IfExp):
         return type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
     return None
 
 
-def comparison(node: ast.AST) -> ast.AST | None:
+def change_comparison(node: ast.AST) -> ast.AST | None:
     """Swap strict and non-strict comparisons."""
     pairs = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
     if isinstance(node, ast.Compare) and (other := pairs.get(type(node.ops[0]))):
@@ -166,29 +177,29 @@ def comparison(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def rank_0(node: ast.AST) -> ast.AST | None:
+def replace_rank(node: ast.AST) -> ast.AST | None:
     """Replace a rank by 0."""
     who = isinstance(node, ast.Name) and node.id in ("rank", "stage")
     return ast.Constant(0) if who and isinstance(node.ctx, ast.Load) else None
 
 
-def alone(node: ast.AST) -> ast.AST | None:
+def replace_group(node: ast.AST) -> ast.AST | None:
     """Replace a group by a group of this rank alone."""
     given = isinstance(node, ast.keyword) and node.arg == "group"
     if given and ast.unparse(node.value).endswith("group"):
-        return ast.keyword("group", parsed("__import__('parity_mutants').ALONE[0]"))
+        return ast.keyword("group", parse_expression("__import__('parity_mutants').OWN_GROUP[0]"))
     return None
 
 
-def dropped(node: ast.AST) -> ast.AST | None:
+def drop_iteration(node: ast.AST) -> ast.AST | None:
     """Drop the last iteration of a loop."""
     if isinstance(node, ast.For):
-        every = parsed(f"[*({ast.unparse(node.iter)})][:-1]")
+        every = parse_expression(f"[*({ast.unparse(node.iter)})][:-1]")
         return ast.For(node.target, every, node.body, node.orelse)
     return None
 
 
-def flag(node: ast.AST) -> ast.AST | None:
+def flip_flag(node: ast.AST) -> ast.AST | None:
     """Flip a boolean."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return ast.Constant(not node.value)
@@ -196,10 +207,11 @@ def flag(node: ast.AST) -> ast.AST | None:
 
 
 CHANGES: tuple[Change, ...] = (
-    left_out, passed_on, factor, not_scaled, sign, mean_for_sum, offset, branch, comparison, rank_0,
-    alone, dropped, flag,
+    remove_call, replace_by_argument, change_factor, remove_scaling, swap_sign,
+    swap_mean_and_sum, add_offset, swap_branches, change_comparison, replace_rank, replace_group,
+    drop_iteration, flip_flag,
 )  # fmt: skip
-ALONE: list[dist.ProcessGroup] = []  # this rank's own group
+OWN_GROUP: list[dist.ProcessGroup] = []  # this rank's own group
 
 
 @dataclass(frozen=True)
@@ -213,8 +225,8 @@ class Mutant:
     row: tuple[str, int]  # key of ROWS
 
     def __str__(self) -> str:
-        function = functions(self.module)[self.function]
-        old = [*ast.walk(tree(function))][self.number]
+        function = find_functions(self.module)[self.function]
+        old = [*ast.walk(parse_function(function))][self.number]
         new = CHANGES[self.change](copy.deepcopy(old))
         said = [
             " ".join(ast.unparse(ast.fix_missing_locations(x)).split())[:90] for x in (old, new)
@@ -223,27 +235,27 @@ class Mutant:
         return f"{CHANGES[self.change].__name__} in {where} {self.function}: {said[0]} -> {said[1]}"
 
 
-def functions(name: str) -> dict[str, FunctionType]:
+def find_functions(name: str) -> dict[str, FunctionType]:
     """Return the functions of a module of the package by qualified name, unwrapped."""
     module, found = importlib.import_module(f"shardlab.{name}"), {}
 
-    def look(owner: ModuleType | type) -> None:
+    def collect_functions(owner: ModuleType | type) -> None:
         for value in vars(owner).values():
             for inner in ("__func__", "fget", "func"):  # methods of classes, and properties
                 value = getattr(value, inner, value)
             if isinstance(value, type):
                 if value.__module__ == module.__name__ and value is not owner:
-                    look(value)
+                    collect_functions(value)
                 continue
             code = getattr(value := inspect.unwrap(value), "__code__", None)
             if code is not None and code.co_filename == module.__file__:
                 found[value.__qualname__] = value
 
-    look(module)
+    collect_functions(module)
     return {q: f for q, f in found.items() if "<" not in q and not f.__name__.startswith("check")}
 
 
-def tree(function: FunctionType) -> ast.FunctionDef:
+def parse_function(function: FunctionType) -> ast.FunctionDef:
     """Return the syntax tree of a function."""
     lines = Path(function.__code__.co_filename).read_text("utf-8")
     first = function.__code__.co_firstlineno
@@ -255,17 +267,17 @@ def tree(function: FunctionType) -> ast.FunctionDef:
     raise AssertionError(function)
 
 
-def sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+def find_sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
     """Yield function, node and change of each mutant of a module in the executed lines."""
-    for qualified, function in functions(name).items():
-        node, left = tree(function), set()
+    for qualified, function in find_functions(name).items():
+        node, left = parse_function(function), set()
         nodes = [*ast.walk(node)]
         for each in nodes:
-            if isinstance(each, ast.Raise | ast.Assert) or _call(each).startswith("check"):
+            if isinstance(each, ast.Raise | ast.Assert) or _get_call_name(each).startswith("check"):
                 left |= {id(x) for x in ast.walk(each)}
             if isinstance(each, ast.If) and isinstance(each.body[0], ast.Raise):
                 left |= {id(each), *(id(x) for x in ast.walk(each.test))}
-            if isinstance(each, ast.Expr) and _call(each.value).startswith("check"):
+            if isinstance(each, ast.Expr) and _get_call_name(each.value).startswith("check"):
                 left.add(id(each))
         for part in (node.args, node.returns, *node.decorator_list):
             left |= {id(x) for x in ast.walk(part)} if part is not None else set()
@@ -278,7 +290,7 @@ def sites(name: str, ran: set[tuple[str, int]]) -> Iterator[tuple[str, int, int]
                     yield qualified, number, change
 
 
-class Put(ast.NodeTransformer):
+class ReplaceNode(ast.NodeTransformer):
     """Replacement of one node by another."""
 
     def __init__(self, old: ast.AST, new: ast.AST):
@@ -288,31 +300,31 @@ class Put(ast.NodeTransformer):
         return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
 
 
-def changed(mutant: Mutant) -> CodeType:
+def compile_mutant(mutant: Mutant) -> CodeType:
     """Return the code object of the mutant's function."""
-    function = functions(mutant.module)[mutant.function]
+    function = find_functions(mutant.module)[mutant.function]
     file = function.__code__.co_filename
     whole = ast.parse(Path(file).read_text("utf-8"))
-    mine = tree(function)
+    mine = parse_function(function)
     for node in ast.walk(whole):
         if isinstance(node, ast.FunctionDef) and node.lineno == mine.lineno:
             old = [*ast.walk(node)][mutant.number]
-            Put(old, CHANGES[mutant.change](copy.deepcopy(old))).visit(node)
+            ReplaceNode(old, CHANGES[mutant.change](copy.deepcopy(old))).visit(node)
     code = compile(ast.fix_missing_locations(whole), file, "exec", dont_inherit=True)
-    return next(c for c in _codes(code) if c.co_qualname == mutant.function)
+    return next(c for c in _walk_codes(code) if c.co_qualname == mutant.function)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def _walk_codes(code: CodeType) -> Iterator[CodeType]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield const
-            yield from _codes(const)
+            yield from _walk_codes(const)
 
 
 # Runs
 
 
-class Ends:
+class StepRecorder:
     """Recorder of the gradients and weights of a rank's optimizer in each step."""
 
     def __init__(self, watch: Any):
@@ -322,17 +334,17 @@ class Ends:
         models = model if isinstance(model, list) else [model]
         named = {f"{n} {name}": p for n, m in enumerate(models) for name, p in m.named_parameters()}
 
-        def keep(*_: Any) -> None:
+        def save_step(*_: Any) -> None:
             found = [(name, p.grad, p.detach()) for name, p in named.items()]
             self.kept += [(n, None if g is None else g.clone(), w.clone()) for n, g, w in found]
 
         self.watch(model, optimizer)
-        optimizer.register_step_pre_hook(keep)
-        optimizer.register_step_post_hook(keep)
+        optimizer.register_step_pre_hook(save_step)
+        optimizer.register_step_post_hook(save_step)
         return model
 
 
-def away(one: list, other: list) -> float:
+def measure_distance(one: list, other: list) -> float:
     """Return the largest relative difference of two recordings; inf if their forms differ."""
     if [n for n, *_ in one] != [n for n, *_ in other]:
         return float("inf")
@@ -347,7 +359,7 @@ def away(one: list, other: list) -> float:
     return worst
 
 
-def rows_of(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
+def get_rows(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
     """Return the rows by (topic, number)."""
     return {(topic, n): one for topic in topics for n, one in enumerate(ROWS[topic])}
 
@@ -355,24 +367,26 @@ def rows_of(topics: Iterable[str] = CORES) -> dict[tuple[str, int], Any]:
 Result = tuple[Matcher, list]
 
 
-def on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
+def run_on_rank(key: tuple[str, int], records: dict[str, Record]) -> Result:
     """Run a row's program on this rank; return its comparison and its recording."""
-    one, ends = rows_of()[key], []
+    one, ends = get_rows()[key], []
 
-    def program(watch: Any) -> None:
-        ends.append(Ends(watch))
-        parallel(one)(ends[0])
+    def record_and_train(watch: Any) -> None:
+        ends.append(StepRecorder(watch))
+        make_parallel_program(one)(ends[0])
 
-    matcher = matched(program, records[reference(one)])
+    matcher = match_program(record_and_train, records[name_plain_program(one)])
     return matcher, ends[0].kept
 
 
-def controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
+def run_controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
     """Return the plain programs' records, each row's results by rank, and its executed lines."""
-    rows = rows_of(topics)
-    plains = {reference(one): one for one in rows.values()}
+    rows = get_rows(topics)
+    plains = {name_plain_program(one): one for one in rows.values()}
     (records,) = ranks.run(
-        lambda: {name: recorded(plain(one)) for name, one in plains.items()}, 1, device="cpu"
+        lambda: {name: record_program(make_plain_program(one)) for name, one in plains.items()},
+        1,
+        device="cpu",
     )
     names = {name for each in CORES.values() for name in each}
     files = {importlib.import_module(f"shardlab.{name}").__file__ for name in names}
@@ -380,49 +394,51 @@ def controls(topics: Iterable[str]) -> tuple[dict, dict, dict]:
     for size in sorted({one.ranks for one in rows.values()}):
         mine = [key for key, one in rows.items() if one.ranks == size]
 
-        def work(mine: list = mine) -> dict:
-            return {key: (on_rank(key, records), traced(key, files)) for key in mine}
+        def run_rows(mine: list = mine) -> dict:
+            return {key: (run_on_rank(key, records), trace_lines(key, files)) for key in mine}
 
-        each = ranks.run(work, size, device="cpu", timeout=600, show=False)
+        each = ranks.run(run_rows, size, device="cpu", timeout=600, show=False)
         for key in mine:
             results[key] = [one[key][0] for one in each]
             lines[key] = set().union(*(one[key][1] for one in each))
     return records, results, lines
 
 
-def traced(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
+def trace_lines(key: tuple[str, int], files: set[str]) -> set[tuple[str, int]]:
     """Return the lines of `files` that a row's program executes on this rank."""
     ran: set[tuple[str, int]] = set()
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace_frame(frame: Any, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in files:
             return None
         if event == "line":
             ran.add((frame.f_code.co_filename, frame.f_lineno))
-        return trace
+        return trace_frame
 
-    sys.settrace(trace)
+    sys.settrace(trace_frame)
     try:
-        parallel(rows_of()[key])(lambda *_: None)
+        make_parallel_program(get_rows()[key])(lambda *_: None)
     finally:
         sys.settrace(None)
     return ran
 
 
-def topic_of(seed: int) -> str:
+def get_topic(seed: int) -> str:
     """Return the topic of a seed's mutant."""
     return [*CORES][seed % len(CORES)]
 
 
-def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutant]:
+def draw_mutants(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutant]:
     """Draw a different mutant for each seed, in executed lines, equally many for each core."""
     possible: dict[str, list[Mutant]] = defaultdict(list)
     for (topic, number), ran in sorted(lines.items()):
         for module in CORES[topic]:
-            possible[topic] += [Mutant(module, *s, (topic, number)) for s in sites(module, ran)]
+            possible[topic] += [
+                Mutant(module, *s, (topic, number)) for s in find_sites(module, ran)
+            ]
     found: list[Mutant] = []
     for seed in seeds:
-        r, topic = Random(seed), topic_of(seed)
+        r, topic = Random(seed), get_topic(seed)
         # Draw a change first, then its place: whole numbers are more frequent than all else.
         of_change = defaultdict(list)
         for mutant in possible[topic]:
@@ -435,17 +451,17 @@ def drawn(seeds: Iterable[int], lines: dict[tuple[str, int], set]) -> list[Mutan
     return found
 
 
-def run(mutant: Mutant, records: dict) -> list[Result] | str:
+def run_mutant(mutant: Mutant, records: dict) -> list[Result] | str:
     """Run with the mutant in place; return the ranks' results, or a description of the failure."""
 
-    def work() -> Result:
-        ALONE[:] = [dist.new_subgroups(1)[0]]
-        functions(mutant.module)[mutant.function].__code__ = changed(mutant)
-        return on_rank(mutant.row, records)
+    def run_changed() -> Result:
+        OWN_GROUP[:] = [dist.new_subgroups(1)[0]]
+        find_functions(mutant.module)[mutant.function].__code__ = compile_mutant(mutant)
+        return run_on_rank(mutant.row, records)
 
-    size = rows_of()[mutant.row].ranks
+    size = get_rows()[mutant.row].ranks
     try:
-        return ranks.run(work, size, device="cpu", timeout=SECONDS, show=False)
+        return ranks.run(run_changed, size, device="cpu", timeout=TIMEOUT_S, show=False)
     except ranks.RankError as error:
         return f"crashes or hangs: {' '.join(str(error).split())[:200]}"
 
@@ -460,28 +476,30 @@ class Verdict:
     change: float  # see `away`
 
 
-def verdicts(seeds: Iterable[int]) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
+def judge_mutants(seeds: Iterable[int]) -> tuple[list[Verdict], dict[tuple[str, int], Any]]:
     """Return the verdict on each seed's mutant, and the controls' reports."""
-    records, right, lines = controls({topic_of(seed): None for seed in seeds})
-    rows = rows_of()
+    records, right, lines = run_controls({get_topic(seed): None for seed in seeds})
+    rows = get_rows()
 
-    def report(key: tuple[str, int], results: list[Result]) -> Any:
+    def make_report(key: tuple[str, int], results: list[Result]) -> Any:
         try:
-            return judged(records[reference(rows[key])], [matcher for matcher, _ in results])
+            return build_report(
+                records[name_plain_program(rows[key])], [matcher for matcher, _ in results]
+            )
         except ValueError as error:  # other names or steps: the mutant is found
             return error
 
     found = []
-    for mutant in drawn(seeds, lines):
-        result = run(mutant, records)
+    for mutant in draw_mutants(seeds, lines):
+        result = run_mutant(mutant, records)
         if isinstance(result, str):
             found.append(Verdict(mutant, "ended", result, 0.0))
             continue
         pairs = zip(result, right[mutant.row], strict=True)
-        far = max(away(mine, theirs) for (_, mine), (_, theirs) in pairs)
-        told = report(mutant.row, result)
-        told_of = isinstance(told, ValueError) or not told.equal
+        far = max(measure_distance(mine, theirs) for (_, mine), (_, theirs) in pairs)
+        told = make_report(mutant.row, result)
+        told_of = isinstance(told, ValueError) or not told.is_equal
         kind = "found" if told_of else "missed"
-        kind = kind if far > CHANGED else "told all the same" if told_of else "changes nothing"
+        kind = kind if far > MIN_CHANGE else "told all the same" if told_of else "changes nothing"
         found.append(Verdict(mutant, kind, str(told), far))
-    return found, {key: report(key, result) for key, result in right.items()}
+    return found, {key: make_report(key, result) for key, result in right.items()}

@@ -37,7 +37,7 @@ from shardlab.layout import Layout
 from shardlab.tensor_parallel import core as tp_core
 from shardlab.tensor_parallel.overlap import _Copied
 from shardtools.parity.core import Matcher
-from shardtools.parity.programs import judged, matched, recorded
+from shardtools.parity.programs import build_report, match_program, record_program
 from shardtools.parity.record import Record
 
 GPT2 = Config(vocab=64, seq=16, layers=2, heads=4, hidden=32)
@@ -49,13 +49,13 @@ UNTIED = replace(GPT2, tied=False)
 SPARSE = replace(
     LLAMA, experts=4, expert_ffn=24, hidden=32, heads=4, kv_heads=4, experts_per_token=2
 )
-DROPS = replace(GPT2, dropout=0.2)
+DROPOUT = replace(GPT2, dropout=0.2)
 CLIP = {"clip": (0.3,)}  # norms are 1 and more
 BATCHES = 4  # a longer run repeats these, so that it learns something
 Program = Callable[[Any], Any]
 
 
-def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
+def make_row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
     """Return a row with eight sequences in all and one step of float32."""
     more = {"dtype": torch.float32, "steps": 1, "options": {}} | more
     sizes = more.pop("sizes", (8 // layout.dp,) * layout.dp)
@@ -63,16 +63,16 @@ def row(technique: str, config: Config, layout: Layout, **more: Any) -> Row:
     return Row(technique, case, config, layout, FLOAT32, sizes, **more)
 
 
-def batch(row: Row, step: int) -> tuple[Tensor, ...]:
+def join_batch(row: Row, step: int) -> tuple[Tensor, ...]:
     """Return a step's whole batch."""
     parts = [part for copy in row.batch(step) for part in copy]
     return tuple(torch.cat([part[n] for part in parts]) for n in (0, 1))
 
 
-def plain(row: Row) -> Program:
+def make_plain_program(row: Row) -> Program:
     """Return the row's program for one process; the program returns its losses."""
 
-    def program(watch: Any) -> list[float]:
+    def train(watch: Any) -> list[float]:
         model, losses = row.model(row.config), []
         o = row.optimizer(model)
         m = row.layout.microbatches if row.layout.pp == 1 else 1
@@ -81,7 +81,7 @@ def plain(row: Row) -> Program:
             o.zero_grad()
             torch.manual_seed(step)
             losses.append(0.0)
-            for parts in zip(*(x.chunk(m) for x in batch(row, step % BATCHES)), strict=True):
+            for parts in zip(*(x.chunk(m) for x in join_batch(row, step % BATCHES)), strict=True):
                 value = plain_loss(model(parts[0]), parts[1]) / m
                 value.backward()
                 losses[-1] += value.item()
@@ -90,10 +90,10 @@ def plain(row: Row) -> Program:
             o.step()
         return losses
 
-    return program
+    return train
 
 
-def watched(side: Side) -> Any:
+def get_watched_model(side: Side) -> Any:
     """Return the watched part of a side: the model, or this rank's parts of it."""
     if hasattr(side, "engine"):
         return side.engine
@@ -104,7 +104,7 @@ def watched(side: Side) -> Any:
     return list(getattr(model, "parts", model)) if staged else model
 
 
-class Joined(nn.Module):
+class GatheredColumns(nn.Module):
     """Linear layer cut by columns, whose output is gathered on all ranks."""
 
     def __init__(self, whole: nn.Linear, group: Any, as_rows: bool):
@@ -121,12 +121,12 @@ class Joined(nn.Module):
         return torch.stack(pieces).reshape(y.shape) if self.as_rows else y
 
 
-class Columns(Side):
+class ColumnSide(Side):
     """Side with one linear layer cut by columns, in an otherwise replicated model."""
 
     def made(self, model: Any, as_rows: bool = False) -> Any:
         ffn = model.blocks[0].ffn
-        ffn.up = Joined(ffn.up, self.groups["tp"], as_rows)
+        ffn.up = GatheredColumns(ffn.up, self.groups["tp"], as_rows)
         return model
 
     def step(self, batch: Any) -> Any:
@@ -136,7 +136,7 @@ class Columns(Side):
         return {None: value.detach()}
 
 
-class DTensors(Side):
+class DTensorSide(Side):
     """Side of torch's parallelize_module; with copies, FSDP2 over it."""
 
     def made(self, model: Any, **_: Any) -> Any:
@@ -159,7 +159,7 @@ SCHEDULES = {  # ours -> torch's
 }  # fmt: skip
 
 
-class Staged(Side):
+class TorchPipelineSide(Side):
     """Side of torch's own pipeline."""
 
     def made(self, model: Any, **_: Any) -> Any:
@@ -180,48 +180,48 @@ class Staged(Side):
         self.schedule.step(*given, **({"target": targets} if self.last else {}))
 
 
-def clipped_inside(side: Any) -> None:
+def set_engine_clipping(side: Any) -> None:
     """Clip within DeepSpeed's step."""
     side.engine._config.gradient_clipping = side.engine.optimizer.clip_grad = side.row.clip[0]
 
 
-MORE = {
-    "columns": Columns,
-    "DTensor": DTensors,
-    "torch's pipeline": Staged,
+EXTRA_SIDES = {
+    "columns": ColumnSide,
+    "DTensor": DTensorSide,
+    "torch's pipeline": TorchPipelineSide,
 }
 
 
-def parallel(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
+def make_parallel_program(row: Row, mistake: Callable[[Side], None] = lambda side: None) -> Program:
     """Return the row's parallel program, with a mistake in its side; it returns a rank's losses."""
 
-    def program(watch: Any) -> list[float | None]:
+    def train(watch: Any) -> list[float | None]:
         losses = []
-        side = (SIDES | MORE)[row.technique](row, row.model(row.config), groups(row))
+        side = (SIDES | EXTRA_SIDES)[row.technique](row, row.model(row.config), groups(row))
         mistake(side)
         if row.options.get("clips"):
-            clipped_inside(side)
-        watch(watched(side), side.optimizer)
+            set_engine_clipping(side)
+        watch(get_watched_model(side), side.optimizer)
         for step in range(row.steps):
             side.optimizer.zero_grad()
             torch.manual_seed(step)
             getattr(side, "begin", lambda: None)()
-            losses.append(printed(side, side.step(row.batch(step % BATCHES))))
+            losses.append(get_printed_loss(side, side.step(row.batch(step % BATCHES))))
             if row.clip and not hasattr(side, "engine"):
                 side.clip(row.clip[step % len(row.clip)])
             side.optimizer.step()
         return losses
 
-    return program
+    return train
 
 
-def printed(side: Side, found: Any) -> float | None:
+def get_printed_loss(side: Side, found: Any) -> float | None:
     """Return the loss that this rank knows after a step, or None."""
     value = (found or {}).get(None, (found or {}).get(side.copy))
     return None if value is None else float(side.joined(value))
 
 
-def compared(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
+def compare_cases(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
     """Compare (plain program, parallel program, ranks) for each case; return report or error line.
 
     One run records all plain programs, and one run per number of ranks runs the parallel programs.
@@ -229,79 +229,85 @@ def compared(cases: dict[Any, tuple[Program, Program, int]]) -> dict[Any, Any]:
     number = {name: id(case[0]) for name, case in cases.items()}
     plains = {number[name]: case[0] for name, case in cases.items()}
 
-    def references() -> dict[int, Record]:
-        return {n: recorded(program) for n, program in plains.items()}
+    def record_plains() -> dict[int, Record]:
+        return {n: record_program(program) for n, program in plains.items()}
 
-    (records,) = ranks.run(references, 1, device="cpu", timeout=1200, show=False)
+    (records,) = ranks.run(record_plains, 1, device="cpu", timeout=1200, show=False)
     found: dict[Any, Any] = {}
     for size in sorted({case[2] for case in cases.values()}):
         mine = {name: case[1] for name, case in cases.items() if case[2] == size}
 
-        def work(mine: dict = mine) -> dict[Any, Matcher]:
-            return {n: matched(program, records[number[n]]) for n, program in mine.items()}
+        def match_all(mine: dict = mine) -> dict[Any, Matcher]:
+            return {n: match_program(program, records[number[n]]) for n, program in mine.items()}
 
-        each = ranks.run(work, size, device="cpu", timeout=1200, show=False)
+        each = ranks.run(match_all, size, device="cpu", timeout=1200, show=False)
         for name in mine:
             try:
-                found[name] = judged(records[number[name]], [one[name] for one in each])
+                found[name] = build_report(records[number[name]], [one[name] for one in each])
             except ValueError as error:
                 found[name] = str(error)
     return found
 
 
-PLAINS: dict[str, Program] = {}  # by `reference`, so that rows share a plain program
+PLAIN_PROGRAMS: dict[str, Program] = {}  # by `reference`, so that rows share a plain program
 
 
-def beside(row: Row, program: Program) -> tuple[Program, Program, int]:
+def make_case(row: Row, program: Program) -> tuple[Program, Program, int]:
     """Return a case of `compared`: the row's plain program, a parallel one, and ranks."""
-    return PLAINS.setdefault(reference(row), plain(row)), program, row.ranks
+    return (
+        PLAIN_PROGRAMS.setdefault(name_plain_program(row), make_plain_program(row)),
+        program,
+        row.ranks,
+    )
 
 
-def reference(row: Row) -> str:
+def name_plain_program(row: Row) -> str:
     """Return a name of the row's plain program, equal for rows that can share it."""
     m = row.layout.microbatches if row.layout.pp == 1 else 1
     same = row.config, sum(row.sizes), row.steps, row.lr, row.dtype, row.clip, m
-    same += getattr(row, "rule", ""), getattr(row, "family", "")
+    same += getattr(row, "optimizer_name", ""), getattr(row, "family", "")
     return f"{type(row).__name__} {same}"
 
 
 # Right programs
 
-ONE = Layout(dp=2)
-G = row("data", GPT2, ONE, options={"way": "parameters"})
+TWO_COPIES = Layout(dp=2)
+DATA = make_row("data", GPT2, TWO_COPIES, options={"way": "parameters"})
 
 
 RIGHT = {  # a row of every technique of the course and of libraries
-    "data": row("data", GPT2, ONE, options={"bucket_bytes": 20_000, "first_bytes": 4_000}),
-    "data clipped": row("data", LLAMA, ONE, **CLIP),
-    "DDP accumulated": row("DDP", GPT2, replace(ONE, microbatches=2)),
-    "zero 1 llama": row("zero", LLAMA, Layout(dp=2, zero=1)),
-    "zero 2 clipped": row("zero", GPT2, Layout(dp=2, zero=2), **CLIP),
-    "zero 3": row("zero", GPT2, Layout(dp=2, zero=3)),
-    "FSDP2 3 accumulated": row("FSDP2", LLAMA, Layout(dp=2, zero=3, microbatches=2), **CLIP),
-    "DeepSpeed 2 clipped": row(
+    "data": make_row(
+        "data", GPT2, TWO_COPIES, options={"bucket_bytes": 20_000, "first_bytes": 4_000}
+    ),
+    "data clipped": make_row("data", LLAMA, TWO_COPIES, **CLIP),
+    "DDP accumulated": make_row("DDP", GPT2, replace(TWO_COPIES, microbatches=2)),
+    "zero 1 llama": make_row("zero", LLAMA, Layout(dp=2, zero=1)),
+    "zero 2 clipped": make_row("zero", GPT2, Layout(dp=2, zero=2), **CLIP),
+    "zero 3": make_row("zero", GPT2, Layout(dp=2, zero=3)),
+    "FSDP2 3 accumulated": make_row("FSDP2", LLAMA, Layout(dp=2, zero=3, microbatches=2), **CLIP),
+    "DeepSpeed 2 clipped": make_row(
         "DeepSpeed", GPT2, Layout(dp=2, zero=2), options={"clips": True}, **CLIP
     ),
-    "pipeline 1f1b": row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4)),
-    "pipeline zb-v": row(
+    "pipeline 1f1b": make_row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4)),
+    "pipeline zb-v": make_row(
         "pipeline", replace(UNTIED, layers=4),
         Layout(pp=2, schedule="zb-v", microbatches=4, chunks=2),
     ),
-    "torch's pipeline": row(
+    "torch's pipeline": make_row(
         "torch's pipeline", UNTIED, Layout(pp=2, schedule="1f1b", microbatches=4)
     ),
-    "tensor llama": row("tensor", LLAMA, Layout(tp=2)),
-    "DTensor": row("DTensor", LLAMA, Layout(tp=2)),
-    "tensor in copies 3": row("tensor in copies", LLAMA, Layout(dp=2, tp=2, zero=3)),
-    "sequence gpt2": row("tensor", GPT2, Layout(tp=2, sequence_parallel=True)),
-    "context ring zigzag gpt2": row(
+    "tensor llama": make_row("tensor", LLAMA, Layout(tp=2)),
+    "DTensor": make_row("DTensor", LLAMA, Layout(tp=2)),
+    "tensor in copies 3": make_row("tensor in copies", LLAMA, Layout(dp=2, tp=2, zero=3)),
+    "sequence gpt2": make_row("tensor", GPT2, Layout(tp=2, sequence_parallel=True)),
+    "context ring zigzag gpt2": make_row(
         "context", GPT2, Layout(cp=2), options={"way": "ring", "layout": "zigzag"}
     ),
-    "context ulysses contiguous llama": row(
+    "context ulysses contiguous llama": make_row(
         "context", LLAMA, Layout(cp=2), options={"way": "ulysses", "layout": "contiguous"}
     ),
-    "experts": row("experts", SPARSE, Layout(dp=2, ep=2)),
-    "mesh": row("mesh", GPT2, Layout(dp=2, tp=2, zero=1), clip=(0.3,)),
+    "experts": make_row("experts", SPARSE, Layout(dp=2, ep=2)),
+    "mesh": make_row("mesh", GPT2, Layout(dp=2, tp=2, zero=1), clip=(0.3,)),
 }  # fmt: skip
 
 
@@ -309,52 +315,52 @@ RIGHT = {  # a row of every technique of the course and of libraries
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongProgram:
     """Mistake in a side, in functions (owner, name, replacement), or in the row."""
 
     row: Row
     place: str  # regular expressions for the first wrong tensor, and the words of the report
     words: str
     mistake: Callable[[Side], None] = lambda side: None
-    instead: tuple[tuple[Any, str, Any], ...] = ()
-    other: Row | None = None  # the wrong program's row, if different
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+    other_row: Row | None = None  # the wrong program's row, if different
     control: Callable[[Side], None] = lambda side: None  # changes that the right program needs
 
     def program(self) -> Program:
         """Return the wrong program."""
 
-        def program(watch: Any) -> Any:
+        def train(watch: Any) -> Any:
             with ExitStack() as stack:
-                for owner, name, value in self.instead:
+                for owner, name, value in self.patches:
                     stack.enter_context(mock.patch.object(owner, name, value))
-                return parallel(self.other or self.row, self.mistake)(watch)
+                return make_parallel_program(self.other_row or self.row, self.mistake)(watch)
 
-        return program
+        return train
 
 
-def nothing(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """Do nothing, in place of a forgotten call."""
 
 
-def same(x: Tensor, *_: Any) -> Tensor:
+def pass_through(x: Tensor, *_: Any) -> Tensor:
     """Return the tensor without communication."""
     return x
 
 
-def mean_of(x: Tensor, group: Any) -> Tensor:
+def reduce_mean(x: Tensor, group: Any) -> Tensor:
     return tp.reduce_from(x, group) / dist.get_world_size(group)
 
 
-def early_bias(self: Any, x: Tensor) -> Tensor:
+def add_bias_early(self: Any, x: Tensor) -> Tensor:
     return self.leave(F.linear(x, self.weight, self.bias), self.group)
 
 
-def unmasked(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+def select_without_mask(numbers: Tensor, own: slice) -> tuple[Tensor, Tensor]:
     within = (numbers - own.start).clamp(0, own.stop - own.start - 1)
     return within, torch.zeros_like(numbers, dtype=torch.bool)
 
 
-def average(module: nn.Module, group: Any, scale: float | None = None, skip: int = 0) -> None:
+def average_over(module: nn.Module, group: Any, scale: float | None = None, skip: int = 0) -> None:
     """Average gradients over a group; scale: 1 for a sum."""
     parameters = list(module.parameters())
     for p in parameters[: len(parameters) - skip]:
@@ -362,50 +368,52 @@ def average(module: nn.Module, group: Any, scale: float | None = None, skip: int
         p.grad *= scale or 1 / dist.get_world_size(group)
 
 
-def from_rank_0(module: nn.Module, group: Any) -> None:
+def broadcast_from_rank_0(module: nn.Module, group: Any) -> None:
     for p in module.parameters():
         dist.broadcast(p.grad, 0, group=group)
 
 
-def in_pairs(module: nn.Module, group: Any) -> None:
-    average(module, dist.new_subgroups(2)[0])
+def average_in_pairs(module: nn.Module, group: Any) -> None:
+    average_over(module, dist.new_subgroups(2)[0])
 
 
-def clip_first(module: nn.Module, group: Any) -> None:
+def clip_then_average(module: nn.Module, group: Any) -> None:
     nn.utils.clip_grad_norm_(module.parameters(), 0.3)
-    average(module, group)
+    average_over(module, group)
 
 
-def own_seed(self: Row, config: Config) -> nn.Module:
+def build_with_own_seed(self: Row, config: Config) -> nn.Module:
     torch.manual_seed(dist.get_rank())
     return sides.GPT(config)
 
 
-def padded_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+def compute_padded_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     zeros = logits.new_zeros(*logits.shape[:-1], 2)
     return plain_loss(torch.cat((logits, zeros), -1), targets, reduction)
 
 
-def whole_blocks(layout: Any, ranks: int, rank: int, source: int, causal: bool, share: int) -> list:
+def attend_whole_blocks(
+    layout: Any, ranks: int, rank: int, source: int, causal: bool, share: int
+) -> list:
     return [cp_core.Block(slice(0, share), slice(0, share), source == rank)]
 
 
-def second_share(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
+def change_second_shard(change: Callable[[Tensor, Any, str], Tensor]) -> Callable[..., Tensor]:
     """Return a cp.shard that changes only its second call, for the targets."""
     turn = iter(range(10**6))
 
-    def share(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
+    def shard_or_change(x: Tensor, group: Any, layout: str = "zigzag") -> Tensor:
         return cp_core.shard(x, group, layout) if next(turn) % 2 == 0 else change(x, group, layout)
 
-    return share
+    return shard_or_change
 
 
-def shifted(x: Tensor, group: Any, layout: str) -> Tensor:
+def shard_and_shift(x: Tensor, group: Any, layout: str) -> Tensor:
     y = cp_core.shard(x, group, layout)
     return torch.cat((y[:, 1:], y[:, :1]), 1)
 
 
-class Ignoring(Row):
+class IgnoringRow(Row):
     """Row whose last sequences have no targets in their second half."""
 
     def batch(self, step: int) -> list[list[Any]]:
@@ -415,66 +423,66 @@ class Ignoring(Row):
         return found
 
 
-def options_of(**given: float) -> Callable[[Side], None]:
+def scale_options(**given: float) -> Callable[[Side], None]:
     """Return a mistake that multiplies the optimizer's options by these factors."""
 
-    def mistake(side: Side) -> None:
+    def scale(side: Side) -> None:
         for group in side.optimizer.param_groups:
             group.update({name: group[name] * value for name, value in given.items()})
 
-    return mistake
+    return scale
 
 
-def share_of_rank_0(side: Side) -> None:
+def use_share_of_rank_0(side: Side) -> None:
     side.copy = 0
 
 
-def weighed(loss: Tensor, factor: float) -> Tensor:
+def scale_gradient(loss: Tensor, factor: float) -> Tensor:
     """Return a loss whose gradient is scaled, and whose printed value is not."""
     return factor * loss - (factor - 1) * loss.detach()
 
 
-def undivided(side: Any) -> None:
-    side.mean = lambda part, parts: weighed(side.loss(part) / parts, parts)
+def skip_division(side: Any) -> None:
+    side.mean = lambda part, parts: scale_gradient(side.loss(part) / parts, parts)
 
 
-def half_the_loss(side: Any) -> None:
-    side.mean = lambda part, parts: weighed(side.loss(part) / parts, 1 / 2)
+def halve_loss(side: Any) -> None:
+    side.mean = lambda part, parts: scale_gradient(side.loss(part) / parts, 1 / 2)
 
 
-def joined(side: Any) -> None:
+def average_over_targets(side: Any) -> None:
     """Set the side's loss to the mean over the tokens with a target on all ranks."""
 
-    def mean(part: Any, parts: int) -> Tensor:
+    def average(part: Any, parts: int) -> Tensor:
         count = int((part[1] != -100).sum())
         return dp.joined_mean(side.loss(part, "sum"), count, side.groups["dp"])
 
-    side.mean = mean
+    side.mean = average
 
 
-def clipped_before(side: Side) -> None:
-    side.clip = nothing
+def skip_clipping(side: Side) -> None:
+    side.clip = do_nothing
 
 
-def twice_the_limit(side: Side) -> None:
+def double_clip_limit(side: Side) -> None:
     clip = side.clip
     side.clip = lambda limit: clip(2 * limit)
 
 
-def clipped_locally(side: Side) -> None:
+def clip_locally(side: Side) -> None:
     side.clip = lambda limit: nn.utils.clip_grad_norm_(side.model.parameters(), limit)
 
 
-def overflow_on_rank_1(side: Side) -> None:
+def skip_step_on_rank_1(side: Side) -> None:
     step, turn = side.optimizer.step, iter(range(10**6))
     side.optimizer.step = lambda: step() if next(turn) or dist.get_rank() == 0 else None
 
 
-def stale(side: Side) -> None:
+def keep_stale_parameters(side: Side) -> None:
     """Train half of the parameters on each rank, and receive outdated values for the others."""
     step, rank, n = side.optimizer.step, dist.get_rank(), dist.get_world_size()
 
-    def stepped() -> None:
+    def step_own_half() -> None:
         had = [p.detach().clone() for p in side.model.parameters()]
         step()
         with torch.no_grad():
@@ -482,175 +490,180 @@ def stale(side: Side) -> None:
                 if i % n != rank:
                     p.copy_(old)
 
-    side.optimizer.step = stepped
+    side.optimizer.step = step_own_half
 
 
-def one_end(side: Any) -> None:
+def untie_ends(side: Any) -> None:
     side.model.twin = None
 
 
-def counted(side: Any, factor: float = 4) -> None:
+def scale_micro_batches(side: Any, factor: float = 4) -> None:
     """Scale each micro-batch's mean: as if it were the step's, or divided once more."""
     right = side.model.passes.loss
-    side.model.passes.loss = lambda logits, targets: weighed(right(logits, targets), factor)
+    side.model.passes.loss = lambda logits, targets: scale_gradient(right(logits, targets), factor)
 
 
-def twice_divided(module: nn.Module, *groups: Any, right: Any = experts.average_gradients) -> None:
+def divide_twice(module: nn.Module, *groups: Any, right: Any = experts.average_gradients) -> None:
     right(module, *groups)
     for p in experts.own_parameters(module):
         p.grad /= dist.get_world_size()
 
 
-def data(**more: Any) -> Row:
-    return row("data", more.pop("config", GPT2), more.pop("layout", ONE),
+def make_data_row(**more: Any) -> Row:
+    return make_row("data", more.pop("config", GPT2), more.pop("layout", TWO_COPIES),
                options={"way": "parameters"}, **more)  # fmt: skip
 
 
-def averaged_by(function: Callable[..., None]) -> tuple[tuple[Any, str, Any], ...]:
+def patch_averaging(function: Callable[..., None]) -> tuple[tuple[Any, str, Any], ...]:
     return ((dp, "average_gradients", function),)
 
 
-def edges(enter: Any, leave: Any) -> Row:
+def make_edges_row(enter: Any, leave: Any) -> Row:
     return replace(TENSOR, options={"edges": tp.Edges(enter, leave)})
 
 
-TENSOR = row("tensor", GPT2, Layout(tp=2))
-GROUPED = row("tensor", replace(LLAMA, kv_heads=2), Layout(tp=4))
-ALONG = row("tensor", LLAMA, Layout(tp=2, sequence_parallel=True))
-RING = row("context", GPT2, Layout(cp=2), options={"way": "ring", "layout": "zigzag"})
+TENSOR = make_row("tensor", GPT2, Layout(tp=2))
+GROUPED = make_row("tensor", replace(LLAMA, kv_heads=2), Layout(tp=4))
+SEQUENCE = make_row("tensor", LLAMA, Layout(tp=2, sequence_parallel=True))
+RING = make_row("context", GPT2, Layout(cp=2), options={"way": "ring", "layout": "zigzag"})
 CONTIGUOUS = replace(RING, options={"way": "ring", "layout": "contiguous"})
-ZERO = row("zero", GPT2, Layout(dp=2, zero=2))
-PIPE = row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4))
-PARTED = replace(PIPE, config=UNTIED)
-EXPERTS = row("experts", SPARSE, Layout(dp=2, ep=2))
-IGNORING = Ignoring(**{f: getattr(G, f) for f in G.__dataclass_fields__})
+ZERO = make_row("zero", GPT2, Layout(dp=2, zero=2))
+PIPE = make_row("pipeline", GPT2, Layout(pp=2, schedule="1f1b", microbatches=4))
+UNTIED_PIPE = replace(PIPE, config=UNTIED)
+EXPERTS = make_row("experts", SPARSE, Layout(dp=2, ep=2))
+IGNORING = IgnoringRow(**{f: getattr(DATA, f) for f in DATA.__dataclass_fields__})
 
-WRONG: dict[str, Wrong] = {
-    "tensor: sum of the input's gradient forgotten": Wrong(
-        TENSOR, r"backward blocks\.1\.", "began with .*addends", other=edges(same, tp.reduce_from)
+WRONG: dict[str, WrongProgram] = {
+    "tensor: sum of the input's gradient forgotten": WrongProgram(
+        TENSOR, r"backward blocks\.1\.", "began with .*partial sums",
+        other_row=make_edges_row(pass_through, tp.reduce_from),
     ),
-    "tensor: sum of the outputs forgotten": Wrong(
-        TENSOR, r"forward blocks\.0\.attention_norm|forward embedding", "addends",
-        other=edges(tp.copy_to, same),
+    "tensor: sum of the outputs forgotten": WrongProgram(
+        TENSOR, r"forward blocks\.0\.attention_norm|forward embedding", "partial sums",
+        other_row=make_edges_row(tp.copy_to, pass_through),
     ),
-    "tensor: bias added by each rank": Wrong(
+    "tensor: bias added by each rank": WrongProgram(
         TENSOR, r"forward blocks\.0\.attention\.out", r"attention\.out\.bias is in it 2 times",
-        instead=((tp_core.RowLinear, "forward", early_bias),),
+        patches=((tp_core.RowLinear, "forward", add_bias_early),),
     ),
-    "tensor: mean in place of a sum": Wrong(
+    "tensor: mean in place of a sum": WrongProgram(
         TENSOR, "forward embedding", "0.5 times .* divided by 2 ranks once too often",
-        other=edges(tp.copy_to, mean_of),
+        other_row=make_edges_row(tp.copy_to, reduce_mean),
     ),
-    "tensor: tokens of other ranks not masked": Wrong(
-        TENSOR, "forward embedding", "another one, the same on all|rows are wrong",
-        instead=((tp_core, "own_rows", unmasked),),
+    "tensor: tokens of other ranks not masked": WrongProgram(
+        TENSOR, "forward embedding", "unknown reason, the same on all|rows are wrong",
+        patches=((tp_core, "own_rows", select_without_mask),),
     ),
-    "sequence: gradients of norms not summed": Wrong(
-        ALONG, "gradient norm", "nobody added them up", instead=((sp, "sum_gradients", nothing),)
+    "sequence: gradients of norms not summed": WrongProgram(
+        SEQUENCE, "gradient norm", "not added up", patches=((sp, "sum_gradients", do_nothing),)
     ),
-    "tensor: gradients of shared heads not summed": Wrong(
+    "tensor: gradients of shared heads not summed": WrongProgram(
         GROUPED, r"gradient .*attention\.(key|value)\.weight",
-        r"nobody added them up over ranks 0, 1 \| 2, 3",
-        instead=((_Copied, "backward", staticmethod(lambda ctx, dx: (dx, None, None))),),
+        r"not added up over ranks 0, 1 \| 2, 3",
+        patches=((_Copied, "backward", staticmethod(lambda ctx, dx: (dx, None, None))),),
     ),
-    "data: summed, not averaged": Wrong(
-        data(), "gradient ", "2 times .* a sum over 2 ranks that was not averaged",
-        instead=averaged_by(lambda m, g: average(m, g, 1.0)),
+    "data: summed, not averaged": WrongProgram(
+        DATA, "gradient ", "2 times .* a sum over 2 ranks that was not averaged",
+        patches=patch_averaging(lambda m, g: average_over(m, g, 1.0)),
     ),
-    "data: never averaged": Wrong(
-        data(), "gradient ", "nobody averaged them over ranks 0, 1", instead=averaged_by(nothing)
+    "data: never averaged": WrongProgram(
+        DATA, "gradient ", "not averaged over ranks 0, 1", patches=patch_averaging(do_nothing)
     ),
-    "data: averaged in pairs alone": Wrong(
-        data(layout=Layout(dp=4)), "gradient ",
-        r"averaged over ranks 0, 1 \| 2, 3 alone, and not over 0, 1, 2, 3",
-        instead=averaged_by(in_pairs),
+    "data: averaged in pairs alone": WrongProgram(
+        make_data_row(layout=Layout(dp=4)), "gradient ",
+        r"averaged over ranks 0, 1 \| 2, 3 only, not over ranks 0, 1, 2, 3",
+        patches=patch_averaging(average_in_pairs),
     ),
-    "data: divided twice": Wrong(
-        data(), "gradient ", "0.5 times .* divided by 2 ranks once too often", mistake=half_the_loss
+    "data: divided twice": WrongProgram(
+        DATA, "gradient ", "0.5 times .* divided by 2 ranks once too often", mistake=halve_loss
     ),
-    "data: a mean of means over other counts": Wrong(
-        IGNORING, "gradient ", "began with other factors: .* count", control=joined,
+    "data: a mean of means over other counts": WrongProgram(
+        IGNORING, "gradient ", "began with wrong factors: .* count", control=average_over_targets,
     ),
-    "data: the last bucket is dropped": Wrong(
-        data(), "gradient norm", "nobody averaged",
-        instead=averaged_by(lambda m, g: average(m, g, skip=3)),
+    "data: the last bucket is dropped": WrongProgram(
+        DATA, "gradient norm", "not averaged over ranks",
+        patches=patch_averaging(lambda m, g: average_over(m, g, skip=3)),
     ),
-    "data: rank 0's gradient for all": Wrong(
-        data(), "gradient ", "rank 0's own gradient", instead=averaged_by(from_rank_0)
+    "data: rank 0's gradient for all": WrongProgram(
+        DATA, "gradient ", "rank 0's own gradient", patches=patch_averaging(broadcast_from_rank_0)
     ),
-    "data: the same share on every rank": Wrong(
-        data(), "forward embedding", "no rank .*ranks 0, 1 have the same", mistake=share_of_rank_0
+    "data: the same share on every rank": WrongProgram(
+        DATA, "forward embedding", "no rank .*ranks 0, 1 hold the same", mistake=use_share_of_rank_0
     ),
-    "data: another seed on each rank": Wrong(
-        data(), "weights ", "another seed", instead=((Row, "model", own_seed),)
+    "data: another seed on each rank": WrongProgram(
+        DATA, "weights ", "another seed", patches=((Row, "model", build_with_own_seed),)
     ),
-    "data: micro-batches' losses not divided": Wrong(
-        data(layout=replace(ONE, microbatches=2)), "gradient ",
-        "2 times .* the loss was 2 times", mistake=undivided,
+    "data: micro-batches' losses not divided": WrongProgram(
+        make_data_row(layout=replace(TWO_COPIES, microbatches=2)), "gradient ",
+        "2 times .* the loss was already 2 times", mistake=skip_division,
     ),
-    "data: clipped before averaging": Wrong(
-        data(**CLIP), "gradient ", "each was clipped", mistake=clipped_before,
-        instead=averaged_by(clip_first),
+    "data: clipped before averaging": WrongProgram(
+        make_data_row(**CLIP), "gradient ", "each was clipped", mistake=skip_clipping,
+        patches=patch_averaging(clip_then_average),
     ),
-    "data: one rank skips a step": Wrong(
-        data(steps=2), "0 update ", "took 2 optimizer steps, rank 0 2, rank 1 1",
-        mistake=overflow_on_rank_1,
+    "data: one rank skips a step": WrongProgram(
+        make_data_row(steps=2), "0 update ",
+        "took 2 optimizer steps, but rank 0 took 2, rank 1 took 1",
+        mistake=skip_step_on_rank_1,
     ),
-    "data: padding in the softmax": Wrong(
-        data(config=UNTIED), "backward head", "every output was right: the loss",
-        instead=((sides, "plain_loss", padded_loss),),
+    "data: padding in the softmax": WrongProgram(
+        make_data_row(config=UNTIED), "backward head", "every output was right: the loss",
+        patches=((sides, "plain_loss", compute_padded_loss),),
     ),
-    "context: positions begin at 0 on each rank": Wrong(
+    "context: positions begin at 0 on each rank": WrongProgram(
         RING, r"forward blocks\.0\.attention", "rows are wrong",
-        instead=((cp_core, "positions", lambda lay, s, n, r, d=None: torch.arange(s // n)),),
+        patches=((cp_core, "positions", lambda lay, s, n, r, d=None: torch.arange(s // n)),),
     ),
-    "context: the mask is forgotten on the ring": Wrong(
-        CONTIGUOUS, r"forward blocks\.0\.attention", "rows are wrong|another one",
-        instead=((cp_core, "blocks", whole_blocks),),
+    "context: the mask is forgotten on the ring": WrongProgram(
+        CONTIGUOUS, r"forward blocks\.0\.attention", "rows are wrong|unknown reason",
+        patches=((cp_core, "blocks", attend_whole_blocks),),
     ),
-    "context: targets are not in zig-zag": Wrong(
+    "context: targets are not in zig-zag": WrongProgram(
         RING, "backward head", "every output was right: the loss .*targets",
-        instead=((cp, "shard", second_share(
+        patches=((cp, "shard", change_second_shard(
             lambda x, group, layout: cp_core.shard(x, group, "contiguous"))),),
     ),
-    "context: targets are shifted within a share": Wrong(
+    "context: targets are shifted within a share": WrongProgram(
         CONTIGUOUS, "backward head", "every output was right: the loss .*targets",
-        instead=((cp, "shard", second_share(shifted)),),
+        patches=((cp, "shard", change_second_shard(shard_and_shift)),),
     ),
-    "context: gradients not averaged": Wrong(
-        RING, "gradient ", "nobody averaged", instead=((cp, "average_gradients", nothing),)
+    "context: gradients not averaged": WrongProgram(
+        RING, "gradient ", "not averaged over ranks",
+        patches=((cp, "average_gradients", do_nothing),),
     ),
-    "zero: clipped by the norm of a piece": Wrong(
-        replace(ZERO, **CLIP), "gradient ", "clipped by a norm of its own",
-        mistake=clipped_locally,
+    "zero: clipped by the norm of a piece": WrongProgram(
+        replace(ZERO, **CLIP), "gradient ", "clip by its own norm",
+        mistake=clip_locally,
     ),
-    "zero: clipped at another norm": Wrong(
+    "zero: clipped at another norm": WrongProgram(
         replace(ZERO, **CLIP), "gradient ", "by the same factor .clipped at another norm",
-        mistake=twice_the_limit,
+        mistake=double_clip_limit,
     ),
-    "zero: weight decay twice": Wrong(
-        ZERO, "update ", "weight is too little in it: weight decay",
-        mistake=options_of(weight_decay=2),
+    "zero: weight decay twice": WrongProgram(
+        ZERO, "update ", "-.* times the weight: wrong weight decay",
+        mistake=scale_options(weight_decay=2),
     ),
-    "zero: learning rate times ranks": Wrong(
-        ZERO, "update ", "2 times the right one: the step's size", mistake=options_of(lr=2)
+    "zero: learning rate times ranks": WrongProgram(
+        ZERO, "update ", "2 times the right value: wrong step size", mistake=scale_options(lr=2)
     ),
-    "zero: stale weights are gathered": Wrong(
-        data(steps=2), "1 forward embedding", "other weights are used", mistake=stale
+    "zero: stale weights are gathered": WrongProgram(
+        make_data_row(steps=2), "1 forward embedding", "uses other weights",
+        mistake=keep_stale_parameters,
     ),
-    "pipeline: a tied matrix's gradient of one end": Wrong(
-        PIPE, r"gradient embedding\.weight", "nobody added them up", mistake=one_end
+    "pipeline: a tied matrix's gradient of one end": WrongProgram(
+        PIPE, r"gradient embedding\.weight", "not added up", mistake=untie_ends
     ),
-    "pipeline: micro-batches count whole": Wrong(
-        PARTED, "gradient ", "4 times .* 4 micro-batches that were not averaged|4 times already",
-        mistake=counted,
+    "pipeline: micro-batches count whole": WrongProgram(
+        UNTIED_PIPE, "gradient ",
+        "4 times .* 4 micro-batches that was not averaged|already 4 times",
+        mistake=scale_micro_batches,
     ),
-    "experts: gradients divided twice": Wrong(
+    "experts: gradients divided twice": WrongProgram(
         EXPERTS, r"gradient blocks\.\d\.ffn\.experts", "0.5 times .*divided by 2 ranks",
-        instead=((experts, "average_gradients", twice_divided),),
+        patches=((experts, "average_gradients", divide_twice),),
     ),
-    "experts: tokens dropped by a capacity": Wrong(
+    "experts: tokens dropped by a capacity": WrongProgram(
         EXPERTS, r"forward blocks\.\d\.ffn\.", "rows are on no rank",
-        other=replace(EXPERTS, config=replace(SPARSE, capacity=0.75)),
+        other_row=replace(EXPERTS, config=replace(SPARSE, capacity=0.75)),
     ),
 }  # fmt: skip

@@ -30,29 +30,29 @@ from shardlab import tensor_parallel as tp
 
 WIDTH, INNER, WORDS, EXPERTS, BATCH, LENGTH = 8, 16, 12, 4, 8, 8
 Program = Callable[[Any], None]
-THREADS: dict[str, Thread] = {}
-LESSON = "lessons/parity.md"
+BUGS: dict[str, PublishedBug] = {}
+LESSON_FILE = "lessons/parity.md"
 ELSEWHERE = {  # thread -> the program that shows its mistake
     "AReaL 312": "zero: clipped by the norm of a piece",
     "Automodel 1412": "Megatron-LM 3672",
-    "Automodel 3816": LESSON,
-    "ColossalAI 2192": LESSON,
-    "DeepSpeed 1801": LESSON,
+    "Automodel 3816": LESSON_FILE,
+    "ColossalAI 2192": LESSON_FILE,
+    "DeepSpeed 1801": LESSON_FILE,
     "DeepSpeed 5555": "data: divided twice",
     "DeepSpeed 8224": "Automodel 3530",
-    "DeepSpeed 8437": LESSON,
+    "DeepSpeed 8437": LESSON_FILE,
     "DeepSpeed 8475": "mesh: a norm that counts numbers twice",
     "KempnerForge 115": "checkpoint: the optimizer's state is forgotten",
     "LlamaFactory 10787": "context: each rank a short text",
     "Megatron-LM 737": "data: padding in the softmax",
-    "Megatron-LM 1256": LESSON,
+    "Megatron-LM 1256": LESSON_FILE,
     "Megatron-LM 1446": "sequence: gradients of norms not summed",
     "Megatron-LM 1622": "experts: averaged over all ranks",
     "Megatron-LM 5916": "mesh: a norm that counts numbers twice",
-    "Megatron-LM 5956": LESSON,
+    "Megatron-LM 5956": LESSON_FILE,
     "Megatron-LM 7452, finding 3": "data: a mean of means over other counts",
     "Megatron-LM 7452, finding 7": "context: targets are not in zig-zag",
-    "Megatron-LM 7452, finding 11": LESSON,
+    "Megatron-LM 7452, finding 11": LESSON_FILE,
     "Megatron-LM 7513": "data: divided twice",
     "TransformerEngine 1557": "tensor: sum of the input's gradient forgotten",
     "TransformerEngine 3551": "context: the mask is forgotten on the ring",
@@ -61,25 +61,25 @@ ELSEWHERE = {  # thread -> the program that shows its mistake
     "miles 3231": "data: micro-batches' losses not divided",
     "mistral 194": "data: the same share on every rank",
     "ms-swift 7944": "tensor: rank 0's shards on all ranks",
-    "open-instruct 1498": LESSON,
+    "open-instruct 1498": LESSON_FILE,
     "picotron 5": "data: never averaged",
     "pytorch 144352": "pipeline: micro-batches count whole",
     "pytorch 149768": "tensor: bias added by each rank",
-    "pytorch 160285": LESSON,
+    "pytorch 160285": LESSON_FILE,
     "pytorch 162692": "data: a mean of means over other counts",
     "slapo 10": "tensor: bias added by each rank",
     "torchtitan 596": "tensor: clipped by the norm of each rank",
     "torchtitan 1373": "tensor: gradients of shared heads not summed",
-    "torchtitan 1805": LESSON,
+    "torchtitan 1805": LESSON_FILE,
     "transformers 24088": "zero: learning rate times ranks",
-    "transformers 34191": LESSON,
-    "tt-metal 55947": LESSON,
+    "transformers 34191": LESSON_FILE,
+    "tt-metal 55947": LESSON_FILE,
     "verl 4250": "context: targets are shifted within a share",
 }
 
 
 @dataclass(frozen=True)
-class Thread:
+class PublishedBug:
     """Published bug."""
 
     ranks: int
@@ -87,19 +87,19 @@ class Thread:
     program: Callable[[Any, bool], None]  # called with watch, and whether to make the mistake
     place: str  # regular expressions for the place and the words of the report
     words: str
-    said: str  # quoted from the thread
+    quote: str  # quoted from the thread
 
 
-def thread(
+def register_bug(
     name: str, ranks: int, plain: Program, place: str, words: str, said: str
 ) -> Callable[[Callable], Callable]:
     """Add the decorated program to the table."""
 
-    def kept(program: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
-        THREADS[name] = Thread(ranks, plain, program, place, words, said)
+    def register(program: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
+        BUGS[name] = PublishedBug(ranks, plain, program, place, words, said)
         return program
 
-    return kept
+    return register
 
 
 class Net(nn.Module):
@@ -120,9 +120,9 @@ class Net(nn.Module):
                 p.add_(0.1 * torch.randn_like(p))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.body(tokens))
+        return self.head(self.compute_hidden(tokens))
 
-    def body(self, tokens: Tensor) -> Tensor:
+    def compute_hidden(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
 
@@ -143,27 +143,27 @@ class Sparse(nn.Module):
         x = self.embedding(tokens)
         self.probabilities = self.router(x).softmax(-1)
         score, self.index = self.probabilities.topk(2)
-        return self.head(x + self.mixed(x, score))
+        return self.head(x + self.mix_experts(x, score))
 
-    def mixed(self, x: Tensor, score: Tensor) -> Tensor:
+    def mix_experts(self, x: Tensor, score: Tensor) -> Tensor:
         """Mix the outputs of a token's two experts by its scores."""
         return sum(
             (score * (self.index == int(e))).sum(-1, keepdim=True) * expert(x).tanh()
             for e, expert in self.experts.items()
         )
 
-    def counts(self) -> Tensor:
+    def count_choices(self) -> Tensor:
         """Return the number of choices of each expert."""
         return torch.bincount(self.index.flatten(), minlength=EXPERTS).float()
 
 
-def tokens(step: int = 0, length: int = LENGTH) -> Tensor:
+def make_tokens(step: int = 0, length: int = LENGTH) -> Tensor:
     """Return a step's batch."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(WORDS, (BATCH, length), generator=generator)
 
 
-def targets(x: Tensor) -> Tensor:
+def make_targets(x: Tensor) -> Tensor:
     """Return the next token of each token; the last token's is the first."""
     return x.roll(-1, 1)
 
@@ -172,21 +172,21 @@ def cross_entropy(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction=reduction)
 
 
-def one_loss(model: nn.Module, step: int) -> None:
+def run_backward(model: nn.Module, step: int) -> None:
     """Run forward and backward of a whole batch."""
-    x = tokens(step)
-    cross_entropy(model(x), targets(x)).backward()
+    x = make_tokens(step)
+    cross_entropy(model(x), make_targets(x)).backward()
 
 
-def nothing(*_: Any) -> None:
+def do_nothing(*_: Any) -> None:
     """Do nothing, in place of a forgotten call."""
 
 
 def train(
     watch: Any,
     model: nn.Module,
-    backward: Callable[[Any, int], None] = one_loss,
-    after: Callable[[Any], None] = nothing,
+    backward: Callable[[Any, int], None] = run_backward,
+    after: Callable[[Any], None] = do_nothing,
     optimizer: Any = None,
     steps: int = 1,
 ) -> None:
@@ -200,23 +200,23 @@ def train(
         optimizer.step()
 
 
-def plain(watch: Any) -> None:
+def train_plain(watch: Any) -> None:
     train(watch, Net())
 
 
-def plain_sparse(watch: Any) -> None:
+def train_sparse(watch: Any) -> None:
     train(watch, Sparse())
 
 
 # Helpers that run on ranks
 
 
-def mine(x: Tensor, dimension: int = 0) -> Tensor:
+def take_own_part(x: Tensor, dimension: int = 0) -> Tensor:
     """Return this rank's part."""
     return x.chunk(dist.get_world_size(), dimension)[dist.get_rank()]
 
 
-def summed(x: Tensor, group: Any = None) -> Tensor:
+def sum_over_ranks(x: Tensor, group: Any = None) -> Tensor:
     """Sum over ranks, without autograd."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
@@ -225,13 +225,13 @@ def summed(x: Tensor, group: Any = None) -> Tensor:
 
 def average_gradients(model: nn.Module) -> None:
     for p in model.parameters():
-        p.grad = summed(p.grad) / dist.get_world_size()
+        p.grad = sum_over_ranks(p.grad) / dist.get_world_size()
 
 
 # Tensor and sequence parallelism
 
 
-def cut(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
+def cut_block(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
     """Cut the block's two matrices over all ranks."""
     enter, leave = (edges.enter, edges.leave) if edges else (tp.copy_to, tp.reduce_from)
     net.up = tp.ColumnLinear(net.up, dist.group.WORLD, enter)
@@ -239,10 +239,10 @@ def cut(net: Net, row: type = tp.RowLinear, edges: Any = None) -> Net:
     return net
 
 
-@thread("xtuner 1004", 2, plain, "backward act$", "2 times .*sum over 2 ranks",
+@register_bug("xtuner 1004", 2, train_plain, "backward act$", "2 times .*sum over 2 ranks",
         "torch.distributed.nn's all_reduce sums in backward, too")  # fmt: skip
-def twice_summed(watch: Any, wrong: bool) -> None:
-    net = cut(Net())
+def sum_twice(watch: Any, wrong: bool) -> None:
+    net = cut_block(Net())
     if wrong:
         net.down.leave = lambda x, group: differentiable_all_reduce(x, group=group)
     train(watch, net)
@@ -259,37 +259,37 @@ class SharedBias(tp.RowLinear):
         return self.leave(F.linear(x, self.weight, b), self.group)
 
 
-@thread("torchtitan 4332", 4, plain, r"gradient down\.bias", "0.25 times .*4 ranks once too often",
+@register_bug("torchtitan 4332", 4, train_plain, r"gradient down\.bias", "0.25 .*4 ranks once",
         "bias / tp is differentiable: 1/tp of the bias's gradient")  # fmt: skip
-def divided_bias(watch: Any, wrong: bool) -> None:
-    net = cut(Net(), SharedBias)
+def divide_bias(watch: Any, wrong: bool) -> None:
+    net = cut_block(Net(), SharedBias)
     net.down.straight = not wrong
     train(watch, net)
 
 
-def permuted(rows: Tensor, head: int) -> Tensor:
+def permute_rows(rows: Tensor, head: int) -> Tensor:
     """Permute each head's rows: the two halves alternate, as rotary embeddings need them."""
     return rows.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def plain_permuted(watch: Any) -> None:
+def train_permuted(watch: Any) -> None:
     net = Net()
-    net.up.weight.data.copy_(permuted(net.up.weight.data, 8))
+    net.up.weight.data.copy_(permute_rows(net.up.weight.data, 8))
     train(watch, net)
 
 
-@thread("transformers 48519", 2, plain_permuted, "forward up$", "is another one",
+@register_bug("transformers 48519", 2, train_permuted, "forward up$", "for an unknown reason",
         "queries are permuted for rotation with a head size that is the part's")  # fmt: skip
-def permuted_part(watch: Any, wrong: bool) -> None:
-    net = cut(Net())
-    net.up.weight.data.copy_(permuted(net.up.weight.data, 4 if wrong else 8))
+def permute_part(watch: Any, wrong: bool) -> None:
+    net = cut_block(Net())
+    net.up.weight.data.copy_(permute_rows(net.up.weight.data, 4 if wrong else 8))
     train(watch, net)
 
 
 # Pipelines
 
 
-class First(nn.Module):
+class FirstStage(nn.Module):
     """Model without its head."""
 
     def __init__(self, net: Net) -> None:
@@ -298,10 +298,10 @@ class First(nn.Module):
             if name != "head":
                 setattr(self, name, child)
 
-    forward = Net.body
+    forward = Net.compute_hidden
 
 
-class Last(nn.Module):
+class LastStage(nn.Module):
     def __init__(self, net: Net) -> None:
         super().__init__()
         self.head = net.head
@@ -310,41 +310,41 @@ class Last(nn.Module):
         return self.head(x)
 
 
-def part(net: Net) -> nn.Module:
+def take_stage(net: Net) -> nn.Module:
     """Return this rank's part of a model of two stages."""
-    return (First, Last)[dist.get_rank()](net)
+    return (FirstStage, LastStage)[dist.get_rank()](net)
 
 
-def schedule(stage: nn.Module, parts: int, over: float = 1.0, scale: bool = False) -> Any:
+def build_schedule(stage: nn.Module, parts: int, over: float = 1.0, scale: bool = False) -> Any:
     """Build torch's own schedule; over: divisor of each micro-batch's loss."""
     staged = PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))
     loss = lambda logits, y: cross_entropy(logits, y) / over  # noqa: E731
     return ScheduleGPipe(staged, parts, loss, scale_grads=scale)
 
 
-def run(pipe: Any, x: Tensor) -> None:
+def run_schedule(pipe: Any, x: Tensor) -> None:
     """Run forward and backward of a batch."""
-    pipe.step(x) if dist.get_rank() == 0 else pipe.step(target=targets(x))
+    pipe.step(x) if dist.get_rank() == 0 else pipe.step(target=make_targets(x))
 
 
-def plain_accumulated(watch: Any) -> None:
+def train_accumulated(watch: Any) -> None:
     def backward(net: Net, step: int) -> None:
         for number in range(3):
-            x = tokens(number)
-            (cross_entropy(net(x), targets(x)) / 3).backward()
+            x = make_tokens(number)
+            (cross_entropy(net(x), make_targets(x)) / 3).backward()
 
     train(watch, Net(), backward)
 
 
-@thread("torchtitan 1733", 2, plain_accumulated, "gradient ", "where all should count alike",
+@register_bug("torchtitan 1733", 2, train_accumulated, "gradient ", "where all should count alike",
         "each step of the schedule divides all of .grad again")  # fmt: skip
-def divided_again(watch: Any, wrong: bool) -> None:
-    stage = part(Net())
-    pipe = schedule(stage, 2, over=3 if wrong else 6, scale=wrong)
+def divide_again(watch: Any, wrong: bool) -> None:
+    stage = take_stage(Net())
+    pipe = build_schedule(stage, 2, over=3 if wrong else 6, scale=wrong)
 
     def backward(net: nn.Module, step: int) -> None:
         for number in range(3):
-            run(pipe, tokens(number))
+            run_schedule(pipe, make_tokens(number))
 
     train(watch, stage, backward)
 
@@ -352,65 +352,71 @@ def divided_again(watch: Any, wrong: bool) -> None:
 LENGTHS = 4, 4, 6
 
 
-def plain_lengths(watch: Any) -> None:
+def train_lengths(watch: Any) -> None:
     def backward(net: Net, step: int) -> None:
         for number, length in enumerate(LENGTHS):
-            x = tokens(number, length)
-            (cross_entropy(net(x), targets(x)) / 3).backward()
+            x = make_tokens(number, length)
+            (cross_entropy(net(x), make_targets(x)) / 3).backward()
 
     train(watch, Net(), backward)
 
 
-@thread("Automodel 3530", 2, plain_lengths, "gradient ", "where all should count alike",
+@register_bug("Automodel 3530", 2, train_lengths, "gradient ", "where all should count alike",
         "a new sequence length begins new stages, and wipes what was accumulated")  # fmt: skip
-def wiped(watch: Any, wrong: bool) -> None:
-    stage = part(Net())
+def wipe_gradients(watch: Any, wrong: bool) -> None:
+    stage = take_stage(Net())
 
     def backward(net: nn.Module, step: int) -> None:
         pipe, last = None, 0
         for number, length in enumerate(LENGTHS):
             if length != last:
-                pipe, last = schedule(net, 2, over=6), length
+                pipe, last = build_schedule(net, 2, over=6), length
                 for p in net.parameters():
                     p.grad = None if wrong else p.grad
-            run(pipe, tokens(number, length))
+            run_schedule(pipe, make_tokens(number, length))
 
     train(watch, stage, backward)
 
 
-def tied_net() -> Net:
+def build_tied_net() -> Net:
     net = Net()
     net.embedding.weight.data.mul_(0.5)
     net.head.weight = net.embedding.weight
     return net
 
 
-def plain_tied(watch: Any) -> None:
-    train(watch, tied_net())
+def train_tied(watch: Any) -> None:
+    train(watch, build_tied_net())
 
 
-@thread("Megatron-LM 4641", 2, plain_tied, r"update embedding\.weight", "another optimizer",
+@register_bug("Megatron-LM 4641", 2, train_tied, r"update embedding\.weight", "another optimizer",
         "Muon updates the copy on the last stage, Adam the one on the first")  # fmt: skip
-def other_rule(watch: Any, wrong: bool) -> None:
-    net, rank = tied_net(), dist.get_rank()
-    stage = part(net)
-    pipe, ends = schedule(stage, 2, over=2), net.embedding.weight
+def use_other_optimizer(watch: Any, wrong: bool) -> None:
+    net, rank = build_tied_net(), dist.get_rank()
+    stage = take_stage(net)
+    pipe, ends = build_schedule(stage, 2, over=2), net.embedding.weight
     parameters = [*stage.parameters()]
     if wrong and rank:
         optimizer = torch.optim.Muon(parameters, 1e-2)
     else:
         optimizer = torch.optim.AdamW(parameters, 1e-2, foreach=False)
 
-    def after(stage: nn.Module) -> None:
-        ends.grad = summed(ends.grad)
+    def sum_tied_gradients(stage: nn.Module) -> None:
+        ends.grad = sum_over_ranks(ends.grad)
 
-    train(watch, stage, lambda stage, step: run(pipe, tokens(step)), after, optimizer)
+    train(
+        watch,
+        stage,
+        lambda stage, step: run_schedule(pipe, make_tokens(step)),
+        sum_tied_gradients,
+        optimizer,
+    )
 
 
 # Expert parallelism
 
 
-class Parted(Sparse):
+class ParallelSparse(Sparse):
     """Layer with four experts over ranks; all ranks have all tokens."""
 
     def __init__(self, sums: bool = True) -> None:
@@ -418,54 +424,54 @@ class Parted(Sparse):
         self.sums, share = sums, EXPERTS // dist.get_world_size()
         super().__init__(range(rank * share, rank * share + share))
 
-    def mixed(self, x: Tensor, score: Tensor) -> Tensor:
+    def mix_experts(self, x: Tensor, score: Tensor) -> Tensor:
         world = dist.group.WORLD
         if self.sums:  # the ranks' parts of gradients
             x, score = tp.copy_to(x, world), tp.copy_to(score, world)
-        return tp.reduce_from(super().mixed(x, score), world)
+        return tp.reduce_from(super().mix_experts(x, score), world)
 
 
-@thread("transformers 48205", 2, plain_sparse, r"(backward|gradient) (router|embedding)",
-        "nobody added", "a rank's gradient of the scores covers its own experts alone")  # fmt: skip
-def unsummed_scores(watch: Any, wrong: bool) -> None:
-    train(watch, Parted(sums=not wrong))
+@register_bug("transformers 48205", 2, train_sparse, r"(backward|gradient) (router|embedding)",
+        "not added up", "a rank's gradient of the scores covers its own experts alone")  # fmt: skip
+def skip_score_sum(watch: Any, wrong: bool) -> None:
+    train(watch, ParallelSparse(sums=not wrong))
 
 
-class Mispaired(Parted):
+class WronglyPaired(ParallelSparse):
     """Scores ordered by expert, choices by rank of choice: flattened, they pair wrongly."""
 
-    def mixed(self, x: Tensor, score: Tensor) -> Tensor:
+    def mix_experts(self, x: Tensor, score: Tensor) -> Tensor:
         by_expert = torch.zeros(*score.shape[:-1], EXPERTS).scatter(-1, self.index, score)
-        return super().mixed(x, by_expert[..., :2])
+        return super().mix_experts(x, by_expert[..., :2])
 
 
-@thread("transformers 45473", 2, plain_sparse, "forward (head)?$",
+@register_bug("transformers 45473", 2, train_sparse, "forward (head)?$",
         "right until the output of experts", "scores are paired with other experts")  # fmt: skip
-def mispaired(watch: Any, wrong: bool) -> None:
-    train(watch, Mispaired() if wrong else Parted())
+def pair_wrongly(watch: Any, wrong: bool) -> None:
+    train(watch, WronglyPaired() if wrong else ParallelSparse())
 
 
-def balance(model: Sparse, counts: Tensor, number: int) -> Tensor:
+def compute_balance_loss(model: Sparse, counts: Tensor, number: int) -> Tensor:
     """Return the auxiliary loss of `number` tokens: each expert's probability times its choices."""
     return EXPERTS * (model.probabilities.sum((0, 1)) * counts).sum() / number**2
 
 
-def plain_balanced(watch: Any) -> None:
+def train_balanced(watch: Any) -> None:
     def backward(model: Sparse, step: int) -> None:
-        x = tokens(step)
-        loss = cross_entropy(model(x), targets(x))
-        (loss + balance(model, model.counts(), x.numel())).backward()
+        x = make_tokens(step)
+        loss = cross_entropy(model(x), make_targets(x))
+        (loss + compute_balance_loss(model, model.count_choices(), x.numel())).backward()
 
     train(watch, Sparse(), backward)
 
 
-@thread("Megatron-LM 3672", 4, plain_balanced, "(backward|gradient) router", "auxiliary",
+@register_bug("Megatron-LM 3672", 4, train_balanced, "(backward|gradient) router", "auxiliary",
         "the balancing loss sums a rank's own probabilities over all ranks' tokens")  # fmt: skip
-def balance_of_own(watch: Any, wrong: bool) -> None:
+def balance_own_choices(watch: Any, wrong: bool) -> None:
     def backward(model: Sparse, step: int) -> None:
-        x = tokens(step)
-        loss = cross_entropy(model(mine(x)), mine(targets(x)))
-        own = balance(model, summed(model.counts()), x.numel())
+        x = make_tokens(step)
+        loss = cross_entropy(model(take_own_part(x)), take_own_part(make_targets(x)))
+        own = compute_balance_loss(model, sum_over_ranks(model.count_choices()), x.numel())
         (loss + (own if wrong else own * dist.get_world_size())).backward()
 
     train(watch, Sparse(), backward, average_gradients)
@@ -477,42 +483,42 @@ def balance_of_own(watch: Any, wrong: bool) -> None:
 MICRO = 4
 
 
-def micro_loss(net: nn.Module, number: int, of: Any = lambda x: x) -> Tensor:
+def compute_micro_loss(net: nn.Module, number: int, of: Any = lambda x: x) -> Tensor:
     """Return the loss of a micro-batch, or of this rank's part of it."""
-    x = tokens(number)
-    return cross_entropy(net(of(x)), of(targets(x))) / MICRO
+    x = make_tokens(number)
+    return cross_entropy(net(of(x)), of(make_targets(x))) / MICRO
 
 
-def plain_micro(watch: Any) -> None:
+def train_micro_batches(watch: Any) -> None:
     def backward(net: Net, step: int) -> None:
         for number in range(MICRO):
-            micro_loss(net, number).backward()
+            compute_micro_loss(net, number).backward()
 
     train(watch, Net(), backward)
 
 
-@thread("build-nanogpt 30", 2, plain_micro, "gradient ", "where all should count alike",
+@register_bug("build-nanogpt 30", 2, train_micro_batches, "gradient ", "should count alike",
         "the flag that DDP reads in forward is set after it")  # fmt: skip
-def flag_too_late(watch: Any, wrong: bool) -> None:
+def set_flag_late(watch: Any, wrong: bool) -> None:
     def backward(net: Any, step: int) -> None:
         for number in range(MICRO):
             if not wrong:
                 net.require_backward_grad_sync = number == MICRO - 1
-            loss = micro_loss(net, number, mine)
+            loss = compute_micro_loss(net, number, take_own_part)
             net.require_backward_grad_sync = number == MICRO - 1
             loss.backward()
 
     train(watch, DistributedDataParallel(Net()), backward)
 
 
-@thread("DeepSpeed 1800", 2, plain_micro, "gradient ", "bfloat16",
+@register_bug("DeepSpeed 1800", 2, train_micro_batches, "gradient ", "bfloat16",
         "gradients of micro-batches are added up in bfloat16")  # fmt: skip
-def added_in_bf16(watch: Any, wrong: bool) -> None:
+def add_in_bf16(watch: Any, wrong: bool) -> None:
     def backward(net: Net, step: int) -> None:
         total = [torch.zeros_like(p).bfloat16() if wrong else 0 * p for p in net.parameters()]
         for number in range(MICRO):
             net.zero_grad()
-            micro_loss(net, number, mine).backward()
+            compute_micro_loss(net, number, take_own_part).backward()
             for one, p in zip(total, net.parameters(), strict=True):
                 one.data += p.grad.to(one.dtype)
         for one, p in zip(total, net.parameters(), strict=True):
@@ -524,30 +530,30 @@ def added_in_bf16(watch: Any, wrong: bool) -> None:
 ROWS, SHARE = 32, 4  # rows of the data, rows of a rank's batch
 
 
-def rows(epoch: int, batch: int, rank: int) -> Tensor:
+def take_rows(epoch: int, batch: int, rank: int) -> Tensor:
     """Return a rank's share of a batch in an epoch, of two ranks: [share, length]."""
     sampler = DistributedSampler(range(ROWS), 2, rank, seed=7)
     sampler.set_epoch(epoch)
-    everything = torch.cat([tokens(n) for n in range(ROWS // BATCH)])
+    everything = torch.cat([make_tokens(n) for n in range(ROWS // BATCH)])
     return everything[[*sampler][batch * SHARE : (batch + 1) * SHARE]]
 
 
-def plain_second_epoch(watch: Any) -> None:
+def train_second_epoch(watch: Any) -> None:
     """Train on the third batch of the second epoch."""
 
     def backward(net: Net, step: int) -> None:
-        x = torch.cat([rows(1, 2 + step, rank) for rank in (0, 1)])
-        cross_entropy(net(x), targets(x)).backward()
+        x = torch.cat([take_rows(1, 2 + step, rank) for rank in (0, 1)])
+        cross_entropy(net(x), make_targets(x)).backward()
 
     train(watch, Net(), backward)
 
 
-@thread("accelerate 4071", 2, plain_second_epoch, "backward (head)?$", "is it the same batch",
+@register_bug("accelerate 4071", 2, train_second_epoch, "backward (head)?$", "is it the same batch",
         "a loader that is resumed within an epoch shuffles as in the first one")  # fmt: skip
-def shuffled_anew(watch: Any, wrong: bool) -> None:
+def shuffle_again(watch: Any, wrong: bool) -> None:
     def backward(net: Net, step: int) -> None:
-        x = rows(0 if wrong else 1, 2 + step, dist.get_rank())
-        cross_entropy(net(x), targets(x)).backward()
+        x = take_rows(0 if wrong else 1, 2 + step, dist.get_rank())
+        cross_entropy(net(x), make_targets(x)).backward()
 
     train(watch, Net(), backward, average_gradients)
 
@@ -566,7 +572,7 @@ class Gain(nn.Module):
         return x * self.weight
 
 
-class Gained(nn.Module):
+class GainModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = Gain()
@@ -575,7 +581,7 @@ class Gained(nn.Module):
         return self.gain(x)
 
 
-def exact() -> Tensor:
+def make_exact_numbers() -> Tensor:
     """Return numbers whose products and half sums are exact in bfloat16, but not the whole sum.
 
     So the sum of the two halves is the only operation that can round.
@@ -586,21 +592,21 @@ def exact() -> Tensor:
     return x
 
 
-def plain_gained(watch: Any) -> None:
-    train(watch, Gained(), lambda model, step: model(exact()).sum().backward())
+def train_gained(watch: Any) -> None:
+    train(watch, GainModel(), lambda model, step: model(make_exact_numbers()).sum().backward())
 
 
-@thread("pytorch 190626", 2, plain_gained, r"gradient gain\.weight", "the digits of bfloat16",
+@register_bug("pytorch 190626", 2, train_gained, r"gradient gain\.weight", "the digits of bfloat16",
         "reduce_dtype=float32 is not that of the sum over tensor-parallel ranks")  # fmt: skip
-def narrow_sum(watch: Any, wrong: bool) -> None:
+def sum_in_narrow_dtype(watch: Any, wrong: bool) -> None:
     """With accumulation, FSDP2 keeps gradients and the sum over ranks in reduce_dtype."""
-    model, mesh = Gained(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model, mesh = GainModel(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(model, mesh["tensor"], {"gain": SequenceParallel()})
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)
 
     def backward(model: Any, step: int) -> None:
-        parts = mine(exact(), 1).chunk(1 if wrong else 2)
+        parts = take_own_part(make_exact_numbers(), 1).chunk(1 if wrong else 2)
         for number, x in enumerate(parts):
             model.set_requires_gradient_sync(number == len(parts) - 1)
             y = model(x)

@@ -20,7 +20,7 @@ from shardlab.gpt.model import Config
 from shardlab.layout import Layout
 
 Plan = Callable[[Random, int], dict[str, Any]]  # ranks -> further drawn options
-RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW, no decay": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95)}),
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -32,15 +32,15 @@ DTYPES = (torch.float32,) * 6 + (torch.float64,) * 3 + (torch.bfloat16,)
 
 
 @dataclass(frozen=True)
-class Drawn(Row):
+class RandomRow(Row):
     """Row with an optimizer of its own, and maybe a model of transformers."""
 
-    rule: str = "AdamW"
+    optimizer_name: str = "AdamW"
     family: str = "GPT"
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Return an optimizer that steps one tensor after the other."""
-        kind, options = RULES[self.rule]
+        kind, options = OPTIMIZERS[self.optimizer_name]
         return kind(model.parameters(), foreach=False, **options)
 
     def made(self, config: Config | None) -> nn.Module:
@@ -84,7 +84,7 @@ class Kind:
 
     technique: str
     plan: Plan
-    often: int = 1  # weight in the draw
+    weight: int = 1  # weight in the draw
     ranks: tuple[int, ...] = (2,) * 20 + (3,) * 6 + (4,) * 6 + (8,)
     accumulates: bool = False  # every copy has micro-batches
     clips: bool = True
@@ -95,17 +95,17 @@ class Kind:
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
 
-def copies(**more: tuple[Any, ...]) -> Plan:
+def plan_copies(**more: tuple[Any, ...]) -> Plan:
     """Return a plan with copies and a draw from each of `more`."""
     return lambda r, n: {"dp": n} | {name: r.choice(values) for name, values in more.items()}
 
 
-def one(axis: str, **more: tuple[Any, ...]) -> Plan:
+def plan_axis(axis: str, **more: tuple[Any, ...]) -> Plan:
     """Return a plan with one cut along `axis`."""
     return lambda r, n: {axis: n} | {name: r.choice(values) for name, values in more.items()}
 
 
-def staged(*names: str, filled: bool = False) -> Plan:
+def plan_pipeline(*names: str, filled: bool = False) -> Plan:
     """Return a plan for a pipeline and its micro-batches; filled: at least as many as stages."""
 
     def plan(r: Random, n: int) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def staged(*names: str, filled: bool = False) -> Plan:
     return plan
 
 
-def mesh(r: Random, n: int) -> dict[str, Any]:
+def plan_mesh(r: Random, n: int) -> dict[str, Any]:
     """Draw several cuts at once."""
     pairs = [
         (a, b, n // a // b) for a in range(1, n + 1) for b in range(1, n + 1) if n % (a * b) == 0
     ]
     d, p, t = r.choice([each for each in pairs if max(each) < n or n < 4])
-    plan = staged("naive", "gpipe", "1f1b", "interleaved")(r, p) if p > 1 else {}
+    plan = plan_pipeline("naive", "gpipe", "1f1b", "interleaved")(r, p) if p > 1 else {}
     zero = r.choice((0, 1) if p > 1 else (0, 1, 2, 3)) if d > 1 else 0
     more = {
         "sequence_parallel": t > 1 and r.random() < 0.5,
@@ -133,7 +133,7 @@ def mesh(r: Random, n: int) -> dict[str, Any]:
     return {"dp": d, "tp": t, "zero": zero} | plan | more
 
 
-def over_copies(zero: tuple[int, ...]) -> Plan:
+def plan_tp_in_copies(zero: tuple[int, ...]) -> Plan:
     """Return a plan with tensor groups within copies."""
     return lambda r, n: {"dp": n // 2, "tp": 2, "zero": r.choice(zero)}
 
@@ -143,30 +143,31 @@ WAYS = {"way": ("ring", "ulysses"), "layout": ("zigzag", "contiguous")}
 ALL = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"
 EVEN = (4,) * 9 + (8,)
 KINDS = (
-    Kind("data", copies(way=("hooks", "parameters", "buckets")), 2, accumulates=True, uneven=True),
-    Kind("DDP", copies(), accumulates=True, uneven=True),
-    Kind("zero", copies(zero=(1, 2, 3)), 3, accumulates=True, uneven=True),
-    Kind("FSDP2", copies(zero=(2, 3)), accumulates=True, uneven=True),
-    Kind("DDP", copies(), accumulates=True, family=FAMILIES, dtypes=NO_DOUBLE),
-    Kind("FSDP2", copies(zero=(2, 3)), accumulates=True, family=FAMILIES, dtypes=NO_DOUBLE),
-    Kind("DeepSpeed", copies(zero=(1, 2, 3)), accumulates=True, dtypes=(torch.float32,)),
-    Kind("tensor", one("tp", sequence_parallel=(False, True), recompute=("none", "full")), 3),
-    Kind("DTensor", one("tp"), clips=False),
-    Kind("DTensor", over_copies((0,)), ranks=EVEN, clips=False),
-    Kind("tensor in copies", over_copies((0, 1, 2, 3)), ranks=EVEN, clips=False),
-    Kind("context", one("cp", recompute=("none", "full"), **WAYS), 3),
+    Kind("data", plan_copies(way=("hooks", "parameters", "buckets")), 2,
+         accumulates=True, uneven=True),
+    Kind("DDP", plan_copies(), accumulates=True, uneven=True),
+    Kind("zero", plan_copies(zero=(1, 2, 3)), 3, accumulates=True, uneven=True),
+    Kind("FSDP2", plan_copies(zero=(2, 3)), accumulates=True, uneven=True),
+    Kind("DDP", plan_copies(), accumulates=True, family=FAMILIES, dtypes=NO_DOUBLE),
+    Kind("FSDP2", plan_copies(zero=(2, 3)), accumulates=True, family=FAMILIES, dtypes=NO_DOUBLE),
+    Kind("DeepSpeed", plan_copies(zero=(1, 2, 3)), accumulates=True, dtypes=(torch.float32,)),
+    Kind("tensor", plan_axis("tp", sequence_parallel=(False, True), recompute=("none", "full")), 3),
+    Kind("DTensor", plan_axis("tp"), clips=False),
+    Kind("DTensor", plan_tp_in_copies((0,)), ranks=EVEN, clips=False),
+    Kind("tensor in copies", plan_tp_in_copies((0, 1, 2, 3)), ranks=EVEN, clips=False),
+    Kind("context", plan_axis("cp", recompute=("none", "full"), **WAYS), 3),
     Kind("experts", lambda r, n: {"dp": n, "ep": n}, 2, model=SPARSE),
     Kind("experts", lambda r, n: {"dp": 4, "ep": 2}, ranks=(4,), model=SPARSE),
-    Kind("pipeline", staged(*ALL), 3, clips=False),
-    Kind("torch's pipeline", staged("gpipe", "1f1b", "interleaved", "zb-v", filled=True),
+    Kind("pipeline", plan_pipeline(*ALL), 3, clips=False),
+    Kind("torch's pipeline", plan_pipeline("gpipe", "1f1b", "interleaved", "zb-v", filled=True),
          clips=False, tied=(False,)),
-    Kind("mesh", mesh, 4),
+    Kind("mesh", plan_mesh, 4),
 )  # fmt: skip
-DRAWN_FROM = [kind for kind in KINDS for _ in range(kind.often)]
+DRAWN_FROM = [kind for kind in KINDS for _ in range(kind.weight)]
 FIELDS = Layout.__dataclass_fields__
 
 
-def drawn(seed: int) -> Drawn:
+def draw_row(seed: int) -> RandomRow:
     """Draw the right program of a seed."""
     r = Random(seed)
     kind = r.choice(DRAWN_FROM)
@@ -183,14 +184,15 @@ def drawn(seed: int) -> Drawn:
     sizes = tuple(m * r.choice((1, 1, 2)) for _ in range(1)) * layout.dp
     if kind.uneven and m == 1 and r.random() < 0.3:
         sizes = tuple(r.randint(1, 3) for _ in range(layout.dp))
-    return Drawn(
-        kind.technique, f"seed {seed}", shape(r, kind, layout, options), layout, FLOAT32, sizes,
-        options, steps=r.choice((1, 1, 2)), clip=clip, rule=r.choice(list(RULES)),
-        dtype=r.choice(kind.dtypes), family=r.choice(kind.family),
+    return RandomRow(
+        kind.technique, f"seed {seed}", draw_shape(r, kind, layout, options), layout, FLOAT32,
+        sizes, options, steps=r.choice((1, 1, 2)), clip=clip,
+        optimizer_name=r.choice(list(OPTIMIZERS)), dtype=r.choice(kind.dtypes),
+        family=r.choice(kind.family),
     )  # fmt: skip
 
 
-def shape(r: Random, kind: Kind, layout: Layout, options: dict[str, Any]) -> Config:
+def draw_shape(r: Random, kind: Kind, layout: Layout, options: dict[str, Any]) -> Config:
     """Draw a model that this plan can cut, with shapes as odd as possible."""
     t, c, parts = layout.tp, layout.cp, layout.pp * layout.chunks
     many = lcm(t, c if options.get("way") == "ulysses" else 1)

@@ -120,4 +120,4 @@ def test_programs_on_gpus_are_compared():
         optimizer.step()
 
     report = parity.check(program, program, 2, draws=1)
-    assert report.equal and report.compared > 10, report
+    assert report.is_equal and report.num_compared > 10, report

@@ -11,106 +11,114 @@ from typing import Any
 import pytest
 import torch
 from commands import ran
-from parity_measured import measured, table
-from parity_mistakes import MISTAKES, PROGRAMS, items, section
+from parity_measured import make_table, measure_mistakes
+from parity_mistakes import MISTAKES, PROGRAMS, list_items, read_section
 from parity_programs import (
     RIGHT,
     Program,
     Row,
-    beside,
-    compared,
-    parallel,
-    reference,
+    compare_cases,
+    make_case,
+    make_parallel_program,
+    name_plain_program,
 )
 
 from shardlab import context_parallel as cp
 from shardlab import ranks
 from shardlab.common import show
 from shardtools import parity
-from shardtools.parity.places import in_any_order, pieces, proposals
-from shardtools.parity.programs import judged, matched, recorded, refuse_plain
+from shardtools.parity.places import propose_permuted, propose_pieces, propose_places
+from shardtools.parity.programs import build_report, check_plain_run, match_program, record_program
 from shardtools.parity.record import Record
 
 LESSONS = show.ROOT / "lessons"
 
 
 @cache
-def reports() -> dict[str, Any]:
+def compute_reports() -> dict[str, Any]:
     """Return the reports on right and wrong programs, and on the wrong programs' controls."""
-    right = {name: beside(row, parallel(row)) for name, row in RIGHT.items()}
+    right = {name: make_case(row, make_parallel_program(row)) for name, row in RIGHT.items()}
     controls = {
-        control(one.row): beside(one.row, parallel(one.row, one.control))
+        name_control(one.row): make_case(one.row, make_parallel_program(one.row, one.control))
         for one in PROGRAMS.values()
     }
-    wrong = {name: beside(one.row, one.program()) for name, one in PROGRAMS.items()}
-    return compared(right | wrong | controls)
+    wrong = {name: make_case(one.row, one.program()) for name, one in PROGRAMS.items()}
+    return compare_cases(right | wrong | controls)
 
 
-def control(row: Row) -> str:
+def name_control(row: Row) -> str:
     """Return a name of the wrong program without its mistake."""
-    return f"{row.technique} {row.layout} {row.options} {reference(row)}"
+    return f"{row.technique} {row.layout} {row.options} {name_plain_program(row)}"
 
 
-@pytest.mark.timeout(1800)  # the first test waits for all
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark_in.timeout(1800)  # the first test waits for all
+@pytest.mark_in.parametrize("name", RIGHT)
 def test_a_right_program_is_silent(name):
-    report = reports()[name]
-    assert report.equal, report
-    assert report.compared > 50 and max(report.worst.values()) < 1
+    report = compute_reports()[name]
+    assert report.is_equal, report
+    assert report.num_compared > 50 and max(report.tolerance_used.values()) < 1
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark_in.timeout(1800)
+@pytest.mark_in.parametrize("name", PROGRAMS)
 def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(name):
-    one, report = PROGRAMS[name], reports()[name]
-    assert not report.equal
-    key, words = report.first.key, str(report).replace("\n", " ")
+    one, report = PROGRAMS[name], compute_reports()[name]
+    assert not report.is_equal
+    key, words = report.first_finding.key, str(report).replace("\n", " ")
     assert re.search(one.place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(one.words, words), report
-    without = reports()[control(one.row)]
-    assert without.equal, without
+    without = compute_reports()[name_control(one.row)]
+    assert without.is_equal, without
 
 
 # Mistakes that lessons show
 
 
-@pytest.mark.parametrize("lesson", sorted(path.stem for path in LESSONS.glob("*.md")))
+@pytest.mark_in.parametrize("lesson", sorted(path.stem for path in LESSONS.glob("*.md")))
 def test_every_mistake_of_a_lesson_has_a_program_or_says_why_not(lesson):
     if lesson == "parity":
         pytest.skip("it is about finding them")
     mine = [one for one in MISTAKES if one.lesson == lesson]
     text = (LESSONS / f"{lesson}.md").read_text("utf-8")
     for one in mine:
-        assert one.where in text, f"{one.where!r} does not stand in {lesson}"
-        assert bool(one.why) != (one.program in PROGRAMS), one
-    for item in items(section(lesson)):
-        known = any(item.startswith(one.where) for one in mine)
-        assert known, f"{lesson}: {item!r} has no row in parity_mistakes.SHOWN"
+        assert one.quote in text, f"{one.quote!r} does not stand in {lesson}"
+        assert bool(one.no_program) != (one.program in PROGRAMS), one
+    for item in list_items(read_section(lesson)):
+        known = any(item.startswith(one.quote) for one in mine)
+        assert known, f"{lesson}: {item!r} has no row in parity_mistakes.LESSON_MISTAKES"
 
 
 def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
-    found = {name: {"parity": reports()[name].first.key.step + 1} for name in PROGRAMS}
-    columns = "lesson", "where", "program", "why", "parity"
-    wanted = [tuple(row[name] for name in columns) for row in table(found)]
+    found = {
+        name: {"parity_step": compute_reports()[name].first_finding.key.step + 1}
+        for name in PROGRAMS
+    }
+    columns = "lesson", "quote", "program", "no_program", "parity_step"
+    wanted = [tuple(row[name] for name in columns) for row in make_table(found)]
     again = "run tests/parity_measured.py again"
-    assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted, again
+    assert [tuple(getattr(row, n) for n in columns) for row in parity.load_mistakes()] == wanted, (
+        again
+    )
 
 
-@pytest.mark.weekly("trains each of them for 20 steps")
-@pytest.mark.timeout(900)
+@pytest.mark_in.weekly("trains each of them for 20 steps")
+@pytest.mark_in.timeout(900)
 def test_what_finds_a_mistake_is_measured():
-    columns = "program", "digits", "loss", "types", "parity"
-    wanted = [tuple(row[n] for n in columns) for row in table(measured(reports(), list(PROGRAMS)))]
-    assert [tuple(getattr(row, n) for n in columns) for row in parity.mistakes()] == wanted
+    columns = "program", "digits_step", "loss_step", "types", "parity_step"
+    wanted = [
+        tuple(row[n] for n in columns)
+        for row in make_table(measure_mistakes(compute_reports(), list(PROGRAMS)))
+    ]
+    assert [tuple(getattr(row, n) for n in columns) for row in parity.load_mistakes()] == wanted
 
 
 # Programs that cannot be compared
 
 
-def trained(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any) -> Program:
+def make_program(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any) -> Program:
     """Return a small program as a user may write it."""
 
-    def program(watch: Any) -> None:
+    def train(watch: Any) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
         model = other.get("model", lambda model: model)(model)
@@ -122,65 +130,77 @@ def trained(steps: int = 1, lr: float = 0.1, watched: bool = True, **other: Any)
             model(other.get("batch", torch.ones)(3, 4)).square().mean().backward()
             optimizer.step()
 
-    return program
+    return train
 
 
-def renumbered(model: torch.nn.Module) -> torch.nn.Module:
+def wrap_layers(model: torch.nn.Module) -> torch.nn.Module:
     """Return the same layers under other names."""
     return torch.nn.Sequential(model)
 
 
-def chance(*shape: int) -> torch.Tensor:
+def draw_random(*shape: int) -> torch.Tensor:
     """Return random numbers without a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(time.perf_counter_ns()))
 
 
-def by_chance(model: torch.nn.Module) -> torch.nn.Module:
+def randomize_weights(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model with initial weights from no seed."""
     with torch.no_grad():
-        model[0].weight.copy_(chance(8, 4))
+        model[0].weight.copy_(draw_random(8, 4))
     return model
 
 
 REFUSED = {  # a plain and a parallel program, and the words of the error
-    "nobody watches": (trained(), trained(watched=False), "parallel: rank 0: .*watch"),
-    "no step": (trained(0), trained(), "plain: .*took no step"),
-    "nothing trained": (trained(lr=0.0), trained(lr=0.0), "plain: no weight moved"),
-    "other steps": (trained(2), trained(3), "3 optimizer steps, .* 2"),
-    "other names": (trained(), trained(model=renumbered), r"parallel: .*0\.0\.bias, .*rename"),
-    "other weights each time": (trained(model=by_chance), trained(), "plain: .*weights .0.weight"),
-    "other batches each time": (trained(batch=chance), trained(), "plain: .*outputs"),
+    "nobody watches": (make_program(), make_program(watched=False), "parallel: rank 0: .*watch"),
+    "no step": (make_program(0), make_program(), "plain: .*took no step"),
+    "nothing trained": (make_program(lr=0.0), make_program(lr=0.0), "plain: no weight moved"),
+    "other steps": (make_program(2), make_program(3), r"3 optimizer steps; .* \(2"),
+    "other names": (
+        make_program(),
+        make_program(model=wrap_layers),
+        r"parallel: .*0\.0\.bias, .*rename",
+    ),
+    "other weights each time": (
+        make_program(model=randomize_weights),
+        make_program(),
+        "plain: .*weights .0.weight",
+    ),
+    "other batches each time": (
+        make_program(batch=draw_random),
+        make_program(),
+        "plain: .*outputs",
+    ),
 }
-RENAMED = trained(model=renumbered, more={"rename": lambda name: name.partition(".")[2]})
+RENAMED = make_program(model=wrap_layers, more={"rename": lambda name: name.partition(".")[2]})
 
 
 @cache
-def small() -> dict[str, Any]:
+def compare_small_programs() -> dict[str, Any]:
     """Return the report, or the error line, for plain and parallel programs on one rank."""
 
-    def work() -> dict[str, Any]:
+    def compare_all() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, (one, other, _) in (REFUSED | {"renamed": (trained(), RENAMED, "")}).items():
+        for name, (one, other, _) in (REFUSED | {"renamed": (make_program(), RENAMED, "")}).items():
             try:
-                record = recorded(one, 1)
-                refuse_plain(record)
-                found[name] = judged(record, [matched(other, record)])
+                record = record_program(one, 1)
+                check_plain_run(record)
+                found[name] = build_report(record, [match_program(other, record)])
             except ValueError as error:
                 found[name] = str(error)
         return found
 
-    return ranks.run(work, 1, device="cpu")[0]
+    return ranks.run(compare_all, 1, device="cpu")[0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark_in.parametrize("name", REFUSED)
 def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
-    said = small()[name]
+    said = compare_small_programs()[name]
     assert isinstance(said, str) and "\n" not in said, said
-    assert re.search(REFUSED[name][2], said) and re.search("needed|allowed|give watch", said)
+    assert re.search(REFUSED[name][2], said) and re.search("must|call|pass", said)
 
 
 def test_renamed_parameters_are_compared():
-    assert small()["renamed"].equal, small()["renamed"]
+    assert compare_small_programs()["renamed"].is_equal, compare_small_programs()["renamed"]
 
 
 # Placement of a part in a tensor
@@ -201,15 +221,19 @@ def test_a_cut_a_flat_piece_and_rows_in_any_order_are_found():
     for name, cut in CUTS.items():
         for rank in range(4):
             part = cut(whole, rank, 4)
-            found = [p for p in proposals(part.shape, whole.shape, rank) if p.of(whole).equal(part)]
+            found = [
+                p
+                for p in propose_places(part.shape, whole.shape, rank)
+                if p.take_from(whole).equal(part)
+            ]
             assert found, (name, rank)
             had = torch.zeros(whole.shape, dtype=torch.bool)
-            found[0].mark(had)
+            found[0].mark_in(had)
             assert had.sum() == min(part.numel(), whole.numel())
     piece = whole.chunk(2, 1)[1].flatten()[50:120]
-    assert any(p.of(whole).equal(piece) for p in pieces(piece, whole, 4))
+    assert any(p.take_from(whole).equal(piece) for p in propose_pieces(piece, whole, 4))
     rows = whole.chunk(2, 1)[1][torch.randperm(16)[:9]]
-    assert any(p and p.of(whole).equal(rows) for p in in_any_order(rows, whole))
+    assert any(p and p.take_from(whole).equal(rows) for p in propose_permuted(rows, whole))
 
 
 # A folder in place of memory, and scripts in place of functions
@@ -254,10 +278,10 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
         capsys, "parity", "--draws", "1", "--folder", "kept", "plain.py", "--", *command
     )
     assert status == 1 and not err, err
-    assert "step 1, gradient of 2.bias, ranks 0, 1: is 2 times the right one: a sum over 2" in out
+    assert "step 1, gradient of 2.bias, ranks 0, 1: is 2 times the right value: a sum over 2" in out
     record = Record.load(tmp_path / "kept")  # equal to a record in memory
     assert record.steps == 2 and record.noise and (tmp_path / "kept/rank-1.pt").exists()
-    assert all(record.whole(key) is not None for key in record.parts)
+    assert all(record.full_tensor(key) is not None for key in record.parts)
 
     def says(plain: str, *options: str) -> str:
         (tmp_path / "other.py").write_text(plain)
@@ -265,8 +289,10 @@ def test_two_scripts_are_compared(tmp_path, capsys, monkeypatch):
         assert status == 2 and not out
         return err
 
-    assert "folder='kept': it holds 'index.pt'" in says(PLAIN, "--folder", "kept")
-    assert "plain: it never called parity.watch" in says("pass")
+    assert "folder='kept': must be new or empty, but it holds 'index.pt'" in says(
+        PLAIN, "--folder", "kept"
+    )
+    assert "plain: must call parity.watch" in says("pass")
     failed = says("raise KeyError('which')")  # without a folder: the script's whole output is shown
     assert "line 1, in <module>" in failed and "KeyError: 'which'\n" in failed
-    assert "ended with status 1; what it printed stands above" in failed
+    assert "ended with status 1; see its output above" in failed

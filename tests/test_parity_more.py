@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parity_programs import GPT2, Program, batch, compared, data, plain_loss
+from parity_programs import GPT2, Program, compare_cases, join_batch, make_data_row, plain_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ from shardlab import data_parallel as dp
 from shardlab.gpt.model import GPT
 from shardtools import parity
 
-ROW = data()
+ROW = make_data_row()
 
 # A regression over the samples of an epoch, in batches.
 
@@ -32,15 +32,15 @@ LENGTHS = [1 + n % 5 for n in range(SAMPLES)]  # each sample's loss is the mean 
 
 
 @dataclass(frozen=True)
-class Job:
+class EpochProgram:
     """Settings of a program of two epochs; the default program is right."""
 
     micro: int = 1
-    tell: bool = True
+    declares_samples: bool = True
     order: Callable[[int], int] = lambda epoch: epoch  # seed of an epoch's order
     share: Callable[[Tensor, int, int], Tensor] = lambda ids, rank, n: ids[rank::n]
 
-    def batches(self) -> Iterator[Tensor]:
+    def yield_batches(self) -> Iterator[Tensor]:
         for epoch in range(2):
             seed = torch.Generator().manual_seed(self.order(epoch))
             yield from torch.randperm(SAMPLES, generator=seed).split(BATCH)
@@ -54,10 +54,10 @@ class Job:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
         optimizer = torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
         watch(model, optimizer)
-        for ids in self.batches():
+        for ids in self.yield_batches():
             mine = self.share(ids, rank, n)
-            if self.tell:
-                watch.samples(mine)
+            if self.declares_samples:
+                watch.declare_samples(mine)
             optimizer.zero_grad()
             for part in mine.tensor_split(self.micro):
                 errors = F.mse_loss(model(data[part]), wanted[part], reduction="none")[has[part]]
@@ -67,7 +67,7 @@ class Job:
             optimizer.step()
 
 
-def padded(ids: Tensor, rank: int, n: int) -> Tensor:
+def pad_share(ids: Tensor, rank: int, n: int) -> Tensor:
     """Pad the shares to equal length, as torch's DistributedSampler does."""
     lacking = -len(ids) % (2 * n)
     return torch.cat((ids, ids[:lacking]))[rank::n]
@@ -76,51 +76,51 @@ def padded(ids: Tensor, rank: int, n: int) -> Tensor:
 # Other kinds of programs, in copies.
 
 
-def here(x: Tensor) -> Tensor:
+def take_share(x: Tensor) -> Tensor:
     """Return this rank's share of a batch."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    x, y = batch(ROW, step)
-    return here(x), here(y)
+def make_tokens(step: int) -> tuple[Tensor, Tensor]:
+    x, y = join_batch(ROW, step)
+    return take_share(x), take_share(y)
 
 
-def alike(change: Callable[[Tensor], None]) -> Callable[[int], tuple[Tensor, Tensor]]:
+def deal_equal_rows(change: Callable[[Tensor], None]) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Deal batches with equal rows to ranks."""
 
-    def dealt(step: int) -> tuple[Tensor, Tensor]:
-        pair = batch(ROW, step)
+    def deal_batch(step: int) -> tuple[Tensor, Tensor]:
+        pair = join_batch(ROW, step)
         change(pair[0])
         return tuple(z[dist.get_rank() :: dist.get_world_size()] for z in pair)
 
-    return dealt
+    return deal_batch
 
 
-def begin_alike(x: Tensor) -> None:
+def set_equal_starts(x: Tensor) -> None:
     x[:, 0] = 1
 
 
-def language() -> nn.Module:
+def build_model() -> nn.Module:
     return ROW.model(GPT2)
 
 
-def same(model: nn.Module) -> nn.Module:
+def return_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def ddp(model: nn.Module) -> nn.Module:
+def wrap_ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def ddp_without_embedding(model: nn.Module) -> nn.Module:
+def wrap_ddp_partly(model: nn.Module) -> nn.Module:
     """Return DDP that does not average the gradients of the embedding and the head."""
     kind = nn.parallel.DistributedDataParallel
     kind._set_params_and_buffers_to_ignore_for_model(model, ["embedding.weight", "head.weight"])
     return kind(model)
 
 
-def fsdp(model: nn.Module) -> nn.Module:
+def wrap_fsdp(model: nn.Module) -> nn.Module:
     """Return FSDP2 that computes in bfloat16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -129,28 +129,28 @@ def fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compile_first_block(model: nn.Module) -> nn.Module:
     """Compile the first block of a model in place."""
     model.blocks[0].compile(backend="aot_eager")
     return model
 
 
-def warm(model: nn.Module) -> nn.Module:
+def compile_blocks(model: nn.Module) -> nn.Module:
     """Compile each block before the program is watched."""
     for block in model.blocks:
         block.compile(backend="eager")
-    model(tokens(0)[0])
+    model(make_tokens(0)[0])
     return model
 
 
 @dataclass(frozen=True)
-class Kind:
+class CopiesProgram:
     """Program of a model, trained in copies; on one rank it is the plain program."""
 
-    model: Callable[[], nn.Module] = language
-    batch: Callable[[int], tuple[Tensor, Tensor]] = tokens
-    wrap: Callable[[nn.Module], nn.Module] = same
-    made: Callable[[nn.Module], nn.Module] = same
+    model: Callable[[], nn.Module] = build_model
+    batch: Callable[[int], tuple[Tensor, Tensor]] = make_tokens
+    wrap: Callable[[nn.Module], nn.Module] = return_model
+    made: Callable[[nn.Module], nn.Module] = return_model
     cast: bool = False
     micro: int = 1
 
@@ -174,7 +174,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Summed:
+class SumProgram:
     """Step on rows of one class each, whose gradients are sums over all rows."""
 
     rows: int
@@ -199,7 +199,7 @@ class Summed:
         optimizer.step()
 
 
-def turned(gradient: Tensor) -> Tensor:
+def flip_rounding(gradient: Tensor) -> Tensor:
     """Move the gradient closest to a rounding boundary of 16 bits to the boundary's other side."""
     low = gradient.view(torch.int32).flatten() & 0xFFFF
     nearest = (low - 0x8000).abs().argmin()
@@ -208,10 +208,10 @@ def turned(gradient: Tensor) -> Tensor:
     return moved.view(torch.float32).view(gradient.shape)
 
 
-def by_muon(bits: bool = False, **options: Any) -> Program:
+def make_muon_program(bits: bool = False, **options: Any) -> Program:
     """Train with Muon, which casts gradients to 16 bits; bits: changes a number in each."""
 
-    def program(watch: Any) -> None:
+    def train(watch: Any) -> None:
         torch.manual_seed(0)
         model = nn.Linear(32, 32, bias=False)
         optimizer = torch.optim.Muon(
@@ -222,109 +222,117 @@ def by_muon(bits: bool = False, **options: Any) -> Program:
             optimizer.zero_grad()
             model(torch.randn(64, 32)).square().mean().backward()
             if bits:
-                model.weight.grad = turned(model.weight.grad)
+                model.weight.grad = flip_rounding(model.weight.grad)
             optimizer.step()
 
-    return program
+    return train
 
 
 # A model that fits nowhere, at two layers.
 
 
-def deep(wrap: Callable[[nn.Module], None]) -> Program:
-    def program(watch: Any) -> None:
+def make_deep_program(wrap: Callable[[nn.Module], None]) -> Program:
+    def train(watch: Any) -> None:
         with torch.device("meta"):
             model = GPT(replace(GPT2, layers=12))
-        model = parity.first_layers(model).to_empty(device="cpu")
+        model = parity.keep_first_layers(model).to_empty(device="cpu")
         torch.manual_seed(0)
         for p in model.parameters():
             nn.init.normal_(p, std=0.1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         watch(model, optimizer)
-        x, y = tokens(0)
+        x, y = make_tokens(0)
         plain_loss(model(x), y).backward()
         wrap(model)
         optimizer.step()
 
-    return program
+    return train
 
 
-def nothing(_: nn.Module) -> None:
+def do_nothing(_: nn.Module) -> None:
     """Do nothing, in place of a forgotten call."""
 
 
-PLAIN, FULL, CAST = Job(), Kind(), Kind(cast=True)
-LONG, FEW_BITS = Summed(2**16), Summed(64, torch.bfloat16)
-MUON, DEEP = by_muon(), deep(nothing)
+PLAIN, FULL, CAST = EpochProgram(), CopiesProgram(), CopiesProgram(cast=True)
+LONG, FEW_BITS = SumProgram(2**16), SumProgram(64, torch.bfloat16)
+MUON, DEEP = make_muon_program(), make_deep_program(do_nothing)
 ALIKE = {  # plain programs
-    "rows begin alike": Kind(batch=alike(begin_alike)),
+    "rows begin alike": CopiesProgram(batch=deal_equal_rows(set_equal_starts)),
 }
 RIGHT: dict[str, tuple[Program, Program]] = {
-    "uneven counts, accumulated": (PLAIN, Job(micro=2)),
-    "samples are not told": (Job(tell=False), Job(tell=False)),
-    "autocast, FSDP2's policy": (CAST, replace(FULL, wrap=fsdp)),
-    "compiled": (FULL, replace(FULL, wrap=ddp, made=compiled)),
-    "compiled before": (FULL, replace(FULL, wrap=ddp, made=warm)),
+    "uneven counts, accumulated": (PLAIN, EpochProgram(micro=2)),
+    "samples are not told": (
+        EpochProgram(declares_samples=False),
+        EpochProgram(declares_samples=False),
+    ),
+    "autocast, FSDP2's policy": (CAST, replace(FULL, wrap=wrap_fsdp)),
+    "compiled": (FULL, replace(FULL, wrap=wrap_ddp, made=compile_first_block)),
+    "compiled before": (FULL, replace(FULL, wrap=wrap_ddp, made=compile_blocks)),
     "a sum over 2^16 rows": (LONG, LONG),
     "bfloat16": (FEW_BITS, FEW_BITS),
-    "Muon, where a rounding turns": (MUON, by_muon(bits=True)),
-    "two of 12 layers": (DEEP, deep(lambda m: dp.average_gradients(m, dist.group.WORLD))),
-} | {name: (kind, replace(kind, wrap=ddp, micro=2)) for name, kind in ALIKE.items()}
-SAYS = {  # reports on right programs
-    "compiled before": "44 have nothing to be compared with, first the output of blocks.0",
+    "Muon, where a rounding turns": (MUON, make_muon_program(bits=True)),
+    "two of 12 layers": (
+        DEEP,
+        make_deep_program(lambda m: dp.average_gradients(m, dist.group.WORLD)),
+    ),
+} | {name: (kind, replace(kind, wrap=wrap_ddp, micro=2)) for name, kind in ALIKE.items()}
+REPORT_TEXTS = {  # reports on right programs
+    "compiled before": "44 outputs were not compared, first the output of blocks.0",
     "two of 12 layers": "compared at 2 of 12 layers, the same widths",
 }
 WRONG: dict[str, tuple[Program, Program, str, str]] = {  # and where it shows, in which words
-    "the last batch is padded": (PLAIN, Job(share=padded), "2 samples ", "count too often"),
+    "the last batch is padded": (
+        PLAIN, EpochProgram(share=pad_share), "2 samples ", "are counted too often",
+    ),
     "the same share on each rank": (
-        PLAIN, Job(share=lambda ids, rank, n: ids[::n]), "0 samples ",
+        PLAIN, EpochProgram(share=lambda ids, rank, n: ids[::n]), "0 samples ",
         r"are on no rank .ranks 0, 1 have the same",
     ),
     "no epoch told to the order": (
-        PLAIN, Job(order=lambda epoch: 0), "3 samples ", "they are step 1's",
+        PLAIN, EpochProgram(order=lambda epoch: 0), "3 samples ", "they belong to step 1",
     ),
     "one row of 2^16 is lost": (LONG, replace(LONG, lost=1), "0 backward 1", "1 of"),
     "bfloat16, 5 % more": (FEW_BITS, replace(FEW_BITS, times=1.05), "0 gradient ", ""),
-    "Muon in fewer iterations": (MUON, by_muon(ns_steps=2), "0 update ", ""),
-    "two of 12 layers, not averaged": (DEEP, deep(nothing), "0 gradient ", "nobody averaged"),
+    "Muon in fewer iterations": (MUON, make_muon_program(ns_steps=2), "0 update ", ""),
+    "two of 12 layers, not averaged": (DEEP, DEEP, "0 gradient ", "not averaged over ranks"),
 } | {
     f"{name}, one not averaged": (
-        kind, replace(kind, wrap=ddp_without_embedding, micro=2), "0 gradient embedding.weight",
-        "nobody averaged|each rank has its own",
+        kind, replace(kind, wrap=wrap_ddp_partly, micro=2), "0 gradient embedding.weight",
+        "not averaged over ranks|each rank has its own",
     )
     for name, kind in ALIKE.items()
 }  # fmt: skip
-ALONE = Job(), Job(tell=False)  # only one of the two declares its samples
+ALONE = EpochProgram(), EpochProgram(declares_samples=False)  # only one declares its samples
 
 
 @cache
-def reports() -> dict[str, Any]:
+def compute_reports() -> dict[str, Any]:
     cases = RIGHT | WRONG | {"told by one alone": ALONE}
-    return compared({name: (*case[:2], 2) for name, case in cases.items()})
+    return compare_cases({name: (*case[:2], 2) for name, case in cases.items()})
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_are_silent(name):
-    report = reports()[name]
-    assert not isinstance(report, str) and report.equal and not report.unplaced, report
-    assert SAYS.get(name, "") in str(report).replace("\n", " ")
+    report = compute_reports()[name]
+    assert not isinstance(report, str) and report.is_equal and not report.unplaced, report
+    assert REPORT_TEXTS.get(name, "") in str(report).replace("\n", " ")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_one_step_does_not_show_is_found(name):
     _, _, place, words = WRONG[name]
-    report = reports()[name]
-    key = report.first.key
+    report = compute_reports()[name]
+    key = report.first_finding.key
     assert re.search(place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(words, str(report).replace("\n", " ")), report
 
 
 def test_samples_that_one_program_alone_tells_are_refused():
-    assert "never called watch.samples" in reports()["told by one alone"]
+    assert "never called watch.declare_samples" in compute_reports()["told by one alone"]
 
 
 def test_a_model_without_layers_cannot_be_cut_to_its_first_ones():
     with pytest.raises(ValueError, match="model=Linear: .* ModuleList"):
-        parity.first_layers(nn.Linear(2, 2))
+        parity.keep_first_layers(nn.Linear(2, 2))

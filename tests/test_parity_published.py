@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from parity_mistakes import PROGRAMS
-from parity_programs import compared
-from parity_published import ELSEWHERE, LESSON, THREADS
+from parity_programs import compare_cases
+from parity_published import BUGS, ELSEWHERE, LESSON_FILE
 
 # A selection: words that no other test of parity has, on as few ranks as possible.
 DAILY = (
@@ -19,35 +19,35 @@ DAILY = (
 
 
 @cache
-def reports(whole: bool) -> dict[tuple[str, bool], Any]:
+def compute_reports(whole: bool) -> dict[tuple[str, bool], Any]:
     """Return the reports by thread and by whether the program has the bug."""
 
-    def program(name: str, wrong: bool) -> Any:
-        return lambda watch: THREADS[name].program(watch, wrong)
+    def bind_program(name: str, wrong: bool) -> Any:
+        return lambda watch: BUGS[name].program(watch, wrong)
 
     cases = {
-        (name, wrong): (thread.plain, program(name, wrong), thread.ranks)
-        for name, thread in THREADS.items()
+        (name, wrong): (thread.plain, bind_program(name, wrong), thread.ranks)
+        for name, thread in BUGS.items()
         if whole or name in DAILY
         for wrong in (True, False)
     }
-    return compared(cases)
+    return compare_cases(cases)
 
 
 @pytest.mark.timeout(900)  # the first test waits for all
-@pytest.mark.parametrize("name", THREADS)
+@pytest.mark.parametrize("name", BUGS)
 def test_a_published_bug_is_found_and_without_it_all_is_silent(name, request):
     whole = request.config.getoption("--whole")
     if name not in DAILY and not whole:
         pytest.skip("--whole tries all of them")
-    thread, report = THREADS[name], reports(whole)[name, True]
-    without = reports(whole)[name, False]
-    assert without.equal, without
-    assert not report.equal, f"{name}: does what is installed still have it? {thread.said}"
-    key = report.first.key
+    thread, report = BUGS[name], compute_reports(whole)[name, True]
+    without = compute_reports(whole)[name, False]
+    assert without.is_equal, without
+    assert not report.is_equal, f"{name}: does what is installed still have it? {thread.quote}"
+    key = report.first_finding.key
     assert re.search(thread.place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(thread.words, str(report).replace("\n", " ")), report
 
 
 def test_every_other_published_bug_is_a_program_that_is_tried():
-    assert set(ELSEWHERE.values()) <= PROGRAMS.keys() | THREADS.keys() | {LESSON}
+    assert set(ELSEWHERE.values()) <= PROGRAMS.keys() | BUGS.keys() | {LESSON_FILE}

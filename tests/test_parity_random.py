@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers  # noqa: F401  # once, before any rank starts
-from parity_mutants import verdicts
-from parity_programs import beside, compared, parallel
-from parity_random import drawn
+from parity_mutants import judge_mutants
+from parity_programs import compare_cases, make_case, make_parallel_program
+from parity_random import draw_row
 
 from shardlab import deepspeed_engine
 
@@ -20,27 +20,29 @@ WEEKLY = pytest.mark.weekly("takes half an hour")
     "seeds", [DAILY, pytest.param(sorted({*range(100)} - {*DAILY}), marks=WEEKLY)], ids=len
 )
 def test_random_right_programs_are_silent(seeds):
-    rows = {seed: drawn(seed) for seed in seeds}
+    rows = {seed: draw_row(seed) for seed in seeds}
     if any(row.technique == "DeepSpeed" for row in rows.values()):
         deepspeed_engine.prepare()
-    reports = compared({seed: beside(row, parallel(row)) for seed, row in rows.items()})
+    reports = compare_cases(
+        {seed: make_case(row, make_parallel_program(row)) for seed, row in rows.items()}
+    )
     loud = {
         seed: f"{rows[seed].name}: {r}"
         for seed, r in reports.items()
-        if isinstance(r, str) or not r.equal
+        if isinstance(r, str) or not r.is_equal
     }
     assert not loud, loud
     exact = [seed for seed, row in rows.items() if row.dtype != torch.bfloat16]
-    assert all(reports[seed].compared > 30 for seed in exact)
-    empty = [seed for seed in exact if reports[seed].undecided > reports[seed].compared / 2]
+    assert all(reports[seed].num_compared > 30 for seed in exact)
+    empty = [seed for seed in exact if reports[seed].num_undecided > reports[seed].num_compared / 2]
     assert not empty, empty
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seeds", [(4, 10), pytest.param(range(200), marks=WEEKLY)], ids=len)
 def test_mutants_that_change_a_gradient_are_found(seeds):
-    found, controls = verdicts(seeds)
-    assert all(control.equal for control in controls.values()), controls
+    found, controls = judge_mutants(seeds)
+    assert all(control.is_equal for control in controls.values()), controls
     missed = [str(one.mutant) for one in found if one.kind == "missed"]
     seen = sum(one.kind == "found" for one in found)
     assert seen and len(missed) <= 0.05 * (seen + len(missed)), missed

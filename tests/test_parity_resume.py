@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contract import SIDES, Row, groups
-from parity_programs import DROPS, GPT2, batch, plain_loss, row, watched
+from parity_programs import DROPOUT, GPT2, get_watched_model, join_batch, make_row, plain_loss
 from sides import optimizer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -23,34 +23,39 @@ from shardlab import ranks
 from shardlab.checkpoint import Checkpoints, Training
 from shardlab.layout import Layout
 from shardtools import parity
-from shardtools.parity.programs import judged, judged_before, matched, recorded
+from shardtools.parity.programs import (
+    build_report,
+    build_stopped_report,
+    match_program,
+    record_program,
+)
 
 SMALL = replace(GPT2, layers=1)
 STEPS, STOP = 3, 2
 
 
-def schedule(o: Any) -> Any:
+def make_schedule(o: Any) -> Any:
     """Return a schedule with a different rate in each step."""
     return torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))
 
 
-def through(like: Row) -> Callable[[Any], None]:
+def make_full_run(like: Row) -> Callable[[Any], None]:
     """Run all steps in one process."""
 
-    def program(watch: Any) -> None:
+    def train(watch: Any) -> None:
         model = like.model(like.config)
         o = optimizer(model, like.lr)
-        rates = schedule(o)
+        rates = make_schedule(o)
         watch(model, o)
         torch.manual_seed(0)
         for step in range(STEPS):
             o.zero_grad()
-            tokens, targets = batch(like, step)
+            tokens, targets = join_batch(like, step)
             plain_loss(model(tokens), targets).backward()
             o.step()
             rates.step()
 
-    return program
+    return train
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Run:
     data: Callable[[int], int] = field(default=lambda step: step)
 
     def train(self, watch: Any, steps: range) -> None:
-        watch(watched(self.side), self.side.optimizer)
+        watch(get_watched_model(self.side), self.side.optimizer)
         for step in steps:
             self.side.optimizer.zero_grad()
             self.side.step(self.side.row.batch(self.data(step)))
@@ -74,28 +79,28 @@ class Run:
         return Training(self.side.model, self.side.optimizer, self.rates, STOP)
 
 
-def made(like: Row) -> Run:
+def build_run(like: Row) -> Run:
     side = SIDES[like.technique](like, like.model(like.config), groups(like))
     torch.manual_seed(0)
-    return Run(side, schedule(side.optimizer))
+    return Run(side, make_schedule(side.optimizer))
 
 
-def before(like: Row, save: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
-    def program(watch: Any, kept: Path) -> None:
-        run = made(like)
+def make_stopped_run(like: Row, save: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
+    def train_and_save(watch: Any, kept: Path) -> None:
+        run = build_run(like)
         run.train(watch, range(STOP))
         save(run, kept)
 
-    return program
+    return train_and_save
 
 
-def after(like: Row, load: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
-    def program(watch: Any, kept: Path) -> None:
-        run = made(like)
+def make_resumed_run(like: Row, load: Callable[[Run, Path], None]) -> Callable[[Any, Path], None]:
+    def load_and_train(watch: Any, kept: Path) -> None:
+        run = build_run(like)
         load(run, kept)
         run.train(watch, range(STOP, STEPS))
 
-    return program
+    return load_and_train
 
 
 # Ways to save a run.
@@ -143,7 +148,7 @@ def own_save(run: Run, kept: Path) -> None:
 
 def own_load(run: Run, kept: Path, without: str = "") -> None:
     """Load a rank's own file; leave out `without`."""
-    model, o, rates, dice = torch.load(file_of(dist.get_rank(), kept))
+    model, o, rates, rng_state = torch.load(file_of(dist.get_rank(), kept))
     if without != "model":
         run.side.model.load_state_dict(model)
     for state in o["state"].values() if without == "count" else ():
@@ -154,11 +159,11 @@ def own_load(run: Run, kept: Path, without: str = "") -> None:
         run.rates.load_state_dict(rates)
     else:
         run.side.optimizer.param_groups[0]["lr"] = run.rates.base_lrs[0]
-    if without != "dice":
-        torch.set_rng_state(dice)
+    if without != "rng_state":
+        torch.set_rng_state(rng_state)
 
 
-def data_anew(run: Run, kept: Path) -> None:
+def load_and_restart_data(run: Run, kept: Path) -> None:
     own_load(run, kept)
     run.data = lambda step: step - STOP
 
@@ -167,79 +172,81 @@ def data_anew(run: Run, kept: Path) -> None:
 class Case:
     """Programs before and after the stop; for a mistake the place and the words of the report."""
 
-    first: Row
+    first_row: Row
     save: Callable[..., None]
     load: Callable[..., None]
-    then: Row | None = None
+    next_row: Row | None = None
     place: str = ""
     words: str = ""
 
     @property
-    def last(self) -> Row:
-        return self.then or self.first
+    def last_row(self) -> Row:
+        return self.next_row or self.first_row
 
 
-def without(what: str) -> Callable[..., None]:
+def load_without(what: str) -> Callable[..., None]:
     return lambda run, kept: own_load(run, kept, without=what)
 
 
-DATA = row("data", SMALL, Layout(dp=2), options={"way": "parameters"})
+DATA = make_row("data", SMALL, Layout(dp=2), options={"way": "parameters"})
 ALONE = replace(DATA, layout=Layout(dp=1), sizes=(8,))
-FSDP, FSDP_4 = (row("FSDP2", SMALL, Layout(dp=n, zero=3)) for n in (2, 4))
-DICE = replace(ALONE, config=replace(DROPS, layers=1))
+FSDP, FSDP_4 = (make_row("FSDP2", SMALL, Layout(dp=n, zero=3)) for n in (2, 4))
+DROPOUT_ROW = replace(ALONE, config=replace(DROPOUT, layers=1))
 
 
-def zero(stage: int, n: int) -> Row:
-    return row("zero", SMALL, Layout(dp=n, zero=stage))
+def make_zero_row(stage: int, n: int) -> Row:
+    return make_row("zero", SMALL, Layout(dp=n, zero=stage))
 
 
 RIGHT = {
     "a file of each rank": Case(DATA, own_save, own_load),
-    "ours, on two and on four": Case(zero(2, 2), course_save, course_load, zero(2, 4)),
+    "ours, on two and on four": Case(
+        make_zero_row(2, 2), course_save, course_load, make_zero_row(2, 4)
+    ),
     "DCP, on two and on four": Case(FSDP, torch_save, torch_load, FSDP_4),
 }
 WRONG = {
     "weights not loaded": Case(
-        DATA, own_save, without("model"), place="2 weights ",
-        words="those from before the first step: not loaded",
+        DATA, own_save, load_without("model"), place="2 weights ",
+        words="those before the first step: not loaded",
     ),
     "optimizer not loaded": Case(
-        DATA, own_save, without("optimizer"), place="2 update ",
-        words="as in Adam's first step: as if .* began anew.*count of steps is 1, and 3",
+        DATA, own_save, load_without("optimizer"), place="2 update ",
+        words="as in Adam's first step: did .* restart.*step count is 1, and 3",
     ),
     "count of steps not loaded": Case(
-        DATA, own_save, without("count"), place="2 update ",
-        words="the optimizer's count of steps is 1, and 3 in the plain",
+        DATA, own_save, load_without("count"), place="2 update ",
+        words="the step count is 1, and 3 in the plain",
     ),
     "schedule begins anew": Case(
-        DATA, own_save, without("rates"), place="2 update ",
+        DATA, own_save, load_without("rates"), place="2 update ",
         words="the learning rate is 0.01, and 0.0033+ in the plain",
     ),
     "data begin anew": Case(
-        DATA, own_save, data_anew, place="2 forward embedding",
-        words="nearest to that of step 1: do the data begin anew",
+        DATA, own_save, load_and_restart_data, place="2 forward embedding",
+        words="nearest to that of step 1: did the data restart",
     ),
     "random numbers begin anew": Case(
-        DICE, own_save, without("dice"), place=r"2 forward blocks\.0",
-        words="was their state restored",
+        DROPOUT_ROW, own_save, load_without("rng_state"), place=r"2 forward blocks\.0",
+        words="was the RNG state restored",
     ),
 }  # fmt: skip
 CASES = RIGHT | WRONG
 
 
 @cache
-def reports() -> dict[str, Any]:
+def compute_reports() -> dict[str, Any]:
     """Return reports by case: one run for unstopped programs, one for each number of ranks."""
-    names = {str(case.first.config): case.first for case in CASES.values()}
-    of = {name: str(case.first.config) for name, case in CASES.items()}
+    rows = {str(case.first_row.config): case.first_row for case in CASES.values()}
+    keys = {name: str(case.first_row.config) for name, case in CASES.items()}
     (records,) = ranks.run(
-        lambda: {name: recorded(through(one), every=True) for name, one in names.items()},
+        lambda: {n: record_program(make_full_run(x), every_step=True) for n, x in rows.items()},
         1, device="cpu", timeout=600,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as root:
         folders = {name: Path(tempfile.mkdtemp(dir=root)) for name in CASES}
 
-        def all_of(work: Callable[..., Any], side: str) -> dict[str, list[Any]]:
+        def match_all_sizes(work: Callable[..., Any], side: str) -> dict[str, list[Any]]:
             found = {}
             for size in (1, 2, 4):
                 mine = [n for n, c in CASES.items() if getattr(c, side).ranks == size]
@@ -248,40 +255,45 @@ def reports() -> dict[str, Any]:
                 found |= {name: [one[name] for one in each] for name in mine}
             return found
 
-        def stops(name: str) -> Any:
+        def match_stopped(name: str) -> Any:
             case = CASES[name]
-            program = before(case.first, case.save)
-            return matched(lambda watch: program(watch, folders[name]), records[of[name]])
+            program = make_stopped_run(case.first_row, case.save)
+            return match_program(lambda watch: program(watch, folders[name]), records[keys[name]])
 
-        def goes_on(name: str) -> Any:
+        def match_resumed(name: str) -> Any:
             case = CASES[name]
-            program = after(case.last, case.load)
-            return matched(lambda watch: program(watch, folders[name]), records[of[name]], STOP)
+            program = make_resumed_run(case.last_row, case.load)
+            return match_program(
+                lambda watch: program(watch, folders[name]), records[keys[name]], STOP
+            )
 
-        first, second = all_of(stops, "first"), all_of(goes_on, "last")
+        first, second = (
+            match_all_sizes(match_stopped, "first_row"),
+            match_all_sizes(match_resumed, "last_row"),
+        )
     found = {}
     for name in CASES:
-        record = records[of[name]]
-        report, taken = judged_before(record, first[name])
-        assert report.equal and taken == STOP, (name, report)
-        found[name] = report.then(judged(record, second[name], "after"))
+        record = records[keys[name]]
+        report, taken = build_stopped_report(record, first[name])
+        assert report.is_equal and taken == STOP, (name, report)
+        found[name] = report.merge_resumed(build_report(record, second[name], "resumed_run"))
     return found
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_run_that_is_resumed_is_the_one_that_goes_through(name):
-    report = reports()[name]
-    assert report.equal, report
-    assert report.compared > 100 and " and then " in str(report)
+    report = compute_reports()[name]
+    assert report.is_equal, report
+    assert report.num_compared > 100 and " and then " in str(report)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_was_lost_is_named(name):
-    report = reports()[name]
-    assert not report.equal
-    key, words = report.first.key, str(report).replace("\n", " ")
+    report = compute_reports()[name]
+    assert not report.is_equal
+    key, words = report.first_finding.key, str(report).replace("\n", " ")
     assert re.search(WRONG[name].place, f"{key.step} {key.phase} {key.name}"), report
     assert re.search(WRONG[name].words, words), report
 
@@ -289,7 +301,7 @@ def test_what_was_lost_is_named(name):
 # The interface itself.
 
 
-def through_four(watch: Any, first: int = 0, to: int = 4, kept: Path | None = None) -> None:
+def run_small_program(watch: Any, first: int = 0, to: int = 4, kept: Path | None = None) -> None:
     """Run steps of a small model from `kept`, unless it starts at 0; write `kept` at the end."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -307,25 +319,30 @@ def through_four(watch: Any, first: int = 0, to: int = 4, kept: Path | None = No
         torch.save([model.state_dict(), o.state_dict()], kept / "all.pt")
 
 
-def stopped(after: int) -> Callable[[Any, Path], None]:
-    return lambda watch, kept: through_four(watch, 0, after, kept)
+def stop_after(after: int) -> Callable[[Any, Path], None]:
+    return lambda watch, kept: run_small_program(watch, 0, after, kept)
 
 
-def resumed(to: int) -> Callable[[Any, Path], None]:
-    return lambda watch, kept: through_four(watch, 2, to, kept)
+def resume_until(to: int) -> Callable[[Any, Path], None]:
+    return lambda watch, kept: run_small_program(watch, 2, to, kept)
 
 
 def test_two_programs_and_a_folder_are_all_that_it_takes():
     report = parity.check_resume(
-        through_four, stopped(2), resumed(4), ranks=(2, 1), draws=1, timeout=60
+        run_small_program, stop_after(2), resume_until(4), ranks=(2, 1), draws=1, timeout=60
     )
-    assert report.equal and "on 2 and then 1 ranks" in str(report), report
+    assert report.is_equal and "on 2 and then 1 ranks" in str(report), report
 
 
 @pytest.mark.parametrize(
     "after, to, words",
-    [(4, 4, "before: it took 4 optimizer steps"), (2, 3, "after: it took 1 optimizer steps")],
+    [
+        (4, 4, "stopped_run: it took 4 optimizer steps"),
+        (2, 3, "resumed_run: it took 1 optimizer steps"),
+    ],
 )
 def test_what_cannot_be_resumed_gets_a_line(after, to, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        parity.check_resume(through_four, stopped(after), resumed(to), 1, draws=1, timeout=60)
+        parity.check_resume(
+            run_small_program, stop_after(after), resume_until(to), 1, draws=1, timeout=60
+        )

@@ -227,7 +227,7 @@ MISTAKES = {  # command -> words of its error line
     f"strategy predict {PUBLISHED}/sweep.csv --profile megatron --rates "
     f"{PUBLISHED}/rates_nanotron.json": "profile='megatron'",
     "strategy emit nemo --model gpt-2 --gpu h100 --gpus 8": "nemo",
-    "parity none.py -- true": "plain='none.py': there is no such script",
+    "parity none.py -- true": "plain='none.py': must be an existing",
     "grade none": "folder='none': allowed",
     "grade . --part zeros": "part='zeros': allowed",
     "gpu --limit soon": "limit='soon': allowed",

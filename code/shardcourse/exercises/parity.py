@@ -92,15 +92,15 @@ _LACKS = {"A": "decay", "B": "share", "C": "clip", "D": "counts"}
 
 def four_reports() -> dict[str, parity.Report]:
     """Return parity's reports on four programs that have one mistake each."""
-    from shardtools.parity.programs import judged, matched, recorded
+    from shardtools.parity.programs import build_report, match_program, record_program
 
-    (record,) = ranks.run(recorded, 1, plain, show=False)
+    (record,) = ranks.run(record_program, 1, plain, show=False)
     each = ranks.run(
-        lambda: {name: matched(_parallel(lacks), record) for name, lacks in _LACKS.items()},
+        lambda: {name: match_program(_parallel(lacks), record) for name, lacks in _LACKS.items()},
         2,
         show=False,
     )
-    return {name: judged(record, [one[name] for one in each]) for name in _LACKS}
+    return {name: build_report(record, [one[name] for one in each]) for name in _LACKS}
 
 
 _WHY = {
@@ -144,7 +144,7 @@ def _(answer: Callable[..., Any]) -> str:
         whole = torch.randn(total, 3, generator=torch.Generator().manual_seed(n))
         with mock.patch.object(places, "CUTS", (*places.CUTS, answer)):
             proposed = places.proposals((size, 3), (total, 3), n - 1)
-            if not any(place.of(whole).equal(whole[mine]) for place in proposed):
+            if not any(place.take_from(whole).equal(whole[mine]) for place in proposed):
                 raise Wrong(f"{case}: as a row of CUTS it does not find the part.")
     return "Right on 2, 3 and 4 ranks, and as a row of parity's CUTS it finds the parts."
 
@@ -161,7 +161,7 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(str(error)) from None
         except ranks.RankError as error:
             raise Wrong(f"It failed on {size} ranks: {error}") from None
-        if not report.equal:
+        if not report.is_equal:
             raise Wrong(f"On {size} ranks: {report}"[:590])
     return "Silent on 2 and 4 ranks: it is the same computation."
 
@@ -170,10 +170,11 @@ def _(answer: Callable[..., Any]) -> str:
 def _(answer: Any) -> str:
     if not isinstance(answer, parity.Report):
         raise Wrong("The answer is what parity.check returns: a Report of your two programs.")
-    if not answer.equal:
+    if not answer.is_equal:
         raise Wrong(f"Not yet the same: {answer}"[:590])
     if answer.ranks < 2:
         raise Wrong("That was one rank. Take two, or as many as your cut needs.")
-    if answer.compared < 10:
-        raise Wrong(f"Only {answer.compared} tensors were compared. Is the whole model watched?")
-    return f"Your model is the same one on {answer.ranks} ranks, in {answer.compared} tensors."
+    if answer.num_compared < 10:
+        count = answer.num_compared
+        raise Wrong(f"Only {count} tensors were compared. Is the whole model watched?")
+    return f"Your model is the same one on {answer.ranks} ranks, in {answer.num_compared} tensors."

@@ -9,29 +9,33 @@ from pathlib import Path
 from shardtools import options
 
 from .noise import DRAWS
-from .scripts import compared
+from .scripts import compare_scripts
 
 EPILOG = """\
-both scripts say parity.watch(model, optimizer) once, before their first step, and take a few
-steps on the same batches from the same weights; nothing else of them changes.
+Call parity.watch(model, optimizer) once in both scripts, before the first step, and take a few
+steps on the same batches from the same weights; change nothing else.
 
   python -m shardlab parity plain.py -- torchrun --nproc-per-node 2 parallel.py
 
-ends with 0 where they are equal, with 1 where they are not, and with 2 where they cannot be
-compared."""
+Exit status: 0 if they are equal, 1 if they are not, 2 if they cannot be compared."""
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `parity` to the command line."""
     parser = options.command(
-        commands, "parity", "Is a parallel program the same computation as its plain one?"
+        commands, "parity", "Check that a parallel script computes what its plain version computes."
     )
     parser.epilog = EPILOG
     parser.usage = (
-        f"{parser.prog} [options] plain.py [its arguments] -- command of the parallel one"
+        f"{parser.prog} [options] plain.py [arguments] -- command that starts the parallel script"
     )
-    options.add(parser, "draws", f"plain runs with noise, to see what rounding does ({DRAWS})", "N")
-    options.add(parser, "folder", "keep there what was computed, and what was printed", "FOLDER")
+    options.add(
+        parser,
+        "draws",
+        f"runs of the plain script with noise, to measure rounding (default: {DRAWS})",
+        "N",
+    )
+    options.add(parser, "folder", "new or empty folder that keeps all tensors and output", "FOLDER")
     parser.add_argument("scripts", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(command=run)
 
@@ -44,13 +48,13 @@ def run(given: argparse.Namespace) -> int:
     parallel = words[len(plain) + 1 :]
     if not plain or not parallel or plain[0].startswith("-"):
         raise ValueError(
-            f"scripts={' '.join(words)!r}: needed are a plain script, --, and the command that "
-            "starts the parallel one, as in plain.py -- torchrun --nproc-per-node 2 parallel.py"
+            f"scripts={' '.join(words)!r}: must be a plain script, --, and the command that starts "
+            "the parallel script, as in plain.py -- torchrun --nproc-per-node 2 parallel.py"
         )
     if not Path(plain[0]).is_file():
-        raise ValueError(f"plain={plain[0]!r}: there is no such script; needed is a Python file")
+        raise ValueError(f"plain={plain[0]!r}: must be an existing Python script")
     with tempfile.TemporaryDirectory(prefix="parity-") as own:
         folder = Path(own) if given.folder is None else options.folder("folder", given.folder)
-        report = compared(plain, parallel, folder, draws)
+        report = compare_scripts(plain, parallel, folder, draws)
     print(report)
     return 0 if report.equal else 1

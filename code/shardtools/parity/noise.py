@@ -13,24 +13,25 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
+from .hooks import INITIAL_STEP, Key, Part, Sink
+from .places import Place
 from .record import Record
-from .recording import BEFORE, Key, Part, Sink
 
 DRAWS = 3  # perturbed runs
 # Allowed difference over the largest of all draws. 999 random right programs, small models
 # (tests/parity_random.py), need at most 3.9 forward, 3.2 backward, 5.4 for gradients and 10.5 for
-# updates in float32 and float64; in bfloat16 2.1, 2.4, 1.9 and 9.2; all before `Rounding` was
-# added. With `Rounding`, gradients over 65,536 tokens and over 10^6 rows need less than 1.
-FACTOR = 12.0
+# updates in float32 and float64; in bfloat16 2.1, 2.4, 1.9 and 9.2; all before `RandomRounding` was
+# added. With `RandomRounding`, gradients over 65,536 tokens and over 10^6 rows need less than 1.
+TOLERANCE_FACTOR = 12.0
 # Multiple of a gradient's noise below which rounding may flip the sign of a number.
-TURNS = 3.0
-# Where the tolerance exceeds COARSE, the common factor of a gradient's numbers is checked, too. It
-# may differ by STEADY times its difference in a draw (noise averages out over n numbers), or by
-# SHARED times the noise of one number: the factor itself, such as 1 / count or a clip, is rounded.
-COARSE, STEADY, SHARED = 1e-2, 6.0, 2.0
-PIECE = 2**20  # numbers that are compared at a time
-TINY = 1e-9  # size below which squares of differences underflow in float32
-DECIDES = 0.5  # above this tolerance, rounding decides the tensor: nothing is compared
+SIGN_FLIP_FACTOR = 3.0
+# Above COARSE_TOLERANCE, the common factor of a gradient's numbers is checked, too. It may differ
+# by DRIFT_FACTOR times its difference in a draw (noise averages out over n numbers), or by
+# ROUNDING_FACTOR times the noise of one number: 1 / count or a clip, for example, is rounded, too.
+COARSE_TOLERANCE, DRIFT_FACTOR, ROUNDING_FACTOR = 1e-2, 6.0, 2.0
+CHUNK_NUMEL = 2**20  # numbers that are compared at a time
+UNDERFLOW_RMS = 1e-9  # size below which squares of differences underflow in float32
+MAX_TOLERANCE = 0.5  # above this tolerance, rounding decides the tensor: nothing is compared
 
 
 def rms(x: Tensor) -> float:
@@ -39,24 +40,30 @@ def rms(x: Tensor) -> float:
     return norm / sqrt(max(1, x.numel()))
 
 
-def eps(dtype: torch.dtype) -> float:
+def get_eps(dtype: torch.dtype) -> float:
     """Return one unit in the last place of 1; 0 for a dtype that is not floating-point."""
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
-def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tuple[float, float]:
+def measure_difference(
+    found: Tensor, wanted: Tensor, size: float, factor: float = 1.0
+) -> tuple[float, float]:
     """Return differences from factor times `wanted` over `size`: of all, and of the worst row."""
     if not found.numel():
         return 0.0, 0.0
     width = found.shape[-1] if found.dim() > 1 else found.numel()
-    rows, wide = max(1, PIECE // width) * width, torch.promote_types(found.dtype, torch.float32)
-    wide = torch.promote_types(wide, wanted.dtype)
-    sums = wide if size > TINY else torch.float64  # squares of differences must not underflow
+    rows, dtype = (
+        max(1, CHUNK_NUMEL // width) * width,
+        torch.promote_types(found.dtype, torch.float),
+    )
+    dtype = torch.promote_types(dtype, wanted.dtype)
+    # Squares of differences must not underflow.
+    sum_dtype = dtype if size > UNDERFLOW_RMS else torch.float64
     total = worst = 0.0
     for f, w in zip(found.flatten().split(rows), wanted.flatten().split(rows), strict=True):
-        f, w = f.to(wide), w.to(wide)
+        f, w = f.to(dtype), w.to(dtype)
         w = w if factor == 1.0 else w * factor
-        norms = torch.linalg.vector_norm((f - w).view(-1, width), dim=1, dtype=sums).double()
+        norms = torch.linalg.vector_norm((f - w).view(-1, width), dim=1, dtype=sum_dtype).double()
         if not norms.isfinite().all():
             if not torch.equal(f.nan_to_num(), w.nan_to_num()):
                 return inf, inf
@@ -66,134 +73,142 @@ def gap(found: Tensor, wanted: Tensor, size: float, factor: float = 1.0) -> tupl
     return sqrt(total / found.numel()) / size, worst / sqrt(width) / size
 
 
-def size_of(record: Record, key: Key) -> float:
+def get_rms(record: Record, key: Key) -> float:
     """Return a plain tensor's root mean square, computed once; 0 if it has none."""
     if key not in record.sizes:
-        whole = record.whole(key)
-        has = whole is not None and whole.is_floating_point()
-        record.sizes[key] = rms(whole) if has else 0.0
+        full = record.full_tensor(key)
+        has_rms = full is not None and full.is_floating_point()
+        record.sizes[key] = rms(full) if has_rms else 0.0
     return record.sizes[key]
 
 
-def ratio(found: Tensor, wanted: Tensor) -> float:
+def fit_factor(found: Tensor, wanted: Tensor) -> float:
     """Return the factor by which `found` is nearest to `wanted`."""
     product = square = 0.0
-    for f, w in zip(found.flatten().split(PIECE), wanted.flatten().split(PIECE), strict=True):
+    chunks = (x.flatten().split(CHUNK_NUMEL) for x in (found, wanted))
+    for f, w in zip(*chunks, strict=True):
         f, w = f.double(), w.double()
         product, square = product + (f @ w).item(), square + (w @ w).item()
     return product / square if square else 0.0
 
 
-class Noise(Sink):
+class NoiseMeter(Sink):
     """A sink that compares a perturbed run with the plain one, tensor by tensor."""
 
     def __init__(self, record: Record):
         super().__init__()
         self.record = record
-        self.squares: dict[Key, float] = defaultdict(float)
-        self.row: dict[Key, float] = defaultdict(float)
-        self.shared: dict[Key, float] = {}
+        self.squared_errors: dict[Key, float] = defaultdict(float)
+        self.worst_row: dict[Key, float] = defaultdict(float)
+        self.common_factor: dict[Key, float] = {}
 
-    def see(self, key: Key, part: Part) -> None:
+    def receive_part(self, key: Key, part: Part) -> None:
         """Compare a part with the same call's; infinite if rounding changes its shape (routing)."""
-        size, whole = size_of(self.record, key), self.record.whole(key)
+        size, full, value = get_rms(self.record, key), self.record.full_tensor(key), part.value
         if not size:
-            if whole is not None and whole.is_floating_point() and part.value.any():
-                self.squares[key] = self.row[key] = inf  # zero in the plain run by rounding alone
+            if full is not None and full.is_floating_point() and value.any():
+                # The tensor is zero in the plain run by rounding alone.
+                self.squared_errors[key] = self.worst_row[key] = inf
             return
         for other in self.record.parts.get(key, ()):
             if other.call == part.call:
-                alike = other.value.shape == part.value.shape
-                of_all, of_row = gap(part.value, other.value, size) if alike else (inf, inf)
-                self.squares[key] += of_all**2 * part.value.numel()
-                self.row[key] = max(self.row[key], of_row)
-                if key.phase == "gradient" and alike:
-                    self.shared[key] = abs(ratio(part.value, other.value) - 1)
+                fits, error = other.value.shape == value.shape, (inf, inf)
+                overall, row = measure_difference(value, other.value, size) if fits else error
+                self.squared_errors[key] += overall**2 * value.numel()
+                self.worst_row[key] = max(self.worst_row[key], row)
+                if key.phase == "gradient" and fits:
+                    self.common_factor[key] = abs(fit_factor(value, other.value) - 1)
 
-    def found(self) -> dict[Key, tuple[float, ...]]:
+    def get_differences(self) -> dict[Key, tuple[float, ...]]:
         """Return each tensor's relative differences: of all, of a row, of the common factor."""
         return {
             key: (
-                sqrt(squares / self.record.whole(key).numel()),
-                self.row[key],
-                self.shared.get(key, inf),
+                sqrt(squared / self.record.full_tensor(key).numel()),
+                self.worst_row[key],
+                self.common_factor.get(key, inf),
             )  # fmt: skip
-            for key, squares in self.squares.items()
+            for key, squared in self.squared_errors.items()
         }
 
 
-def largest(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> dict[Key, tuple]:
+def combine_draws(record: Record, draws: list[dict[Key, tuple[float, ...]]]) -> dict[Key, tuple]:
     """Return each tensor's largest differences of all draws, or a unit in the last place."""
     found: dict[Key, tuple[float, float, float]] = {}
     for key, parts in record.parts.items():
-        least = eps(parts[0].value.dtype)
-        row, weight, size = 2 * least, Key(BEFORE, "weights", key.name), size_of(record, key)
+        floor = get_eps(parts[0].value.dtype)
+        row, weight, size = 2 * floor, Key(INITIAL_STEP, "weights", key.name), get_rms(record, key)
         if key.phase == "update":  # the difference of two rounded weights
-            grain = eps(record.parts[weight][0].value.dtype)
+            weight_eps = get_eps(record.parts[weight][0].value.dtype)
             if size:
-                least = max(least, grain * size_of(record, weight) / size)
-            elif grain > eps(torch.float32) or _lost(record, key, found):
-                least = inf  # too small to move this weight, though it may move after noise
-            of_all, of_row = _turned(record, key, found)
-            least, row = max(least, of_all / FACTOR), max(2 * least, of_row / FACTOR)
+                floor = max(floor, weight_eps * get_rms(record, weight) / size)
+            elif weight_eps > get_eps(torch.float32) or _is_gradient_undecided(key, found):
+                floor = inf  # too small to move this weight, though it may move after noise
+            flipped, flipped_row = _measure_sign_flips(record, key, found)
+            row = max(2 * floor, flipped_row / TOLERANCE_FACTOR)
+            floor = max(floor, flipped / TOLERANCE_FACTOR)
         each = [draw.get(key, (0.0, 0.0, inf)) for draw in draws]
-        of_all, of_row, shared = (max(one) for one in zip((least, row, 0.0), *each, strict=True))
-        found[key] = of_all, of_row, max(shared, of_all / sqrt(max(1, parts[0].value.numel())))
+        overall, row, common = (max(x) for x in zip((floor, row, 0.0), *each, strict=True))
+        found[key] = overall, row, max(common, overall / sqrt(max(1, parts[0].value.numel())))
     return found
 
 
-def _lost(record: Record, key: Key, found: dict[Key, tuple]) -> bool:
+def _is_gradient_undecided(key: Key, found: dict[Key, tuple]) -> bool:
     """Return True if rounding alone decides an update's gradient."""
-    return found.get(key._replace(phase="gradient"), (0.0,))[0] * FACTOR > DECIDES
+    return found.get(key._replace(phase="gradient"), (0.0,))[0] * TOLERANCE_FACTOR > MAX_TOLERANCE
 
 
-def _turned(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, float]:
+def _measure_sign_flips(record: Record, key: Key, found: dict[Key, tuple]) -> tuple[float, float]:
     """Return an update's differences if each number whose sign rounding may flip is flipped.
 
     AdamW's first step has its rate's size however small the gradient is, and the gradient's sign.
     """
     gradient = key._replace(phase="gradient")
-    g, u, size = record.whole(gradient), record.whole(key), size_of(record, key)
+    g, u, size = record.full_tensor(gradient), record.full_tensor(key), get_rms(record, key)
     if g is None or g.shape != u.shape or not size:
         return 0.0, 0.0
-    near = TURNS * found[gradient][0] * size_of(record, gradient)
-    return gap(torch.where((g != 0) & (g.abs() <= near), -u, u), u, size)
+    threshold = SIGN_FLIP_FACTOR * found[gradient][0] * get_rms(record, gradient)
+    return measure_difference(torch.where((g != 0) & (g.abs() <= threshold), -u, u), u, size)
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """The allowed differences between a plain tensor and a rank's part."""
 
-    whole: Tensor
+    full: Tensor
     size: float  # root mean square of the whole
-    of_all: float
-    of_row: float
-    shared: float = inf  # allowed difference of the common factor
+    overall: float
+    worst_row: float
+    common_factor: float = inf  # allowed difference of the common factor
 
     @property
-    def decides(self) -> bool:
+    def is_comparable(self) -> bool:
         """True if rounding leaves anything to compare."""
-        return self.of_all <= DECIDES
+        return self.overall <= MAX_TOLERANCE
 
-    def explains(self, error: float) -> float:
+    def get_explained(self, error: float) -> float:
         """Return how much of an error rounding explains: of all numbers, or of their factor."""
-        return self.of_all if error > self.of_all else min(self.of_all, self.shared)
+        return self.overall if error > self.overall else min(self.overall, self.common_factor)
 
-    def off(self, value: Tensor, wanted: Tensor, factor: float = 1.0) -> float:
+    def measure_error(self, value: Tensor, wanted: Tensor, factor: float = 1.0) -> float:
         """Return the difference relative to what is allowed: above 1 it is wrong."""
-        of_all, of_row = gap(value, wanted, self.size, factor)
-        share = self.whole.numel() / max(1, value.numel())
-        allowed = min(self.of_row, self.of_all * sqrt(max(1.0, share)))  # for the worst part
-        pairs = [(of_all, allowed), (of_row, self.of_row)]
-        if self.shared < inf and factor and self.of_all > COARSE:
-            pairs.append((abs(ratio(value, wanted) / factor - 1), self.shared * sqrt(share)))
+        overall, worst_row = measure_difference(value, wanted, self.size, factor)
+        share = self.full.numel() / max(1, value.numel())
+        allowed = min(self.worst_row, self.overall * sqrt(max(1.0, share)))  # for the worst part
+        pairs = [(overall, allowed), (worst_row, self.worst_row)]
+        if self.common_factor < inf and factor and self.overall > COARSE_TOLERANCE:
+            drift = abs(fit_factor(value, wanted) / factor - 1)
+            pairs.append((drift, self.common_factor * sqrt(share)))
         return max(g / a if a else (inf if g else 0.0) for g, a in pairs)
 
+    def measure_at(self, place: Place, value: Tensor, factor: float = 1.0) -> float:
+        """Return `measure_error` of a part from the full tensor at a place."""
+        return self.measure_error(value, place.take_from(self.full), factor)
 
-def tolerance(record: Record, key: Key, dtype: torch.dtype) -> Tolerance:
+
+def get_tolerance(record: Record, key: Key, dtype: torch.dtype) -> Tolerance:
     """Return the tolerance of a tensor that a rank holds in this dtype."""
-    of_all, of_row, shared = record.noise.get(key, (0.0, 0.0, inf))
-    least, whole = eps(dtype), record.whole(key)
-    of_all, of_row = max(of_all, least), max(of_row, 2 * least)
-    shared = max(STEADY * shared, SHARED * of_all)
-    return Tolerance(whole, size_of(record, key), FACTOR * of_all, FACTOR * of_row, shared)
+    overall, row, common = record.noise.get(key, (0.0, 0.0, inf))
+    overall, row = max(overall, get_eps(dtype)), max(row, 2 * get_eps(dtype))
+    common = max(DRIFT_FACTOR * common, ROUNDING_FACTOR * overall)
+    allowed = TOLERANCE_FACTOR * overall, TOLERANCE_FACTOR * row, common
+    return Tolerance(record.full_tensor(key), get_rms(record, key), *allowed)

@@ -1,4 +1,4 @@
-"""Comparisons: run the plain program, then the parallel one beside its record, and judge."""
+"""Run the plain program, then the parallel one beside its record, and report differences."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 from shardlab import ranks as launch
 from shardlab.common.arguments import PROCESSES, check_whole
 
+from .comparison import Comparison
 from .core import Matcher
-from .judge import Judge
-from .noise import DECIDES, DRAWS, FACTOR, Noise, eps, largest
-from .record import Record, new_folder
-from .recording import BEFORE, Sink, Watch
+from .hooks import INITIAL_STEP, Sink, Watch
+from .noise import DRAWS, MAX_TOLERANCE, TOLERANCE_FACTOR, NoiseMeter, combine_draws, get_eps
+from .record import Record, create_folder
 from .report import Report
 
 Program = Callable[[Watch], Any]
@@ -55,19 +55,19 @@ def check(
     """
     check_whole(1, PROCESSES, ranks=ranks)
     begin = time.perf_counter()
-    record = _reference("plain", plain, draws, folder, False, timeout)
+    record = _record_plain("plain", plain, draws, folder, False, timeout)
     middle = time.perf_counter()
-    matchers = launch.run(lambda: matched(parallel, record), ranks, timeout=timeout)
-    report = judged(record, matchers)
+    matchers = launch.run(lambda: match_program(parallel, record), ranks, timeout=timeout)
+    report = build_report(record, matchers)
     now = time.perf_counter()
     report.seconds = {"plain": middle - begin, "parallel": now - middle}
     return report
 
 
 def check_resume(
-    through: Program,
-    before: Callable[[Watch, Path], Any],
-    after: Callable[[Watch, Path], Any],
+    full_run: Program,
+    stopped_run: Callable[[Watch, Path], Any],
+    resumed_run: Callable[[Watch, Path], Any],
     ranks: int | tuple[int, int] = 2,
     draws: int = DRAWS,
     folder: str | Path | None = None,
@@ -75,44 +75,47 @@ def check_resume(
 ) -> Report:
     """Check that a run that is stopped and resumed computes what an uninterrupted run does.
 
-        def through(watch):
-            train(watch, *made(), steps=range(4))
+        def full_run(watch):
+            train(watch, *build_model(), steps=range(4))
 
-        def before(watch, kept):
-            model, optimizer = made()
+        def stopped_run(watch, folder):
+            model, optimizer = build_model()
             train(watch, model, optimizer, steps=range(2))
-            save(model, optimizer, kept)
+            save(model, optimizer, folder)
 
-        def after(watch, kept):
-            model, optimizer = made()
-            load(model, optimizer, kept)             # first of all; then it is watched
+        def resumed_run(watch, folder):
+            model, optimizer = build_model()
+            load(model, optimizer, folder)           # before it is watched
             train(watch, model, optimizer, steps=range(2, 4))
 
-        print(parity.check_resume(through, before, after, ranks=(2, 4)))
+        print(parity.check_resume(full_run, stopped_run, resumed_run, ranks=(2, 4)))
 
-    `through` runs in one process, like the plain program of `check`. `before` takes some of its
-    steps on `ranks` ranks, and saves them to the folder `kept`; `after` loads them, and takes the
-    rest. ranks: a pair if `after` runs on another number; techniques may differ, too.
+    `full_run` runs in one process, like the plain program of `check`. `stopped_run` takes some of
+    its steps on `ranks` ranks, and saves them to a folder; `resumed_run` loads them, and takes the
+    rest. ranks: a pair if `resumed_run` runs on another number; techniques may differ, too.
 
     Raises ValueError as `check` does, and where the two together take another number of steps.
     """
     pair = ranks if isinstance(ranks, tuple) else (ranks, ranks)
     for number in pair:
         check_whole(1, PROCESSES, ranks=number)
-    record = _reference("through", through, draws, folder, True, timeout)
-    with tempfile.TemporaryDirectory(prefix="resume-") as kept:
-        stops = lambda watch: before(watch, Path(kept))  # noqa: E731
-        goes_on = lambda watch: after(watch, Path(kept))  # noqa: E731
-        first = launch.run(lambda: matched(stops, record), pair[0], timeout=timeout)
-        report, taken = judged_before(record, first)
-        if report.equal:
-            second = launch.run(lambda: matched(goes_on, record, taken), pair[1], timeout=timeout)
-            report = report.then(judged(record, second, "after"))
+    record = _record_plain("full_run", full_run, draws, folder, True, timeout)
+    with tempfile.TemporaryDirectory(prefix="resume-") as name:
+
+        def match_on_ranks(program: Callable, size: int, first_step: int = 0) -> list[Matcher]:
+            run = lambda watch: program(watch, Path(name))  # noqa: E731
+            work = lambda: match_program(run, record, first_step)  # noqa: E731
+            return launch.run(work, size, timeout=timeout)
+
+        report, taken = build_stopped_report(record, match_on_ranks(stopped_run, pair[0]))
+        if report.is_equal:
+            matchers = match_on_ranks(resumed_run, pair[1], taken)
+            report = report.merge_resumed(build_report(record, matchers, "resumed_run"))
     return report
 
 
-def first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
-    """Cut a model's lists of layers to their first ones, in place; return the model.
+def keep_first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
+    """Keep the first layers of each list of layers of a model, in place; return the model.
 
     For a model that does not fit: in both programs, where it is made, before it is wrapped or
     sharded (on torch's meta device if the whole does not fit). Techniques that cut layers' tensors
@@ -120,77 +123,77 @@ def first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
     pipeline needs as many layers as it has parts. Inner lists, such as experts, stay. The report
     names the cut.
 
-    Raises ValueError for a model that has no list of more layers of one kind.
+    Raises ValueError for a model that has no list of more layers of one class.
     """
     check_whole(1, layers=layers)
     inside: tuple[str, ...] = ()
-    had = 0
+    total = 0
     for name, each in list(model.named_modules()):
         if not isinstance(each, nn.ModuleList) or name.startswith(inside):
             continue
         inside += (f"{name}.",)
         if len(each) > layers and len({type(layer) for layer in each}) == 1:
-            had = max(had, len(each))
+            total = max(total, len(each))
             del each[layers:]
-    if not had:
+    if not total:
         raise ValueError(
-            f"model={type(model).__name__}: it has no ModuleList of more than {layers} layers of "
-            "one kind; needed is one"
+            f"model={type(model).__name__}: must have a ModuleList of more than {layers} layers of "
+            "one class"
         )
     if hasattr(getattr(model, "config", None), "num_hidden_layers"):  # as transformers' count them
         model.config.num_hidden_layers = layers
-    model.fewer = f"{layers} of {had} layers, the same widths"
+    model.cut_description = f"{layers} of {total} layers, the same widths"
     return model
 
 
 # The work of one process in a comparison
 
 
-def _reference(
+def _record_plain(
     who: str,
     plain: Program,
     draws: int,
     folder: str | Path | None,
-    every: bool,
+    every_step: bool,
     timeout: float,
 ) -> Record:
     """Return the plain program's record, made in a process of its own."""
     check_whole(1, 100, draws=draws)
-    where = None if folder is None else new_folder(Path(folder))
-    (record,) = launch.run(recorded, 1, plain, draws, where, every, timeout=timeout)
-    refuse_plain(record, who)
+    where = None if folder is None else create_folder(Path(folder))
+    (record,) = launch.run(record_program, 1, plain, draws, where, every_step, timeout=timeout)
+    check_plain_run(record, who)
     return record
 
 
-def recorded(
-    plain: Program, draws: int = DRAWS, folder: Path | None = None, every: bool = False
+def record_program(
+    plain: Program, draws: int = DRAWS, folder: Path | None = None, every_step: bool = False
 ) -> Record:
     """Record what the plain program computes, and how far rounding moves it; in this process."""
     record = Record(folder)
     state = torch.get_rng_state()
-    _run(plain, Watch(record, every=every))
-    record.map()
+    _run_watched(plain, Watch(record, every_step=every_step))
+    record.map_values()
     found = []
     for seed in range(1, draws + 1):
         torch.set_rng_state(state)  # each run draws the same random numbers
-        noise = Noise(record)
-        _run(plain, Watch(noise, seed=seed, every=every))
-        found.append(noise.found())
-    record.noise = largest(record, found)
+        noise = NoiseMeter(record)
+        _run_watched(plain, Watch(noise, seed=seed, every_step=every_step))
+        found.append(noise.get_differences())
+    record.noise = combine_draws(record, found)
     return record
 
 
-def matched(parallel: Program, record: Record, begins: int = 0) -> Matcher:
+def match_program(parallel: Program, record: Record, first_step: int = 0) -> Matcher:
     """Match the parallel program's tensors on a rank with the plain program's record.
 
-    begins: steps that were taken before a resumed program.
+    first_step: number of steps that were taken before a resumed program.
     """
-    matcher = Matcher(record, dist.get_rank(), dist.get_world_size(), begins)
-    _run(parallel, Watch(matcher, begins=begins))
+    matcher = Matcher(record, dist.get_rank(), dist.get_world_size(), first_step)
+    _run_watched(parallel, Watch(matcher, first_step=first_step))
     return matcher
 
 
-def _run(program: Program, watch: Watch) -> None:
+def _run_watched(program: Program, watch: Watch) -> None:
     try:
         program(watch)
     finally:
@@ -201,86 +204,79 @@ def _run(program: Program, watch: Watch) -> None:
 # Reports
 
 
-def judged(record: Record, matchers: list[Matcher], who: str = "parallel") -> Report:
+def build_report(record: Record, matchers: list[Matcher], who: str = "parallel") -> Report:
     """Return the report on a parallel program from the matchers of its ranks."""
-    refuse_parallel(record, matchers, who, record.steps)
-    return Judge(record, matchers).judge()
+    check_parallel_run(record, matchers, who, record.steps)
+    return Comparison(record, matchers).run()
 
 
-def judged_before(record: Record, matchers: list[Matcher]) -> tuple[Report, int]:
+def build_stopped_report(record: Record, matchers: list[Matcher]) -> tuple[Report, int]:
     """Return the report on a program that stops, and the number of its steps."""
     taken = max(m.steps for m in matchers)
-    refuse_parallel(record, matchers, "before", taken)
+    check_parallel_run(record, matchers, "stopped_run", taken)
     if taken >= record.steps:
         raise ValueError(
-            f"before: it took {taken} optimizer steps, and the run that goes through "
-            f"{record.steps}; needed are fewer, so that some are left to `after`"
+            f"stopped_run: it took {taken} optimizer steps; must take fewer than the full run's "
+            f"{record.steps}, so that some are left to resumed_run"
         )
-    return Judge(record, matchers, taken).judge(), taken
+    return Comparison(record, matchers, taken).run(), taken
 
 
-def refuse_plain(record: Record, who: str = "plain") -> None:
+def check_plain_run(record: Record, who: str = "plain") -> None:
     """Raise ValueError for a plain program that trains nothing, or differs from run to run."""
-    _refuse(who, record, record.steps)
+    _check_watched(who, record, record.steps)
     updates = (parts for key, parts in record.parts.items() if key.phase == "update")
     if not any(part.value.any() for parts in updates for part in parts):
         raise ValueError(
-            f"{who}: no weight moved in its steps, so that two dead programs would be equal; "
-            "needed is one that trains (requires_grad? a learning rate above 0? backward before "
-            "step?)"
+            f"{who}: no weight moved in its steps; must train (requires_grad? learning rate above "
+            "0? backward before step?)"
         )
-    same = "needed is the same torch.manual_seed in each run, before anything is drawn"
-    for key, (of_all, *_) in record.noise.items():  # differences between runs with noise
-        if key[:2] == (BEFORE, "weights") and of_all > 4 * eps(record.parts[key][0].value.dtype):
-            raise ValueError(f"{who}: each run begins with other weights ({key.name}); {same}")
-    outputs = [key for key in record.noise if key[:2] == (0, "forward") and not record.scalar(key)]
-    if outputs and all(record.noise[key][0] * FACTOR > DECIDES for key in outputs):
-        raise ValueError(f"{who}: each run computes other outputs (another batch?); {same}")
+    seed = "call torch.manual_seed with the same seed in each run, before anything random"
+    for key, (overall, *_) in record.noise.items():  # differences between runs with noise
+        floor = 4 * get_eps(record.parts[key][0].value.dtype)
+        if key[:2] == (INITIAL_STEP, "weights") and overall > floor:
+            raise ValueError(f"{who}: each run begins with other weights ({key.name}); {seed}")
+    outputs = [key for key in record.noise if key[:2] == (0, "forward")]
+    noise = [record.noise[key][0] for key in outputs if not record.is_scalar(key)]
+    if noise and all(x * TOLERANCE_FACTOR > MAX_TOLERANCE for x in noise):
+        raise ValueError(f"{who}: each run computes other outputs (another batch?); {seed}")
 
 
-def refuse_parallel(record: Record, matchers: list[Matcher], who: str, needed: int) -> None:
+def check_parallel_run(record: Record, matchers: list[Matcher], who: str, needed: int) -> None:
     """Raise ValueError for a parallel program that cannot be compared with the plain one."""
-    steps, begins = {m.steps for m in matchers}, matchers[0].begins
+    steps, first_step = {m.steps for m in matchers}, matchers[0].first_step
     for m in matchers:  # a rank that skips steps alone is not refused, but reported as wrong
-        _refuse(f"{who}: rank {m.rank}", m, max(steps))
+        _check_watched(f"{who}: rank {m.rank}", m, max(steps))
     if len(steps) == 1 and steps != {needed}:
-        behind = f" after {begins} of those before it" if begins else ""
+        before = f" after the {first_step} of the stopped run" if first_step else ""
         raise ValueError(
-            f"{who}: it took {steps.pop() - begins} optimizer steps{behind}, and the plain program "
-            f"{needed}; needed are as many (micro-batches share a step)"
+            f"{who}: it took {steps.pop() - first_step} optimizer steps{before}; must take as many "
+            f"as the plain program ({needed}; micro-batches share a step)"
         )
-    told = any(key.phase == "samples" for m in matchers for key in m.seen)
-    if told != any(key.phase == "samples" for key in record.parts):
+    declares = any(key.phase == "samples" for m in matchers for key in m.matches)
+    if declares != any(key.phase == "samples" for key in record.parts):
         raise ValueError(
-            f"{who}: it {'called' if told else 'never called'} watch.samples(ids), other than "
-            "the plain program; needed is a call in both, or in none"
+            f"{who}: it {'called' if declares else 'never called'} watch.declare_samples(ids), "
+            "unlike the plain program; call it in both, or in none"
         )
     own = {key.name for key in record.parts if key.phase == "weights"}
-    theirs = {key.name for m in matchers for key in m.seen if key.phase == "weights"}
-    said = [
-        f"{len(names)} {words} ({', '.join(sorted(names)[:3])})"
-        for names, words in (
-            (theirs - own, "parameters that the plain one lacks"),
-            (own - theirs, "fewer, on no rank"),
-        )
-        if names
-    ]
-    if said:
+    others = {key.name for m in matchers for key in m.matches if key.phase == "weights"}
+    groups = ((others - own, "has"), (own - others, "lacks"))
+    texts = [f"{verb} {len(x)} ({', '.join(sorted(x)[:3])})" for x, verb in groups if x]
+    if texts:
         raise ValueError(
-            f"{who}: it has {' and '.join(said)}; give watch(…, rename=f) a function from its "
-            "names to the plain program's"
+            f"{who}: parameters differ from the plain program's: it {' and it '.join(texts)}; pass "
+            "watch(…, rename=f) a function from its names to the plain program's"
         )
 
 
-def _refuse(who: str, sink: Sink, steps: int) -> None:
-    if not sink.watched:
-        raise ValueError(f"{who}: it never called watch(model, optimizer); needed is one call")
-    if not sink.optimized:
-        raise ValueError(
-            f"{who}: watch(model) was given no optimizer; needed is the one that steps"
-        )
+def _check_watched(who: str, sink: Sink, steps: int) -> None:
+    if not sink.is_watched:
+        raise ValueError(f"{who}: must call watch(model, optimizer) once; it never did")
+    if not sink.has_optimizer:
+        raise ValueError(f"{who}: must pass watch(model) the optimizer that steps")
     if not steps:
         raise ValueError(
-            f"{who}: the optimizer that watch was given took no step; needed is one at least "
-            "(is another optimizer stepped?)"
+            f"{who}: the optimizer passed to watch took no step; must take at least one (is "
+            "another optimizer stepped?)"
         )

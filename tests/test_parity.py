@@ -51,16 +51,16 @@ def name_control(row: Row) -> str:
     return f"{row.technique} {row.layout} {row.options} {name_plain_program(row)}"
 
 
-@pytest.mark_in.timeout(1800)  # the first test waits for all
-@pytest.mark_in.parametrize("name", RIGHT)
+@pytest.mark.timeout(1800)  # the first test waits for all
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_silent(name):
     report = compute_reports()[name]
     assert report.is_equal, report
     assert report.num_compared > 50 and max(report.tolerance_used.values()) < 1
 
 
-@pytest.mark_in.timeout(1800)
-@pytest.mark_in.parametrize("name", PROGRAMS)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(name):
     one, report = PROGRAMS[name], compute_reports()[name]
     assert not report.is_equal
@@ -74,7 +74,7 @@ def test_a_mistake_is_found_where_it_is_and_named_and_without_it_all_is_silent(n
 # Mistakes that lessons show
 
 
-@pytest.mark_in.parametrize("lesson", sorted(path.stem for path in LESSONS.glob("*.md")))
+@pytest.mark.parametrize("lesson", sorted(path.stem for path in LESSONS.glob("*.md")))
 def test_every_mistake_of_a_lesson_has_a_program_or_says_why_not(lesson):
     if lesson == "parity":
         pytest.skip("it is about finding them")
@@ -101,8 +101,8 @@ def test_the_table_of_mistakes_is_of_these_programs_and_found_where_it_says():
     )
 
 
-@pytest.mark_in.weekly("trains each of them for 20 steps")
-@pytest.mark_in.timeout(900)
+@pytest.mark.weekly("trains each of them for 20 steps")
+@pytest.mark.timeout(900)
 def test_what_finds_a_mistake_is_measured():
     columns = "program", "digits_step", "loss_step", "types", "parity_step"
     wanted = [
@@ -192,7 +192,7 @@ def compare_small_programs() -> dict[str, Any]:
     return ranks.run(compare_all, 1, device="cpu")[0]
 
 
-@pytest.mark_in.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_compared_gets_a_line_that_says_what_to_do(name):
     said = compare_small_programs()[name]
     assert isinstance(said, str) and "\n" not in said, said

@@ -63,23 +63,22 @@ from shardlab.gpt.model import GPT, Config, loss
 from shardlab.sequence_parallel import ALONG_SEQUENCE
 from shardlab.tensor_parallel import copy_to, reduce_from
 from shardtools import parity
-from shardtools.parity import across, core, judge, noise, recording, rounding
-from shardtools.parity.programs import judged, matched, recorded
+from shardtools.parity import comparison, core, cross_rank, hooks, noise, rounding
+from shardtools.parity.hooks import Key
+from shardtools.parity.programs import build_report, match_program, record_program
 from shardtools.parity.record import Record
-from shardtools.parity.recording import Key
-from shardtools.parity.report import called
 
 show.style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32, bias=False, tied=False)
 
 
-def world():
-    """The group of all ranks."""
+def get_world():
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
-def nothing(*_):
-    """Does nothing."""
+def do_nothing(*_):
+    """Do nothing, in place of a missing step."""
 
 
 # %% [markdown]
@@ -88,35 +87,38 @@ def nothing(*_):
 # Every program on this page trains the same small GPT with the same loop. The programs differ in what they pass to the loop: how the model is divided among ranks, which part of the batch a rank takes, and what happens between backward and the step.
 
 # %%
-def same(x):
+def identity(x):
     return x
 
 
-def batch(step):
-    """Eight texts, and what follows each of their letters."""
+def make_batch(step):
+    """Return eight texts, and the letters that follow theirs."""
     tokens, targets = text.batch(SMALL.seq, 8, start=8 * step)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def adamw(model):
+def make_adamw(model):
     return [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)]
 
 
-def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
-          part=same, batch=batch, mean=loss, after=nothing, optimizers=adamw):  # fmt: skip
-    """Some steps of a GPT; each step's loss."""
+def train(
+    watch, config=SMALL, dtype=torch.float32, steps=1, wrap=identity, take_part=identity,
+    make_batch=make_batch, loss_fn=loss, after_backward=do_nothing,
+    make_optimizers=make_adamw,
+):  # fmt: skip
+    """Train a GPT for some steps; return each step's loss."""
     torch.manual_seed(0)
-    model = spread(GPT(config).to(ranks.device(), dtype))
-    made = optimizers(model)
-    watch(model, made)
+    model = wrap(GPT(config).to(ranks.device(), dtype))
+    optimizers = make_optimizers(model)
+    watch(model, optimizers)
     losses = []
     for step in range(steps):
         model.zero_grad()
-        tokens, targets = map(part, batch(step))
-        value = mean(model(tokens), targets)
+        tokens, targets = map(take_part, make_batch(step))
+        value = loss_fn(model(tokens), targets)
         value.backward()
-        after(model)
-        for optimizer in made:
+        after_backward(model)
+        for optimizer in optimizers:
             optimizer.step()
         losses.append(value.item())
     return losses
@@ -126,24 +128,24 @@ def train(watch, config=SMALL, dtype=torch.float32, steps=1, spread=same,
 # `train` by itself is the plain program. This program is parallel: each rank takes its share of the batch, and gradients are added up.
 
 # %%
-def share(x):
-    return x.chunk(world().size())[world().rank()]
+def take_share(x):
+    return x.chunk(get_world().size())[get_world().rank()]
 
 
-def added_up(model):
+def sum_gradients(model):
     for p in model.parameters():
         dist.all_reduce(p.grad)
 
 
-summed = partial(train, part=share, after=added_up)
+summed = partial(train, take_part=take_share, after_backward=sum_gradients)
 
 # %% [markdown]
 # Both train for twenty steps.
 
 # %% tags=["hide-input"]
 # Table: losses of one process, and means of two ranks'
-one = ranks.run(partial(train, nothing, steps=20), 1)[0]
-two = [sum(x) / 2 for x in zip(*ranks.run(partial(summed, nothing, steps=20), 2), strict=True)]
+one = ranks.run(partial(train, do_nothing, steps=20), 1)[0]
+two = [sum(x) / 2 for x in zip(*ranks.run(partial(summed, do_nothing, steps=20), 2), strict=True)]
 assert max(abs(a - b) / a for a, b in zip(one, two, strict=True)) < 1e-3
 rows = [(n, f"{one[n - 1]:.4f}", f"{two[n - 1]:.4f}") for n in (1, 2, 5, 10, 20)]
 show.table(rows, ["step", "loss of one process (nats)", "of two ranks"])
@@ -165,30 +167,30 @@ print(parity.check(train, summed, ranks=2))
 # Record every module's output and every gradient in both programs. Join the ranks' halves. Print the first tensor that differs. This takes some twenty lines:
 
 # %%
-def record(program):
-    """What a program's modules give in a step, and its gradients, in order."""
+def record_step(program):
+    """Return a step's module outputs and gradients, by name, in order."""
     found = {}
 
     def watch(model, optimizers):
         for name, module in model.named_modules():
 
-            def keep(_module, _args, y, name=name):
+            def save_output(_module, _args, y, name=name):
                 found[f"output of {name or 'the model'}"] = y.detach()
 
-            module.register_forward_hook(keep)
+            module.register_forward_hook(save_output)
 
-        def gradients(*_):
+        def save_gradients(*_):
             for name, p in model.named_parameters():
                 found[f"gradient of {name}"] = p.grad.clone()
 
-        optimizers[0].register_step_pre_hook(gradients)
+        optimizers[0].register_step_pre_hook(save_gradients)
 
     program(watch)
     return found
 
 
-def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
-    """Of the halves put together along one of so many dimensions."""
+def find_first_difference(plain, by_rank, allowed=0.0, dimensions=1):
+    """Name the first tensor that differs from its joined halves."""
     for name, full in plain.items():
         halves = [found[name] for found in by_rank]
         along = range(min(dimensions, full.dim()))
@@ -204,41 +206,41 @@ def first_difference(plain, by_rank, allowed=0.0, dimensions=1):
 # Now three programs, all of them *right*. `averaged` repairs the program above. `dealt` distributes sequences round-robin, as a [sampler](train.md#samplers-a-share-of-the-data-for-each-rank) does. `halved` gives each rank half of every feed-forward network, and adds up the two results.
 
 # %%
-def average(model):
-    data_parallel.average_gradients(model, world())
+def average_gradients(model):
+    data_parallel.average_gradients(model, get_world())
 
 
-def dealt_rows(x):
-    return x[world().rank() :: world().size()]
+def take_strided_rows(x):
+    return x[get_world().rank() :: get_world().size()]
 
 
-def halves(model):
-    rank, size = world().rank(), world().size()
+def split_ffn(model):
+    rank, size = get_world().rank(), get_world().size()
     for block in model.blocks:
         for matrix, dimension in ((block.ffn.up, 0), (block.ffn.down, 1)):
             mine = matrix.weight.detach().chunk(size, dimension)[rank]
             matrix.weight = nn.Parameter(mine.clone())
-        block.ffn.register_forward_pre_hook(lambda _, x: copy_to(x[0], world()))
-        block.ffn.register_forward_hook(lambda _, x, y: reduce_from(y, world()))
+        block.ffn.register_forward_pre_hook(lambda _, x: copy_to(x[0], get_world()))
+        block.ffn.register_forward_hook(lambda _, x, y: reduce_from(y, get_world()))
     return model
 
 
-averaged = partial(train, part=share, after=average)
-dealt = partial(train, part=dealt_rows, after=average)
-halved = partial(train, spread=halves)
+averaged = partial(train, take_part=take_share, after_backward=average_gradients)
+dealt = partial(train, take_part=take_strided_rows, after_backward=average_gradients)
+halved = partial(train, wrap=split_ffn)
 
 # %% tags=["hide-input"]
 # Table: what the plain way says of three right programs
-(plain,) = ranks.run(record, 1, train)
+(plain,) = ranks.run(record_step, 1, train)
 RIGHT = {"averaged": averaged, "dealt": dealt, "halved": halved}
-FOUND = {name: ranks.run(record, 2, program) for name, program in RIGHT.items()}
+FOUND = {name: ranks.run(record_step, 2, program) for name, program in RIGHT.items()}
 asked = [
     ("averaged", 0.0, 1), ("averaged", 1e-5, 1), ("halved", 1e-5, 1), ("halved", 1e-5, 3),
     ("dealt", 1e-5, 3),
 ]  # fmt: skip
 rows = []
 for name, allowed, dimensions in asked:
-    said = first_difference(plain, FOUND[name], allowed, dimensions)
+    said = find_first_difference(plain, FOUND[name], allowed, dimensions)
     rows.append((name, f"{allowed:.0e}" if allowed else "0", "any" if dimensions > 1 else "first", said))
 assert [row[3] == "none" for row in rows] == [False, True, False, False, False]
 show.table(rows, ["right program", "allowed", "halves joined along", "“first difference”"])
@@ -259,7 +261,7 @@ show.table(rows, ["right program", "allowed", "halves joined along", "“first d
 # How far may a tensor be off? That depends on the model, its depth, the number format and the step, so the check measures it. The plain program runs three times more, and in these runs *every* output, every output's gradient and every initial weight is moved by one unit in the last place, at random:
 
 # %%
-show.source(rounding.neighbours)
+show.source(rounding.move_by_ulp)
 
 # %% [markdown]
 # A long sum is rounded by far more than one unit of its addends. So in these runs the addends are multiplied by a random number and the sum is divided by it, which changes every rounding.
@@ -279,26 +281,26 @@ GRADIENTS = [Key(0, "gradient", f"blocks.{n}.ffn.up.weight") for n in range(LAYE
 UPDATES = [Key(step, "update", "blocks.0.ffn.up.weight") for step in range(STEPS)]
 
 
-def plainly(dtypes):
-    return {dtype: recorded(partial(train, dtype=dtype, **DEEP), 1) for dtype in dtypes}
+def record_dtypes(dtypes):
+    return {dtype: record_program(partial(train, dtype=dtype, **DEEP), 1) for dtype in dtypes}
 
 
-def really(records):
-    """On a rank: of these tensors, how far the averaging program's are from the plain one's."""
+def measure_differences(records):
+    """Measure on a rank how far the averaging program's tensors are off."""
     found = {}
     for dtype, plain in records.items():
         mine = Record()
-        averaged(recording.Watch(mine), dtype=dtype, **DEEP)
+        averaged(hooks.Watch(mine), dtype=dtype, **DEEP)
         for key in OUTPUTS + GRADIENTS + UPDATES:
-            full, part = plain.whole(key), mine.whole(key)
-            full = full if full.shape == part.shape else share(full)
-            found[dtype, key] = noise.gap(part, full, noise.rms(full))[0]
+            full, part = plain.full_tensor(key), mine.full_tensor(key)
+            full = full if full.shape == part.shape else take_share(full)
+            found[dtype, key] = noise.measure_difference(part, full, noise.rms(full))[0]
     return found
 
 
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-(records,) = ranks.run(plainly, 1, list(FORMATS))
-apart = ranks.run(really, 2, records)[0]
+(records,) = ranks.run(record_dtypes, 1, list(FORMATS))
+apart = ranks.run(measure_differences, 2, records)[0]
 panels = [
     (OUTPUTS, "outputs", "layer"),
     (GRADIENTS[::-1], "gradients", "layer, from the last"),
@@ -343,15 +345,16 @@ show.table(rows, [*head, "allowed of that gradient"])
 # Rounding hardly changes a *factor* that all numbers of a gradient share. So in `bfloat16` the check also judges that factor by itself, and finds 1.05:
 
 # %%
-def a_twentieth_more(model):
-    average(model)
+def average_with_factor(model):
+    average_gradients(model)
     for p in model.parameters():
         p.grad *= 1.05
 
 
 few_bits = partial(train, dtype=torch.bfloat16)
-print(report := parity.check(few_bits, partial(few_bits, part=share, after=a_twentieth_more)))
-assert not report.equal
+wrong = partial(few_bits, take_part=take_share, after_backward=average_with_factor)
+print(report := parity.check(few_bits, wrong))
+assert not report.is_equal
 
 # %% [markdown]
 # ````{admonition} Checked: "it is off by 2e-3, that is rounding; loosen the tolerance"
@@ -391,25 +394,26 @@ for program in (averaged, dealt, halved):
 # Now leave out the sum that `halved` needs in backward: each half computes its own part of the input's gradient, and these parts have to be added up. The output is right, and so is the loss.
 
 # %%
-def forgetful(model):
-    model = halves(model)
+def split_without_reduction(model):
+    model = split_ffn(model)
     for block in model.blocks:
         block.ffn._forward_pre_hooks.clear()  # copy_to, which adds up in backward
     return model
 
 
-print(report := parity.check(train, partial(train, spread=forgetful), ranks=2))
-assert not report.equal
+forgetful = partial(train, wrap=split_without_reduction)
+print(report := parity.check(train, forgetful, ranks=2))
+assert not report.is_equal
 
 
 # %% [markdown]
 # - **Where**: step, phase and name of the first tensor that fits no place, and the ranks that have it. Everything before it was right.
 # - **What**: the likely cause, found from the numbers. Here no simple cause fits; elsewhere it is a factor, a missing sum, or a weight that counts twice.
 # - **How far**: the difference, relative to the tensor's size, beside the difference that rounding explains. If they are less than two digits apart, suspect the tolerance; here they are five digits apart.
-# - **Where it began**: the first tensor of that phase whose addends nobody added up. Backward is linear, so addends pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line of the report names the place.
+# - **Where it began**: the first tensor of that phase whose partial sums were not added up. Backward is linear, so partial sums pass through norms and sums unchanged, and the first *wrong* tensor can be far from the forgotten line. This line of the report names the place.
 # - **How many more** tensors of this kind are in this step. Later steps are not judged.
 #
-# `report.equal`, `report.first` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).equal`.
+# `report.is_equal`, `report.first_finding` and `report.findings` are for your own tests: `assert parity.check(plain, parallel).is_equal`.
 #
 # [The tests](../tests/test_parity.py) check every technique of this course, DDP, FSDP2, DTensor and DeepSpeed with it, each beside its mistakes.
 #
@@ -417,18 +421,18 @@ assert not report.equal
 #
 # Each of these mistakes was published, and raised no error while it trained models. Each stands here in a few lines, passed to `train`, beside the same program without the mistake.
 #
-# **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `joined` is right: one sum, one count.
+# **A mean of means** (transformers 34191 {cite}`transformers34191`). Some texts are short. Each rank, or each micro-batch, takes the mean over its own tokens, and these means are averaged. `compute_joined_mean` is right: one sum, one count.
 
 # %%
-def uneven(step):
-    tokens, targets = batch(step)
+def make_uneven_batch(step):
+    tokens, targets = make_batch(step)
     targets[5:, 4:] = -100  # the last texts are short
     return tokens, targets
 
 
-def joined(logits, targets):
+def compute_joined_mean(logits, targets):
     count = int((targets != -100).sum())
-    return data_parallel.joined_mean(loss(logits, targets, "sum"), count, world())
+    return data_parallel.joined_mean(loss(logits, targets, "sum"), count, get_world())
 
 
 # %% [markdown]
@@ -436,8 +440,8 @@ def joined(logits, targets):
 # Muon casts gradients to 16 bits, and a single number that rounds in the other direction moves Muon's update by 1 %. So the runs with noise also change some of these roundings.
 
 # %%
-def muon(model):
-    """Muon for matrices of blocks, AdamW for the rest."""
+def make_muon(model):
+    """Make Muon for matrices of blocks, AdamW for the rest."""
     named = dict(model.named_parameters())
     inner = {n for n, p in named.items() if "blocks" in n and p.ndim == 2}
     rest = [p for n, p in named.items() if n not in inner]
@@ -447,42 +451,42 @@ def muon(model):
     return made
 
 
-def sharded(model):
-    return zero.shard(model, world(), 3)
+def shard_model(model):
+    return zero.shard(model, get_world(), 3)
 
 
 # %% [markdown]
 # **Micro-batches that are lost** (open-instruct 1498 {cite}`openinstruct1498`). The loop accumulates by hand, and DeepSpeed does not know it: the engine takes each backward for a whole step's, and keeps the last. This is the real engine, as installed; stages 1 and 2 of version 0.19.8 still do it (November 2026).
 
 # %%
-def micro_batches():
-    return zip(*(x.chunk(2) for x in batch(0)), strict=True)
+def split_micro_batches():
+    return zip(*(x.chunk(2) for x in make_batch(0)), strict=True)
 
 
-def accumulated(watch):
+def train_accumulated(watch):
     torch.manual_seed(0)
     model = GPT(SMALL).to(ranks.device())
-    optimizer = adamw(model)[0]
+    optimizer = make_adamw(model)[0]
     watch(model, optimizer)
-    value = sum(loss(model(x), y) / 2 for x, y in micro_batches())
+    value = sum(loss(model(x), y) / 2 for x, y in split_micro_batches())
     value.backward()
     optimizer.step()
     return [value.item()]
 
 
-def by_deepspeed(watch, told):
+def train_deepspeed(watch, sets_boundary):
     torch.manual_seed(0)
     model = GPT(SMALL).to(ranks.device())
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     config |= {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
     config |= {"zero_allow_untested_optimizer": True}
-    engine = deepspeed_engine.initialize(model, config, adamw(model)[0])
+    engine = deepspeed_engine.initialize(model, config, make_adamw(model)[0])
     watch(engine)
     total = 0.0
-    for n, (x, y) in enumerate(micro_batches()):
-        if told:
+    for n, (x, y) in enumerate(split_micro_batches()):
+        if sets_boundary:
             engine.set_gradient_accumulation_boundary(n == 1)
-        value = loss(engine(share(x)), share(y)) / 2
+        value = loss(engine(take_share(x)), take_share(y)) / 2
         engine.backward(value)
         total += value.item()
     engine.step()
@@ -493,23 +497,23 @@ def by_deepspeed(watch, told):
 # **Clipped on one rank** (DeepSpeed 1801 {cite}`deepspeed1801`). With cut matrices, gradients were clipped on rank 0 of each tensor group alone. BLOOM trained with it: LayerNorms, which all ranks hold whole, drifted apart.
 
 # %%
-def cut(model, **more):
-    return tensor_parallel.parallelize(model, world(), **more)
+def parallelize_model(model, **more):
+    return tensor_parallel.parallelize(model, get_world(), **more)
 
 
-def cut_loss(logits, targets):
-    return tensor_parallel.loss(logits, targets, world())
+def compute_parallel_loss(logits, targets):
+    return tensor_parallel.loss(logits, targets, get_world())
 
 
-def clip(model):
+def clip_gradients(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def clip_cut(model, everywhere=True):
+def clip_parallel(model, everywhere=True):
     kept = [p.grad.clone() for p in model.parameters()]
     tensor_parallel.clip_grad_norm_(model, 0.1)
     for p, gradient in zip(model.parameters(), kept, strict=True):
-        if not everywhere and world().rank() > 0:
+        if not everywhere and get_world().rank() > 0:
             p.grad = gradient
 
 
@@ -517,15 +521,15 @@ def clip_cut(model, everywhere=True):
 # **A gradient that is an addend** (torchtitan 1805, 2387 and 4054 {cite}`torchtitan1805,torchtitan2387,torchtitan4054`). A DTensor's local part goes to experts that are cut. Only the author knows the placement of that part's gradient, and three times in one project `to_local` was called without it.
 
 # %%
-def leaves(x, group, placements):
+def leave_dtensor(x, group, placements):
     mesh = DeviceMesh.from_group(group, ranks.device().type)
     x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.to_local(grad_placements=placements)
 
 
-def through_dtensor(model, placements=None):
-    enter = partial(leaves, placements=placements)
-    return cut(model, edges=tensor_parallel.Edges(enter, reduce_from))
+def parallelize_with_dtensor(model, placements=None):
+    enter = partial(leave_dtensor, placements=placements)
+    return parallelize_model(model, edges=tensor_parallel.Edges(enter, reduce_from))
 
 
 # %% [markdown]
@@ -542,22 +546,22 @@ class HeadNorm(nn.Module):
         return (F.rms_norm(x, (8,)) * self.weight).flatten(-2)
 
 
-def normed(model):
+def add_head_norms(model):
     for block in model.blocks:
         query = block.attention.query
         block.attention.query = nn.Sequential(query, HeadNorm())
     return model
 
 
-def cut_and_normed(model):
-    return normed(cut(model))
+def parallelize_head_norms(model):
+    return add_head_norms(parallelize_model(model))
 
 
 # %% [markdown]
 # **A sum in fewer digits** (pytorch 190626 {cite}`pytorch190626`). FSDP2 is asked to add gradients in `float32`, and adds those of norms on tensor ranks in `bfloat16`; torch 2.13 still does. Here everything but that sum is in `float32`.
 
 # %%
-def add_norms(model, which, dtype=torch.float32):
+def sum_norm_gradients(model, which, dtype=torch.float32):
     for name, p in model.named_parameters():
         if which in name:
             total = p.grad.to(dtype)
@@ -569,28 +573,28 @@ def add_norms(model, which, dtype=torch.float32):
 # **Experts that count more** (Megatron-LM 5956 {cite}`megatron5956`). An expert sees the tokens of all ranks, so its gradient is already a sum over the ranks. It still has to be divided by their number.
 
 # %%
-def unlike(model):
-    """Two of four experts with a larger matrix, and so with larger gradients."""
+def scale_experts(model):
+    """Enlarge a matrix of two of four experts, and so their gradients."""
     for block in model.blocks:
         for expert in block.ffn.experts[2:]:
             expert.down.weight.data *= 20
     return model
 
 
-def spread_experts(model):
-    return experts.parallelize(unlike(model), world())
+def parallelize_experts(model):
+    return experts.parallelize(scale_experts(model), get_world())
 
 
-def average_all(model):
-    experts.average_gradients(model, world())
+def average_all_gradients(model):
+    experts.average_gradients(model, get_world())
 
 
-def average_dense(model):
+def average_dense_gradients(model):
     own = {id(p) for p in experts.own_parameters(model)}
     for p in model.parameters():
         if id(p) not in own:
             dist.all_reduce(p.grad)
-            p.grad /= world().size()
+            p.grad /= get_world().size()
 
 
 # %% [markdown]
@@ -598,11 +602,11 @@ def average_dense(model):
 
 # %%
 def average_and_clip(model, clip=experts.clip_grad_norm_):
-    average_all(model)
+    average_all_gradients(model)
     clip(model, 0.1)
 
 
-def clip_own(model, limit):
+def clip_locally(model, limit):
     nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
@@ -611,13 +615,13 @@ def clip_own(model, limit):
 
 # %%
 @contextmanager
-def fork(seed):
+def fork_rng(seed):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
-class Drop(nn.Module):
+class SeededDropout(nn.Module):
     def __init__(self, seeds, comma):
         super().__init__()
         self.seeds, self.comma = seeds, comma
@@ -625,7 +629,7 @@ class Drop(nn.Module):
     def forward(self, x):
         parts, kept = x.chunk(len(self.seeds)), []
         for part, seed in zip(parts, self.seeds, strict=True):
-            rng, fp8 = fork(seed), nullcontext()
+            rng, fp8 = fork_rng(seed), nullcontext()
             if self.comma:
                 with rng, fp8:
                     kept.append(F.dropout(part, 0.5))
@@ -635,9 +639,9 @@ class Drop(nn.Module):
         return torch.cat(kept)
 
 
-def drops(model, seeds=None, comma=True):
+def add_dropout(model, seeds=None, comma=True):
     for block in model.blocks:
-        block.dropout = Drop(seeds or [world().rank()], comma)
+        block.dropout = SeededDropout(seeds or [get_world().rank()], comma)
     return model
 
 
@@ -646,98 +650,103 @@ def drops(model, seeds=None, comma=True):
 
 # %% tags=["hide-input"]
 # Runs all of them, right and wrong, in one start of two ranks
-COPIES = {"part": share, "after": average}
-CUT = {"spread": cut, "mean": cut_loss}
-ALONG = CUT | {"spread": partial(cut, edges=ALONG_SEQUENCE)}
-SPARSE = {"config": replace(SMALL, experts=4, expert_ffn=24), "spread": unlike}
-EXPERTS = SPARSE | {"spread": spread_experts, "part": share}
-HEADS = CUT | {"spread": cut_and_normed}
-ADDEND = partial(through_dtensor, placements=[Partial()])
-A, B = {"optimizers": muon}, {"batch": uneven}
+COPIES = {"take_part": take_share, "after_backward": average_gradients}
+CUT = {"wrap": parallelize_model, "loss_fn": compute_parallel_loss}
+ALONG = CUT | {"wrap": partial(parallelize_model, edges=ALONG_SEQUENCE)}
+SPARSE = {"config": replace(SMALL, experts=4, expert_ffn=24), "wrap": scale_experts}
+EXPERTS = SPARSE | {"wrap": parallelize_experts, "take_part": take_share}
+HEADS = CUT | {"wrap": parallelize_head_norms}
+ADDEND = partial(parallelize_with_dtensor, placements=[Partial()])
+A, B = {"make_optimizers": make_muon}, {"make_batch": make_uneven_batch}
 TEN = {  # a plain program, a right and a wrong one: what each hands to train
-    "transformers 34191": (B, B | COPIES | {"mean": joined}, B | COPIES),
-    "DeepSpeed 8437": (A, A | COPIES, A | {"part": share, "spread": sharded}),
-    "open-instruct 1498": (accumulated, True, False),
+    "transformers 34191": (B, B | COPIES | {"loss_fn": compute_joined_mean}, B | COPIES),
+    "DeepSpeed 8437": (A, A | COPIES, A | {"take_part": take_share, "wrap": shard_model}),
+    "open-instruct 1498": (train_accumulated, True, False),
     "DeepSpeed 1801": (
-        {"after": clip},
-        CUT | {"after": clip_cut},
-        CUT | {"after": partial(clip_cut, everywhere=False)},
+        {"after_backward": clip_gradients},
+        CUT | {"after_backward": clip_parallel},
+        CUT | {"after_backward": partial(clip_parallel, everywhere=False)},
     ),
-    "torchtitan 1805": ({}, CUT | {"spread": ADDEND}, CUT | {"spread": through_dtensor}),
+    "torchtitan 1805": ({}, CUT | {"wrap": ADDEND}, CUT | {"wrap": parallelize_with_dtensor}),
     "Megatron-LM 7452": (
-        {"spread": normed},
-        HEADS | {"after": partial(add_norms, which="query.1")},
+        {"wrap": add_head_norms},
+        HEADS | {"after_backward": partial(sum_norm_gradients, which="query.1")},
         HEADS,
     ),
     "pytorch 190626": (
         {},
-        ALONG | {"after": partial(add_norms, which="norm")},
-        ALONG | {"after": partial(add_norms, which="norm", dtype=torch.bfloat16)},
+        ALONG | {"after_backward": partial(sum_norm_gradients, which="norm")},
+        ALONG
+        | {"after_backward": partial(sum_norm_gradients, which="norm", dtype=torch.bfloat16)},
     ),
-    "Megatron-LM 5956": (SPARSE, EXPERTS | {"after": average_all}, EXPERTS | {"after": average_dense}),
+    "Megatron-LM 5956": (
+        SPARSE,
+        EXPERTS | {"after_backward": average_all_gradients},
+        EXPERTS | {"after_backward": average_dense_gradients},
+    ),
     "Automodel 3816": (
-        SPARSE | {"after": clip},
-        EXPERTS | {"after": average_and_clip},
-        EXPERTS | {"after": partial(average_and_clip, clip=clip_own)},
+        SPARSE | {"after_backward": clip_gradients},
+        EXPERTS | {"after_backward": average_and_clip},
+        EXPERTS | {"after_backward": partial(average_and_clip, clip=clip_locally)},
     ),
     "Megatron-LM 1256": (
-        {"spread": partial(drops, seeds=[0, 1])},
-        COPIES | {"spread": drops},
-        COPIES | {"spread": partial(drops, comma=False)},
+        {"wrap": partial(add_dropout, seeds=[0, 1])},
+        COPIES | {"wrap": add_dropout},
+        COPIES | {"wrap": partial(add_dropout, comma=False)},
     ),
 }
 
 
-def program(what):
+def make_program(what):
     if isinstance(what, bool):
-        return partial(by_deepspeed, told=what)
+        return partial(train_deepspeed, sets_boundary=what)
     return partial(train, **what) if isinstance(what, dict) else what
 
 
-def all_plain():
-    """Each plain program's record, and its loss."""
+def record_all():
+    """Return each plain program's record, and its loss."""
     found = {}
     for name, (what, _, _) in TEN.items():
-        loss_of_one = program(what)(nothing)[0]
-        found[name] = recorded(program(what)), loss_of_one
+        loss_of_one = make_program(what)(do_nothing)[0]
+        found[name] = record_program(make_program(what)), loss_of_one
     return found
 
 
-def all_parallel(records):
-    """On a rank: each right and wrong program, compared, and its loss."""
+def match_all(records):
+    """Match each right and wrong program on a rank; return its loss, too."""
     found = {}
     for name, (_, *both) in TEN.items():
         for which, what in zip(("right", "wrong"), both, strict=True):
             losses = []
 
-            def noted(watch, what=what, losses=losses):
-                losses.extend(program(what)(watch))
+            def note_losses(watch, what=what, losses=losses):
+                losses.extend(make_program(what)(watch))
 
-            found[name, which] = matched(noted, records[name][0]), losses[0]
+            found[name, which] = match_program(note_losses, records[name][0]), losses[0]
     return found
 
 
 deepspeed_engine.prepare()
-(records,) = ranks.run(all_plain, 1, show=False)
-each = ranks.run(all_parallel, 2, records, show=False)
+(records,) = ranks.run(record_all, 1, show=False)
+each = ranks.run(match_all, 2, records, show=False)
 REPORTS, LOSSES = {}, {}
 for name, which in list(each[0]):
     seen = [found[name, which] for found in each]
     record, wanted = records[name]
-    REPORTS[name, which] = judged(record, [matcher for matcher, _ in seen])
+    REPORTS[name, which] = build_report(record, [matcher for matcher, _ in seen])
     LOSSES[name, which] = sum(x for _, x in seen) / len(seen) / wanted - 1
 
 # %% tags=["hide-input"]
 # Table: what parity says of the ten
 rows = []
 for name in TEN:
-    assert REPORTS[name, "right"].equal and not REPORTS[name, "wrong"].equal, name
-    first, off = REPORTS[name, "wrong"].first, LOSSES[name, "wrong"]
-    clues = [c for c in REPORTS[name, "wrong"].clues if not c.startswith("and ")]
-    said = "; ".join([str(first), *clues])
+    assert REPORTS[name, "right"].is_equal and not REPORTS[name, "wrong"].is_equal, name
+    first, off = REPORTS[name, "wrong"].first_finding, LOSSES[name, "wrong"]
+    hints = [c for c in REPORTS[name, "wrong"].hints if not c.startswith("and ")]
+    said = "; ".join([str(first), *hints])
     rows.append((name, "right" if abs(off) < 1e-6 else f"{abs(off):.0e}", said))
 assert [seen for _, seen, _ in rows].count("right") == 8
-assert REPORTS["pytorch 190626", "wrong"].first.error > 2e-3
+assert REPORTS["pytorch 190626", "wrong"].first_finding.error > 2e-3
 head = ["thread", "loss", "what the report says"]
 show.table(rows, head, caption="Ten published mistakes, each beside a right program, which was silent")
 
@@ -794,35 +803,35 @@ assert done.returncode == 1, done.stderr
 
 
 # %% [markdown]
-# A model that fits on no single GPU has no plain program to compare with. `parity.first_layers(model)`, in both programs where the model is made, keeps its widths and its first two layers: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts. The report says so.
+# A model that fits on no single GPU has no plain program to compare with. `parity.keep_first_layers(model)`, in both programs where the model is made, keeps its widths and its first two layers: tensor, sequence, context and expert parallelism live within a layer, and a pipeline needs as many layers as it has parts. The report says so.
 #
 # ## Same bits: what makes two runs of one program differ
 #
 # A parity check compares runs on different numbers of ranks. Their sums have different orders, so it has to allow rounding. Two runs of the *same* program on the same ranks can be bitwise equal. Then a difference of one bit is a finding, and you need no tolerance.
 
 # %%
-def mean_of_halves(tokens, targets, model):
+def backward_in_halves(tokens, targets, model):
     for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True):
         (loss(model(x), y) / 2).backward()
 
 
-def gradients(seed=0, in_halves=False, kernel=None):
+def compute_gradients(seed=0, in_halves=False, kernel=None):
     torch.manual_seed(seed)
     model = GPT(SMALL).to(ranks.device())
-    tokens, targets = batch(0)
+    tokens, targets = make_batch(0)
     with sdpa_kernel(kernel) if kernel else nullcontext():
         if in_halves:
-            mean_of_halves(tokens, targets, model)
+            backward_in_halves(tokens, targets, model)
         else:
             loss(model(tokens), targets).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def all_reduced():
-    """Whether an all-reduce adds in the order of ranks."""
-    mine = torch.randn(1000, generator=torch.Generator().manual_seed(world().rank()))
+def is_sum_in_order():
+    """Return True if an all-reduce adds in the order of ranks."""
+    mine = torch.randn(1000, generator=torch.Generator().manual_seed(get_world().rank()))
     mine = mine.to(ranks.device())
-    parts = [torch.empty_like(mine) for _ in range(world().size())]
+    parts = [torch.empty_like(mine) for _ in range(get_world().size())]
     dist.all_gather(parts, mine)
     dist.all_reduce(mine)
     return mine.equal(sum(parts[1:], parts[0]))
@@ -830,14 +839,14 @@ def all_reduced():
 
 # %% tags=["hide-input"]
 # Table: what is changed, whether the bits stay, and what holds them still
-def compared():
-    first = gradients()
+def compare_bits():
+    first = compute_gradients()
     changes = [{}, {"seed": 1}, {"in_halves": True}, {"kernel": SDPBackend.MATH}]
-    return [first.equal(gradients(**change)) for change in changes]
+    return [first.equal(compute_gradients(**change)) for change in changes]
 
 
-(found,) = ranks.run(compared, 1)
-found += [ranks.run(all_reduced, 2)[0], ranks.run(all_reduced, 4)[0]]
+(found,) = ranks.run(compare_bits, 1)
+found += [ranks.run(is_sum_in_order, 2)[0], ranks.run(is_sum_in_order, 4)[0]]
 what = [
     ("nothing", "one seed, one order of data, one number of threads"),
     ("the seed of the weights", "torch.manual_seed, before the model is made"),
@@ -863,48 +872,49 @@ torch.use_deterministic_algorithms(False)
 #
 # ## What a step does not show
 #
-# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.samples(ids)`, called in both programs, says which samples a step's batch holds, so that wrongly distributed data get their own line in the report.
+# Some mistakes are in no single step: a schedule that counts micro-batches, an epoch that repeats its order, an optimizer that a resume forgot. Let the programs take the steps that matter; `check` compares all of them. `watch.declare_samples(ids)`, called in both programs, declares which samples a step's batch holds, so that wrongly distributed data get their own line in the report.
 #
-# A run that is stopped and resumed is a program in two halves, and has its own function. `before` takes some steps and saves to a folder; `after` loads and takes the remaining steps, on the same number of ranks or on another. Here the optimizer's state is not saved.
+# A run that is stopped and resumed is a program in two halves, and has its own function. `stopped_run` takes some steps and saves to a folder; `resumed_run` loads and takes the remaining steps, on the same number of ranks or on another. Here the optimizer's state is not saved.
 
 # %%
-def some_steps(watch, model, optimizer, numbers):
+def run_steps(watch, model, optimizer, numbers):
     watch(model, optimizer)
-    for tokens, targets in map(batch, numbers):
+    for tokens, targets in map(make_batch, numbers):
         optimizer.zero_grad()
-        loss(model(share(tokens)), share(targets)).backward()
-        average(model)
+        loss(model(take_share(tokens)), take_share(targets)).backward()
+        average_gradients(model)
         optimizer.step()
 
 
-def made():
+def build_model():
     torch.manual_seed(0)
     model = GPT(SMALL).to(ranks.device())
-    return model, *adamw(model)
+    return model, *make_adamw(model)
 
 
-def through(watch):
-    some_steps(watch, *made(), range(4))
+def full_run(watch):
+    run_steps(watch, *build_model(), range(4))
 
 
-def before(watch, kept):
-    model, optimizer = made()
-    some_steps(watch, model, optimizer, range(2))
-    if world().rank() == 0:
-        torch.save((model.state_dict(), optimizer.state_dict()), kept / "all.pt")
+def stopped_run(watch, folder):
+    model, optimizer = build_model()
+    run_steps(watch, model, optimizer, range(2))
+    if get_world().rank() == 0:
+        torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
 
 
-def after(watch, kept, forgets=False):
-    model, optimizer = made()
-    weights, moments = torch.load(kept / "all.pt")
+def resumed_run(watch, folder, forgets_optimizer=False):
+    model, optimizer = build_model()
+    weights, moments = torch.load(folder / "all.pt")
     model.load_state_dict(weights)
-    if not forgets:
+    if not forgets_optimizer:
         optimizer.load_state_dict(moments)
-    some_steps(watch, model, optimizer, range(2, 4))
+    run_steps(watch, model, optimizer, range(2, 4))
 
 
-print(parity.check_resume(through, before, after, ranks=(2, 4)))
-print(parity.check_resume(through, before, partial(after, forgets=True), ranks=2))
+print(parity.check_resume(full_run, stopped_run, resumed_run, ranks=(2, 4)))
+forgetful_run = partial(resumed_run, forgets_optimizer=True)
+print(parity.check_resume(full_run, stopped_run, forgetful_run, ranks=2))
 
 # %% [markdown]
 # ## Parity and tensor types: which finds what
@@ -915,15 +925,19 @@ print(parity.check_resume(through, before, partial(after, forgets=True), ranks=2
 
 # %% tags=["hide-input"]
 # Table: what finds how many of the measured mistakes
-every = parity.mistakes()
-made = {row.program: row for row in every if not row.why}.values()
+every = parity.load_mistakes()
+made = {row.program: row for row in every if not row.no_program}.values()
 followed = [row for row in made if row.types]
 looks = [
-    ("the loss of step 1, off by 1 %", sum(row.loss == "1" for row in made), len(made)),
-    ("the loss of some step of 20, off by 1 %", sum(bool(row.loss) for row in made), len(made)),
+    ("the loss of step 1, off by 1 %", sum(row.loss_step == "1" for row in made), len(made)),
+    (
+        "the loss of some step of 20, off by 1 %",
+        sum(bool(row.loss_step) for row in made),
+        len(made),
+    ),
     ("types, before it runs", sum(r.types == "refuse" for r in followed), len(followed)),
-    ("parity, one step", sum(row.parity in ("0", "1") for row in made), len(made)),
-    ("parity, two steps", sum(row.parity in ("0", "1", "2") for row in made), len(made)),
+    ("parity, one step", sum(row.parity_step in ("0", "1") for row in made), len(made)),
+    ("parity, two steps", sum(row.parity_step in ("0", "1", "2") for row in made), len(made)),
 ]
 assert looks[0][1] == 0 and looks[-1][1] == looks[-1][2]
 show.table(looks, ["what looks", "finds", "of"])
@@ -934,8 +948,8 @@ show.table(looks, ["what looks", "finds", "of"])
 
 # %% tags=["hide-input"]
 # Table: what neither the loss nor types find
-hidden = [row for row in made if not row.loss and row.types == "pass"]
-rows = [(row.program, f"{float(row.loss_20):+.3f}", row.says) for row in hidden]
+hidden = [row for row in made if not row.loss_step and row.types == "pass"]
+rows = [(row.program, f"{float(row.loss_20):+.3f}", row.report) for row in hidden]
 show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
 
 # %% [markdown]
@@ -945,9 +959,15 @@ show.table(rows, ["mistake", "loss of step 20 (%)", "what parity says"])
 
 # %% tags=["hide-input"]
 # Table: all mistakes of the course, and published ones
-shown = parity.mistakes()
+shown = parity.load_mistakes()
 rows = [
-    (row.lesson or "published", row.where, row.why or row.loss or "never", row.types, row.parity)
+    (
+        row.lesson or "published",
+        row.quote,
+        row.no_program or row.loss_step or "never",
+        row.types,
+        row.parity_step,
+    )
     for row in shown
 ]
 head = ["lesson", "mistake", "loss off by 1 %, in step", "types", "parity, in step"]
@@ -968,57 +988,64 @@ show.table(rows, head, caption=f"{len(shown)} mistakes")
 # The three rules are [one file](../code/shardtools/parity/core.py). On each rank a `Matcher` looks at every tensor as it comes, and keeps the tensors that fit no place.
 
 # %%
-show.source(core.Matcher.see, core.Matcher.place)
+show.source(core.Matcher.receive_part, core.Matcher.find_place)
 
 # %% [markdown]
 # One tensor helps to place the next through two kinds of state:
 
 # %%
-show.source(core.Weight, core.Call)
+show.source(core.WeightPlaces, core.CallState)
 
 # %% [markdown]
 # Weights come first. All places that fit are kept:
 
 # %%
-show.source(core.Matcher._weight, core.Matcher._weight_places)
+show.source(core.Matcher._place_weight, core.Matcher._propose_weight_places)
 
 # %% [markdown]
 # An output may be in any place; the matcher first tries the place of other tensors of the same shape. Of all proposals that fit it takes the nearest, since with a loose tolerance wrong places fit, too.
 
 # %%
-show.source(core.Matcher._output, core.Matcher._best)
+show.source(core.Matcher._place_output, core.Matcher._pick_place)
 
 # %% [markdown]
 # The output's gradient is in the same place, times this rank's factor, which the first gradient decides. Texts that begin with the same word have equal first rows, so an output may have been placed at another text's row. Gradients tell such rows apart:
 
 # %%
 show.source(
-    core.Matcher._output_gradient, core.Matcher._factor, core.Matcher._twins, core.Matcher._fits
+    core.Matcher._place_output_gradient,
+    core.Matcher._find_factor,
+    core.Matcher._permute_equal_rows,
+    core.Matcher._fits,
 )
 
 # %% [markdown]
 # At the ends the place is known from the weight.
 
 # %%
-show.source(core.Matcher._end)
+show.source(core.Matcher._place_strictly)
 
 # %% [markdown]
-# Then all ranks' findings are joined. A [`Judge`](../code/shardtools/parity/judge.py) goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
+# Then all ranks' findings are joined. A [`Comparison`](../code/shardtools/parity/comparison.py) goes through the tensors in the order of the computation, and stops after the phase of the first wrong one: what comes later may follow from it.
 
 # %%
-show.source(judge.Judge.judge, judge.Judge._one)
+show.source(
+    comparison.Comparison.run,
+    comparison.Comparison._compare_key,
+    comparison.Comparison._compare_leniently,
+)
 
 # %% [markdown]
-# For tensors that fit no place by themselves, the judge tries sums over groups of ranks. Equal parts are no addends, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
+# For tensors that fit no place by themselves, the comparison tries sums over groups of ranks. Equal parts are no partial sums, even if two halves happen to make a whole. An embedding of positions has no batch dimension: its output is the same in every micro-batch, so its gradient is summed over micro-batches, too.
 
 # %%
-show.source(across.summed, across._gradients_add_up)
+show.source(cross_rank.find_partial_sum_groups, cross_rank._has_right_gradient_sum)
 
 # %% [markdown]
 # The remaining tensors are wrong, and [a table of causes](../code/shardtools/parity/causes.py) finds the likeliest one.
 
 # %%
-show.source(judge.Judge._wrong)
+show.source(comparison.Comparison._explain_misfits)
 
 
 # %% [markdown]
@@ -1029,11 +1056,11 @@ show.source(judge.Judge._wrong)
 # | constant | value | why this value | where it ends |
 # |---|---|---|---|
 # | `DRAWS` | 3 | the largest of three draws is rarely small by luck, and more take time | a tensor of one number has three numbers for its noise |
-# | `FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these have two layers, some hundred tokens and at most 8 ranks, and no sum was drawn anew; with that, 5 to 7 % of what is allowed is used at 65,536 tokens and at $10^6$ rows |
-# | `DECIDES` | 0.5 | a tensor that may be off by more than half of its size is another tensor | nothing is said of it; the report counts such tensors |
-# | `LOOSE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are alike for few bits stay ambiguous |
-# | `TURNS` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW makes a whole step of it | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
-# | `STEADY`, `SHARED` | 6, 2 | a common factor may be off by six times what it is in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
+# | `TOLERANCE_FACTOR` | 12 | of 999 random right programs no tensor needs more than 10.5 times its noise (an update), no gradient more than 5.4 | these have two layers, some hundred tokens and at most 8 ranks, and no sum was drawn anew; with that, 5 to 7 % of what is allowed is used at 65,536 tokens and at $10^6$ rows |
+# | `MAX_TOLERANCE` | 0.5 | a tensor that may be off by more than half of its size is another tensor | nothing is said of it; the report counts such tensors |
+# | `LOOSE_TOLERANCE` | 0.001 | with a looser tolerance outputs fit at wrong places, so all places are tried and the nearest is taken | rows that are alike for few bits stay ambiguous |
+# | `SIGN_FLIP_FACTOR` | 3 | a number below three times its gradient's noise may have the other sign, and AdamW makes a whole step of it | in `bfloat16` an update of AdamW may be off by about a quarter, where it is judged |
+# | `DRIFT_FACTOR`, `ROUNDING_FACTOR` | 6, 2 | a common factor may be off by six times what it is in a draw, or by twice the noise of one number | in `bfloat16` a factor of 1.02 may be rounding; deep in a network 1.05 may be, too |
 #
 # A mistake that is smaller than what is allowed is not found, whatever the choice. With 65,536 tokens in `float32` that is a factor of 1.00001 for most gradients, and of 1.00014 for a norm's weight, whose terms are added one after the other; with $10^6$ it is 1.0004.
 # One lost token of 65,536 is found all the same, since its own row of the output's gradient is missing.
@@ -1057,13 +1084,14 @@ show.source(judge.Judge._wrong)
 
 # %% tags=["hide-input"]
 # Table: numbers that a record keeps, predicted and counted
-def kept(layers):
-    record = recorded(partial(train, config=replace(SMALL, layers=layers)), 1)
+def count_kept(layers):
+    record = record_program(partial(train, config=replace(SMALL, layers=layers)), 1)
     return sum(part.value.numel() for parts in record.parts.values() for part in parts)
 
 
 rows = []
-for layers, counted in zip((2, 4, 8), ranks.run(lambda: [*map(kept, (2, 4, 8))], 1)[0], strict=True):
+(counts,) = ranks.run(lambda: [*map(count_kept, (2, 4, 8))], 1)
+for layers, counted in zip((2, 4, 8), counts, strict=True):
     c = replace(SMALL, layers=layers)
     tokens, size = 8 * c.seq, sum(p.numel() for p in GPT(c).parameters())
     predicted = 2 * tokens * (16 * c.hidden * layers + 2 * c.hidden + 2 * c.vocab) + 3 * size
@@ -1080,15 +1108,15 @@ show.table(rows, ["layers", "numbers: predicted", "counted", "float32 (MB)"])
 LARGER = {"config": replace(SMALL, layers=4, hidden=128, vocab=256), "steps": 3}
 
 
-def seconds(program):
+def measure_seconds(program):
     begin = time.perf_counter()
-    program(nothing, **LARGER)
+    program(do_nothing, **LARGER)
     return time.perf_counter() - begin
 
 
-alone = [max(ranks.run(seconds, n, p)) for n, p in ((1, train), (2, averaged))]
+alone = [max(ranks.run(measure_seconds, n, p)) for n, p in ((1, train), (2, averaged))]
 report = parity.check(partial(train, **LARGER), partial(averaged, **LARGER), ranks=2)
-assert report.equal
+assert report.is_equal
 rows = [
     (name, f"{once:.2f}", runs, f"{took:.2f}")
     for name, once, runs, took in zip(
@@ -1104,12 +1132,12 @@ show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of 
 # | what you see | what it is |
 # |---|---|
 # | weights differ before the first step | another seed, or rank 0's weights were not sent; [start both alike](train.md#seeds-one-for-each-purpose) first |
-# | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same random numbers, as in `Drop` above |
+# | "random numbers are drawn here" | dropout. Set it to 0, or give both programs the same random numbers, as in `SeededDropout` above |
 # | "no weight moved" | two programs that train nothing agree; a check of these is refused |
-# | "it took 2 optimizer steps, and the plain program 4" | micro-batches share a step on one side alone |
-# | "parameters that the plain one lacks" | stages that number layers anew: `rename=` |
+# | "it took 2 optimizer steps; must take as many as the plain program" | micro-batches share a step on one side alone |
+# | "parameters differ from the plain program's" | stages that number layers anew: `rename=` |
 # | silent, though you know that it is wrong | the mistake is in a function that both programs call; or these steps do not do it: no clipping, equal lengths, one micro-batch, no second epoch |
-# | "rounding alone makes other ones" | too many steps in `bfloat16`: take fewer, or `float32` |
+# | "change too much by rounding to compare" | too many steps in `bfloat16`: take fewer, or `float32` |
 # | an alarm, off by two to five times what is allowed | an algorithm that is less exact than the plain one, or the tool's mistake: look at the tensor before you loosen anything |
 #
 # ```{admonition} On GPUs
@@ -1305,12 +1333,12 @@ check(my_program)
 # Take a model of yours, a small one of its make, and write both programs: `plain`, in one process, and `parallel`, on two ranks, from the same weights and with the same batches. Which steps have to be in it so that it sees what your job does?
 
 # %%
-def made():
+def build_model():
     torch.manual_seed(0)
     ...  # your model
 
 
-def steps(watch, model, rank, size):
+def train_steps(watch, model, rank, size):
     ...  # optimizer; watch(model, optimizer); a few steps on this rank's share
 
 
@@ -1334,13 +1362,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
 
-def made():
+def build_model():
     torch.manual_seed(0)
     config = LlamaConfig(**TINY, num_attention_heads=4, num_key_value_heads=2)
     return LlamaForCausalLM(config).to(ranks.device())
 
 
-def steps(watch, model, rank=0, size=1):
+def train_steps(watch, model, rank=0, size=1):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     watch(model, optimizer)
     for step in range(2):
@@ -1354,15 +1382,15 @@ def steps(watch, model, rank=0, size=1):
 
 
 def plain(watch):
-    steps(watch, made())
+    train_steps(watch, build_model())
 
 
 def parallel(watch):
-    model = made()
+    model = build_model()
     mesh = DeviceMesh.from_group(dist.group.WORLD, ranks.device().type)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh)
-    steps(watch, model, dist.get_rank(), dist.get_world_size())
+    train_steps(watch, model, dist.get_rank(), dist.get_world_size())
 
 
 report = parity.check(plain, parallel, ranks=2)

@@ -57,4 +57,4 @@ def run(given: argparse.Namespace) -> int:
         folder = Path(own) if given.folder is None else options.folder("folder", given.folder)
         report = compare_scripts(plain, parallel, folder, draws)
     print(report)
-    return 0 if report.equal else 1
+    return 0 if report.is_equal else 1

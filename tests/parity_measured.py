@@ -63,8 +63,8 @@ def measure_losses(each: dict[str, tuple[Row, Callable[[Row], Any]]]) -> dict[st
 def make_longer_program(one: WrongProgram) -> Callable[[Row], Any]:
     """Return the wrong program with as many steps as the row has."""
     return lambda row: replace(
-        one, row=row, other=one.other_row and replace(one.other_row, steps=row.steps)
-    ).program()
+        one, row=row, other_row=one.other_row and replace(one.other_row, steps=row.steps)
+    ).build_program()
 
 
 def measure_loss_errors(names: list[str]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

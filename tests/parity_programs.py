@@ -326,7 +326,7 @@ class WrongProgram:
     other_row: Row | None = None  # the wrong program's row, if different
     control: Callable[[Side], None] = lambda side: None  # changes that the right program needs
 
-    def program(self) -> Program:
+    def build_program(self) -> Program:
         """Return the wrong program."""
 
         def train(watch: Any) -> Any:

@@ -42,7 +42,7 @@ def compute_reports() -> dict[str, Any]:
         name_control(one.row): make_case(one.row, make_parallel_program(one.row, one.control))
         for one in PROGRAMS.values()
     }
-    wrong = {name: make_case(one.row, one.program()) for name, one in PROGRAMS.items()}
+    wrong = {name: make_case(one.row, one.build_program()) for name, one in PROGRAMS.items()}
     return compare_cases(right | wrong | controls)
 
 

@@ -143,7 +143,7 @@ def _(answer: Callable[..., Any]) -> str:
             raise Wrong(f"{case}: together the ranks' parts should be every row once.")
         whole = torch.randn(total, 3, generator=torch.Generator().manual_seed(n))
         with mock.patch.object(places, "CUTS", (*places.CUTS, answer)):
-            proposed = places.proposals((size, 3), (total, 3), n - 1)
+            proposed = places.propose_places((size, 3), (total, 3), n - 1)
             if not any(place.take_from(whole).equal(whole[mine]) for place in proposed):
                 raise Wrong(f"{case}: as a row of CUTS it does not find the part.")
     return "Right on 2, 3 and 4 ranks, and as a row of parity's CUTS it finds the parts."

@@ -95,7 +95,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="checkpoints-")  # deleted when this process ends
 FOLDER = Path(TEMPORARY.name)
-BATCH = 8  # windows in a step, over all ranks
+BATCH_SIZE = 8  # windows in a step, over all ranks
 
 
 def run_on_cpu(fn, size, *args, **how):
@@ -120,7 +120,7 @@ def build_sharded_run(preset="nano", dtype=torch.float32, lr=1e-3):
 def train_steps(training, steps):
     """Train on this rank's share of each batch; return the mean losses over all ranks."""
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
-    each = BATCH // size
+    each = BATCH_SIZE // size
     for _ in range(steps):
         tokens, targets = text.batch(64, each, start=training.samples + rank * each)
         training.optimizer.zero_grad()
@@ -129,7 +129,7 @@ def train_steps(training, steps):
         training.optimizer.step()
         training.schedule.step()
         training.step += 1
-        training.samples += BATCH
+        training.samples += BATCH_SIZE
         mean = value.detach() / size
         dist.all_reduce(mean)  # a scalar
         losses.append(mean.item())
@@ -279,7 +279,7 @@ def train_rows(model, shards, done, steps):
         optimizer.state[shards[name][1]] = {"step": torch.tensor(float(done)), **state}
     gather_rows(model, shards)
     for step in range(done, done + steps):
-        tokens, targets = text.batch(64, BATCH, start=BATCH * step)
+        tokens, targets = text.batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
         model.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -326,7 +326,7 @@ def train_in_one_process():
     model, losses = GPT(PRESETS["nano"]), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(6):
-        tokens, targets = text.batch(64, BATCH, start=BATCH * step)
+        tokens, targets = text.batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -467,7 +467,7 @@ show.source(core.named_tensors, core.restore_training)
 # Then four, two and one ranks each build everything anew, load, and train the same three steps.
 
 # %%
-TYPES = torch.float32, torch.float64
+DTYPES = torch.float32, torch.float64
 
 
 def train_without_stop(path, dtype):
@@ -486,12 +486,12 @@ def train_after_resume(path, dtype):
 
 
 without_stop = {
-    dtype: run_on_cpu(train_without_stop, 4, FOLDER, dtype)[0] for dtype in TYPES
+    dtype: run_on_cpu(train_without_stop, 4, FOLDER, dtype)[0] for dtype in DTYPES
 }
 after_stop = {
     (size, dtype): run_on_cpu(train_after_resume, size, FOLDER, dtype)[0]
     for size in (4, 2, 1)
-    for dtype in TYPES
+    for dtype in DTYPES
 }
 
 # %% tags=["hide-input"]
@@ -1211,7 +1211,7 @@ show.table(rows, head)
 # %% tags=["hide-input"]
 # Lists the windows that each of the three ways reads
 def list_windows(position, rank, size):
-    each = BATCH // size
+    each = BATCH_SIZE // size
     return range(position + rank * each, position + (rank + 1) * each)
 
 
@@ -1222,17 +1222,17 @@ def list_windows_seen(way):
             done = 20 * part + step  # steps before this one
             for rank in range(size):
                 if way == "from the beginning":
-                    found += list_windows(BATCH * step, rank, size)
+                    found += list_windows(BATCH_SIZE * step, rank, size)
                 if way == "each rank its own":  # reads the windows r, r + size, …
-                    own = (20 * part) * BATCH // 4 + step * BATCH // size
-                    found += [(own + i) * size + rank for i in range(BATCH // size)]
+                    own = (20 * part) * BATCH_SIZE // 4 + step * BATCH_SIZE // size
+                    found += [(own + i) * size + rank for i in range(BATCH_SIZE // size)]
                 if way == "samples of all ranks":
-                    found += list_windows(BATCH * done, rank, size)
+                    found += list_windows(BATCH_SIZE * done, rank, size)
     return found
 
 
-WAYS = "from the beginning", "each rank its own", "samples of all ranks"
-trained_on = {way: list_windows_seen(way) for way in WAYS}
+POSITIONS = "from the beginning", "each rank its own", "samples of all ranks"
+trained_on = {way: list_windows_seen(way) for way in POSITIONS}
 
 # %% tags=["hide-input"]
 # Table: windows seen, repeated and skipped, for the three ways of counting

@@ -171,12 +171,12 @@ def is_listening(host, port):
         return probe.connect_ex((host, port)) == 0
 
 
-NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
-NAMES += ["MASTER_ADDR"]
-LIST = f"import os; print(*(os.environ[name] for name in {NAMES}))"
+VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+VARIABLES += ["MASTER_ADDR"]
+PRINT_VARIABLES = f"import os; print(*(os.environ[name] for name in {VARIABLES}))"
 at = f"127.0.0.1:{find_free_port('127.0.0.1')}"
-told = {"nodes": (2, 2), "logs": FOLDER / "found"}
-jobs = [Job((sys.executable, "-S", "-c", LIST), at, size, **told) for size in (1, 3)]
+options = {"nodes": (2, 2), "logs": FOLDER / "found"}
+jobs = [Job((sys.executable, "-S", "-c", PRINT_VARIABLES), at, size, **options) for size in (1, 3)]
 ended = ranks.run(run_node, 2, *jobs, device="cpu")  # CPU: agents, no GPU
 
 # %% tags=["hide-input"]
@@ -186,7 +186,7 @@ logs = [FOLDER / f"found/round-0/rank-{rank}.log" for rank in range(4)]
 rows = [log.read_text().split() for log in logs]
 assert [row[0] for row in rows] == list("0123")
 assert [status for status, _ in ended] == [0, 0]
-show.table(rows, NAMES)
+show.table(rows, VARIABLES)
 
 # %% [markdown]
 # A rank chooses its GPU by `LOCAL_RANK`, and all else, such as its part of the data, by `RANK`. `GROUP_RANK` is the node's number. `MASTER_PORT` is not in the table: each round has another one.
@@ -234,8 +234,8 @@ path = Path(elastic.__file__).parent / "restarts.json"
 found = json.loads(path.read_text())
 rows = []
 for row in found["rows"]:
-    told = row["seconds"], row["lost"], row["after"]
-    both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in told]
+    pairs = row["seconds"], row["lost"], row["after"]
+    both = [" / ".join("–" if x is None else str(x) for x in pair) for pair in pairs]
     rows.append((row["case"], *both))
 where = f"torch {found['torch']}, {found['cores']} cores"
 start = f"started by a mere loop, the script takes {found['bare start (s)']['4']} s"

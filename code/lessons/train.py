@@ -64,8 +64,8 @@ show.style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 # 143 windows of each part: 8 steps of 16 are an epoch. No number of ranks here divides 143.
-LONG = {"steps": 300, "limit": 60_000}
-SMALL = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
+LONG_RUN = {"steps": 300, "limit": 60_000}
+SHORT_RUN = {"steps": 12, "every": 6, "limit": 64 * 143 + 1, "sample": 0}
 
 
 def run_on_ranks(script, size, folder, each=False, show=True, **options):
@@ -79,7 +79,7 @@ def run_on_ranks(script, size, folder, each=False, show=True, **options):
 
 
 # %%
-asked = run_on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SMALL)
+asked = run_on_ranks(one_gpu, 2, FOLDER / "asked", each=True, show=False, **SHORT_RUN)
 for rank, losses in enumerate(asked):
     print("rank", rank, "begins at", losses[0], "and ends at", losses[-1])
 
@@ -106,7 +106,7 @@ show.source(one_gpu.evaluate)
 # After 300 steps the model, which wrote noise before, writes something that looks like Python from a distance.
 
 # %%
-(learned,) = run_on_ranks(one_gpu, 1, FOLDER / "learned", **LONG)
+(learned,) = run_on_ranks(one_gpu, 1, FOLDER / "learned", **LONG_RUN)
 
 # %% tags=["hide-input"]
 # Draws the loss over the steps
@@ -141,8 +141,8 @@ def load_weights(folder):
     return state["state"]["model"]
 
 
-one = run_on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SMALL)[0]
-ONE = load_weights(FOLDER / "plain")
+one = run_on_ranks(one_gpu, 1, FOLDER / "plain", show=False, **SHORT_RUN)[0]
+REFERENCE_WEIGHTS = load_weights(FOLDER / "plain")
 
 
 def compare_with_one_process(name, losses, folder, limit=1e-5):
@@ -150,7 +150,8 @@ def compare_with_one_process(name, losses, folder, limit=1e-5):
     mean = [sum(values) / len(losses) for values in zip(*losses, strict=True)]
     gaps = [abs(a - b) for a, b in zip(mean, one, strict=True)]
     found = load_weights(folder)
-    moved = max((found[name] - ONE[name]).abs().max().item() for name in ONE)
+    pairs = [(found[name], weight) for name, weight in REFERENCE_WEIGHTS.items()]
+    moved = max((a - b).abs().max().item() for a, b in pairs)
     assert max(gaps) < limit and moved < 50 * limit, (max(gaps), moved)
     print(f"{name}, {len(losses)} ranks: {len(mean)} losses and all weights equal one process's")
 
@@ -159,7 +160,7 @@ def run_and_compare(script, size=2, each=False, show=False):
     """Run a script on ranks, compare it with one process, and return each rank's losses."""
     name = script.__name__.rpartition(".")[2]
     folder = FOLDER / f"{name}-{size}"
-    losses = run_on_ranks(script, size, folder, each, show, **SMALL)
+    losses = run_on_ranks(script, size, folder, each, show, **SHORT_RUN)
     compare_with_one_process(name, losses, folder / "0" if each else folder)
     return losses
 
@@ -304,7 +305,7 @@ def evaluate_padded(model, windows):
 def evaluate_both_ways():
     torch.set_default_dtype(torch.float64)  # so that what differs is not rounding
     model = GPT(PRESETS["nano"])
-    model.load_state_dict(ONE)
+    model.load_state_dict(REFERENCE_WEIGHTS)
     windows = text.Windows(64, text.parts()[1][: 64 * 5 + 1])
     exact = core.evaluate(model, windows, dist.get_rank(), dist.get_world_size(), size=1)
     return evaluate_padded(model, windows), exact
@@ -409,7 +410,7 @@ def build_course_gpt(options):
 
 def run_take_home(size, folder, **options):
     """Run the script to take home on `size` ranks; return each rank's losses."""
-    options = {"report": 6} | {k: v for k, v in SMALL.items() if k != "sample"} | options
+    options = {"report": 6} | {k: v for k, v in SHORT_RUN.items() if k != "sample"} | options
 
     def main():
         warnings.simplefilter("ignore")
@@ -677,7 +678,7 @@ def train_with_signal(folder, **options):
     return take_home.main(take_home.Options(folder=str(folder), **options), build_course_gpt)
 
 
-long = {"steps": 2000, "every": 2000, "limit": SMALL["limit"]}
+long = {"steps": 2000, "every": 2000, "limit": SHORT_RUN["limit"]}
 made = len(ranks.run(partial(train_with_signal, FOLDER / "signal", **long), 2, show=False)[0])
 print("stopped early:", made < 2000, "-", (FOLDER / "signal/stopped").exists())
 rest = long | {"steps": made + 5}

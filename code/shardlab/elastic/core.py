@@ -37,12 +37,12 @@ from . import exec_rank, kill_sessions
 from .host import Failure, Host, Order, Report, State
 from .job import Job, find_free_port, open_listener
 
-TICK = 0.05  # seconds between two polls of ranks and store
-TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report after SIGTERM
+POLL_SECONDS = 0.05  # seconds between two polls of ranks and store
+SIGTERM_STATUS = 128 + signal.SIGTERM  # the exit status that shells report after SIGTERM
 # Helper programs; "-IS" makes them start fast, without user settings and site packages.
 _EXEC, _KILL = ((sys.executable, "-IS", m.__file__) for m in (exec_rank, kill_sessions))
 # Signals that a process's own errors raise; NCCL's watchdog calls abort(), which sends SIGABRT.
-CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
+CRASH_SIGNALS = signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT
 
 # The ranks of one node.
 
@@ -98,7 +98,7 @@ class RankProcesses:
         return "done" if codes else "ready"
 
     def _read_failure(self, rank: int, code: int) -> Failure:
-        killed = code < 0 and -code not in CRASHES
+        killed = code < 0 and -code not in CRASH_SIGNALS
         message = signal.Signals(-code).name if code < 0 else f"status {code}"
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self.files[rank]
@@ -118,7 +118,7 @@ class RankProcesses:
         limit = time.monotonic() + self.job.grace
         while any(p.poll() is None for p in self.processes.values()) and time.monotonic() < limit:
             on_tick()
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
         self.kill_ranks()
 
     def kill_ranks(self) -> None:
@@ -132,7 +132,7 @@ class RankProcesses:
 
 
 def _record_end_time(ended: dict[int, float], rank: int, process: subprocess.Popen) -> None:
-    """Record a rank's end time, in a thread: polls by TICK are too coarse to order failures."""
+    """Record a rank's end time, in a thread: polls are too rare to order failures."""
     process.wait()
     ended[rank] = time.time()
 
@@ -226,7 +226,7 @@ class Agent:
                 if order.number != self.order.number:
                     self._follow_order(order)
                 self._publish_state(self.ranks.poll_state())
-                time.sleep(TICK)
+                time.sleep(POLL_SECONDS)
             return self._leave_job()
         except RuntimeError:  # raised by the store
             self.log(f"{self.name}: lost the connection to the store at {self.job.at}")
@@ -262,7 +262,7 @@ class Agent:
         if self.order.kind != "end":  # after SIGTERM, ranks that all exit with 0 are no failure
             processes = list(self.ranks.processes.values())
             self.ranks.terminate_ranks(self._publish_state)
-            status = TERMINATED if any(process.returncode for process in processes) else 0
+            status = SIGTERM_STATUS if any(process.returncode for process in processes) else 0
         elif status:
             self.log(f"{self.name}: {self.order.reason}")
         self._publish_state("left")
@@ -280,14 +280,14 @@ class Agent:
             host.decide_order(reports, now)
             if all(reports[agent].state == "left" for agent in host.find_live_agents(reports, now)):
                 return
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
 
     def _exit_if_store_silent(self) -> None:
         """Exit if the store is silent, in a thread: calls to an unreachable store block forever."""
         while not self.ended:
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
             self.store.unanswered_ticks += 1  # not seconds: a suspended agent may continue
-            if self.store.unanswered_ticks * TICK > self.job.patience and not self.ended:
+            if self.store.unanswered_ticks * POLL_SECONDS > self.job.patience and not self.ended:
                 self.log(f"{self.name}: no answer from the store at {self.job.at}")
                 self.ranks.kill_ranks()
                 os._exit(1)

@@ -72,7 +72,7 @@ def main():
         store.load(training)
     share = batch // size
     while True:
-        tokens, targets = text.batch(32, share, start=training.samples + rank * share)
+        tokens, targets = text.get_batch(32, share, start=training.samples + rank * share)
         training.optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()

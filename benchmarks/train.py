@@ -64,7 +64,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from shardlab import ranks
-from shardlab.common.text import Windows, parts
+from shardlab.common.text import TokenWindows, load_splits
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.train import core, take_home
 from shardlab.train.take_home import Options, Training
@@ -78,7 +78,7 @@ Contender = tuple[Step, list[Tensor]]  # its step, and the losses of its steps
 
 def make_batches(config: Config, batch: int) -> Batches:
     """Return this rank's share of the text, loaded as the script loads it, in an endless loop."""
-    windows = Windows(config.seq, parts()[0])
+    windows = TokenWindows(config.seq, load_splits()[0])
     order = DistributedSampler(windows, seed=0, drop_last=True)
     loader = DataLoader(windows, batch, sampler=order, generator=torch.Generator(), drop_last=True)
     return itertools.chain.from_iterable(itertools.repeat(loader))

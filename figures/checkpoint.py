@@ -8,7 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, box, canvas, on, title
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_box,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -19,40 +25,40 @@ def _piece(
     axes: Axes, x: float, y: float, width: float, height: float, color: str, words: str = ""
 ) -> None:
     axes.add_patch(Rectangle((x, y), width, height, fc=color, ec=INK, lw=0.8))
-    style = {"ha": "center", "va": "center", "fontsize": 10, "color": on(color)}
+    style = {"ha": "center", "va": "center", "fontsize": 10, "color": pick_text_color(color)}
     axes.text(x + width / 2, y + height / 2, words, **style)
 
 
 def draw_shards() -> None:
-    figure, axes = canvas(6.2, 4.75)
+    figure, axes = make_canvas(6.2, 4.75)
     width, gap, left = 1.3, 0.2, 0.2
     places = [left + r * (width + gap) for r in range(4)]
     for rank, x in enumerate(places):
-        title(axes, x + width / 2, 0.15, f"rank {rank}")
+        draw_title(axes, x + width / 2, 0.15, f"rank {rank}")
         _piece(axes, x, 0.32, width, 0.62, COLORS[rank], "quarter of\nall tensors")
-        arrow(axes, (x + width / 2, 0.98), (x + width / 2, 1.6))
+        draw_arrow(axes, (x + width / 2, 0.98), (x + width / 2, 1.6))
     axes.text(left, 1.29, "save", va="center", ha="left", weight="bold")
     folder = Rectangle((0.06, 1.66), 6.08, 1.12, fill=False, ec=INK, lw=1.4, ls=(0, (4, 2)))
     axes.add_patch(folder)
     for rank, x in enumerate(places):
         _piece(axes, x, 1.78, width, 0.42, COLORS[rank], f"__{rank}_0.distcp")
     words = ".metadata: which piece of which tensor stands where"
-    box(axes, places[0], 2.28, 4 * width + 3 * gap, 0.4, words)
+    draw_box(axes, places[0], 2.28, 4 * width + 3 * gap, 0.4, words)
     halves = 2 * width + gap
     for rank in range(2):
         x = left + rank * (halves + gap)
         for part in range(2):
             source = 2 * rank + part
             middle = places[source] + width / 2
-            arrow(axes, (middle, 2.82), (middle, 3.5))
+            draw_arrow(axes, (middle, 2.82), (middle, 3.5))
             _piece(axes, x + part * halves / 2, 3.54, halves / 2, 0.5, COLORS[source])
         outline = Rectangle((x, 3.54), halves, 0.5, fill=False, ec=COLORS[rank], lw=4)
         axes.add_patch(outline)
-        title(axes, x + halves / 2, 4.22, f"rank {rank} of 2: half of all tensors")
+        draw_title(axes, x + halves / 2, 4.22, f"rank {rank} of 2: half of all tensors")
     axes.text(left, 3.16, "load", va="center", ha="left", weight="bold")
     words = "Each rank reads what it needs, whoever wrote it; nothing is gathered in one place."
     axes.text(3.1, 4.56, words, ha="center", va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "checkpoint_shards.svg",
         "Four ranks each write their quarter of all tensors into a file of their own, beside an "
@@ -62,7 +68,7 @@ def draw_shards() -> None:
 
 
 def draw_rename() -> None:
-    figure, axes = canvas(6.2, 4.1)
+    figure, axes = make_canvas(6.2, 4.1)
     steps = [
         (0.0, 0.8, "clear up,\nnew folder"),
         (0.8, 2.3, "all ranks write\nand fsync"),
@@ -70,9 +76,9 @@ def draw_rename() -> None:
         (3.55, 4.45, "old one\ngoes"),
     ]
     left = 1.25
-    title(axes, left - 0.12, 0.42, "a save", ha="right")
+    draw_title(axes, left - 0.12, 0.42, "a save", ha="right")
     for begin, end, words in steps:
-        box(axes, left + begin, 0.18, end - begin, 0.5, "")
+        draw_box(axes, left + begin, 0.18, end - begin, 0.5, "")
         style = {"ha": "center", "va": "center", "fontsize": 9.5}
         axes.text(left + (begin + end) / 2, 0.43, words, **style)
     moment = left + 3.42
@@ -93,7 +99,7 @@ def draw_rename() -> None:
         if not whole:
             look = {"fc": "none", "ec": color, "lw": 2, "ls": (0, (3, 2))}
         axes.add_patch(Rectangle((left + begin, y), end - begin, 0.38, **look))
-        ink = on(color) if whole else INK
+        ink = pick_text_color(color) if whole else INK
         short = "…7-step-600" if whole and begin > 3 else name
         style = {"ha": "center", "va": "center", "fontsize": 9.5, "color": ink}
         axes.text(left + (begin + end) / 2, y + 0.19, short, **style)
@@ -102,7 +108,7 @@ def draw_rename() -> None:
     axes.text((left + moment) / 2, 3.75, "killed here: step 500 is current", ha="center")
     axes.annotate("", (moment + 0.08, 3.55), (6.15, 3.55), arrowprops=both)
     axes.text((moment + 6.15) / 2, 3.75, "here: step 600", ha="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "checkpoint_rename.svg",
         "Timeline of a save. The folder of step 500 stays complete while the ranks write step 600 "
@@ -113,7 +119,7 @@ def draw_rename() -> None:
 
 
 def draw_async() -> None:
-    figure, axes = canvas(6.2, 3.3)
+    figure, axes = make_canvas(6.2, 3.3)
     left, unit = 1.2, 0.62
 
     def draw_row(y: float, words: str) -> None:
@@ -124,7 +130,7 @@ def draw_async() -> None:
             x = left + unit * (start + i)
             _piece(axes, x, y, unit * 0.96, 0.4, COLORS[0], f"{first + i}")
 
-    title(axes, 0.05, 0.16, "at once", ha="left")
+    draw_title(axes, 0.05, 0.16, "at once", ha="left")
     draw_row(0.36, "training")
     steps(0.36, 0, 2, 1)
     steps(0.36, 5, 3, 3)
@@ -133,17 +139,17 @@ def draw_async() -> None:
     style = {"ha": "center", "va": "center", "fontsize": 10}
     axes.text(left + 3.5 * unit, 0.56, "held up", **style)
 
-    title(axes, 0.05, 1.66, "in the background", ha="left")
+    draw_title(axes, 0.05, 1.66, "in the background", ha="left")
     draw_row(1.86, "training")
     steps(1.86, 0, 2, 1)
     steps(1.86, 2.5, 5, 3)
     _piece(axes, left + 2 * unit, 1.86, 0.47 * unit, 0.4, COLORS[7])
     draw_row(2.36, "writing")
     _piece(axes, left + 2.5 * unit, 2.36, 3 * unit, 0.4, COLORS[4], "write the copy")
-    arrow(axes, (left + 2.23 * unit, 2.95), (left + 2.23 * unit, 2.3))
+    draw_arrow(axes, (left + 2.23 * unit, 2.95), (left + 2.23 * unit, 2.3))
     words = "copy: the state after step 2, whatever steps 3 to 5 do"
     axes.text(left + 2.0 * unit, 3.08, words, ha="left", va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "checkpoint_async.svg",
         "Two timelines. Saving at once holds training up while everything is written. Saving in "

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, box, canvas, title, words
+from shardlab.common.show.drawing import draw_arrow, draw_box, draw_text, draw_title, make_canvas
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -15,36 +15,38 @@ COLORS = show.RANK_COLORS
 
 
 def draw_job() -> None:
-    figure, axes = canvas(6.2, 4.55)
+    figure, axes = make_canvas(6.2, 4.55)
 
     def machine(left: float, top: float, width: float, height: float) -> None:
         look = {"fill": False, "ec": INK, "lw": 1.4, "ls": (0, (4, 2))}
         axes.add_patch(Rectangle((left, top), width, height, **look))
 
-    title(axes, 0.05, 0.14, "login node", ha="left")
+    draw_title(axes, 0.05, 0.14, "login node", ha="left")
     machine(0.05, 0.3, 1.65, 0.85)
-    box(axes, 0.2, 0.5, 1.35, 0.42, "sbatch")
-    title(axes, 2.3, 0.14, "scheduler", ha="left")
-    box(axes, 2.3, 0.5, 1.6, 0.42, "queue of jobs")
-    arrow(axes, (1.58, 0.71), (2.27, 0.71))
+    draw_box(axes, 0.2, 0.5, 1.35, 0.42, "sbatch")
+    draw_title(axes, 2.3, 0.14, "scheduler", ha="left")
+    draw_box(axes, 2.3, 0.5, 1.6, 0.42, "queue of jobs")
+    draw_arrow(axes, (1.58, 0.71), (2.27, 0.71))
     for node, left in enumerate((0.05, 3.2)):
-        title(axes, left, 1.5, f"compute node {node + 1}", ha="left")
+        draw_title(axes, left, 1.5, f"compute node {node + 1}", ha="left")
         machine(left, 1.66, 2.95, 2.0)
         x = left + 0.95
-        box(axes, x, 2.45, 1.05, 0.38, "torchrun")
+        draw_box(axes, x, 2.45, 1.05, 0.38, "torchrun")
         for local in range(2):
             rank = 2 * node + local
             at = left + 0.3 + 1.3 * local
-            box(axes, at, 3.12, 1.05, 0.38, f"rank {rank}", COLORS[rank])
-            arrow(axes, (x + 0.52, 2.86), (at + 0.52, 3.09))
-    box(axes, 0.2, 1.8, 1.3, 0.38, "batch script")
-    arrow(axes, (2.75, 0.95), (1.0, 1.77))
-    words(axes, 2.2, 1.27, "when two nodes are free", ha="left", fontsize=9.5)
-    arrow(axes, (1.25, 2.21), (1.45, 2.42))
-    arrow(axes, (1.53, 2.05), (4.12, 2.55))
-    words(axes, 2.35, 2.02, "srun", ha="left", fontsize=9.5)
-    box(axes, 0.05, 3.95, 6.1, 0.4, "files that all nodes see: script, data, checkpoints, logs")
-    show.svg(
+            draw_box(axes, at, 3.12, 1.05, 0.38, f"rank {rank}", COLORS[rank])
+            draw_arrow(axes, (x + 0.52, 2.86), (at + 0.52, 3.09))
+    draw_box(axes, 0.2, 1.8, 1.3, 0.38, "batch script")
+    draw_arrow(axes, (2.75, 0.95), (1.0, 1.77))
+    draw_text(axes, 2.2, 1.27, "when two nodes are free", ha="left", fontsize=9.5)
+    draw_arrow(axes, (1.25, 2.21), (1.45, 2.42))
+    draw_arrow(axes, (1.53, 2.05), (4.12, 2.55))
+    draw_text(axes, 2.35, 2.02, "srun", ha="left", fontsize=9.5)
+    draw_box(
+        axes, 0.05, 3.95, 6.1, 0.4, "files that all nodes see: script, data, checkpoints, logs"
+    )
+    show.save_svg(
         figure,
         HERE / "cluster_job.svg",
         "On the left the login node, on which you call sbatch. The job goes into the queue, and "

@@ -7,7 +7,17 @@ from pathlib import Path
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import Cell, arrow, board, box, canvas, cell, names, on, title
+from shardlab.common.show.drawing import (
+    Cell,
+    draw_arrow,
+    draw_box,
+    draw_cell,
+    draw_grid,
+    draw_rank_names,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -15,7 +25,7 @@ RANKS = 4
 
 
 def groups() -> None:
-    figure, axes = canvas(4.8, 3.35)
+    figure, axes = make_canvas(4.8, 3.35)
     for node in range(2):
         left = 0.1 + node * 2.4
         axes.add_patch(
@@ -23,7 +33,7 @@ def groups() -> None:
                 (left, 0.42), 2.2, 1.62, "round,pad=0,rounding_size=0.1", fc="none", ec=INK
             )
         )
-        title(axes, left + 1.1, 0.2, f"node {node}")
+        draw_title(axes, left + 1.1, 0.2, f"node {node}")
         for local in range(2):
             rank = 2 * node + local
             x = left + 0.12 + local * 1.02
@@ -43,7 +53,7 @@ def groups() -> None:
             ):
                 axes.text(
                     x + 0.47, 0.76 + i * 0.31, text, ha="center", va="center", weight=weight,
-                    color=on(color),
+                    color=pick_text_color(color),
                 )  # fmt: skip
     # Draw the group's members from below.
     for number, rank in enumerate((1, 3)):
@@ -51,9 +61,9 @@ def groups() -> None:
         axes.plot([x, x], [2.12, 2.42], color=INK, lw=1.4)
         axes.text(x - 0.08, 2.29, f"group rank {number}", ha="right", va="center")
     axes.plot([1.71, 4.11], [2.42, 2.42], color=INK, lw=1.4)
-    title(axes, 2.91, 2.62, "a process group: new_group([1, 3])")
+    draw_title(axes, 2.91, 2.62, "a process group: new_group([1, 3])")
     axes.text(2.4, 3.05, "world size 4: the default group holds all four", ha="center", va="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "collectives_groups.svg",
         "Two nodes with two processes each. Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1; "
@@ -64,26 +74,26 @@ def groups() -> None:
 
 def roots() -> None:
     """Draw broadcast and reduce, before and after."""
-    figure, axes = canvas(4.8, 2.35)
+    figure, axes = make_canvas(4.8, 2.35)
     own: list[list[Cell]] = [[(r,)] for r in range(RANKS)]
     root_only: list[list[Cell]] = [[(0,)], [()], [()], [()]]
     everyone: list[list[Cell]] = [[(0,)]] * RANKS
     total: list[list[Cell]] = [[tuple(range(RANKS))], [()], [()], [()]]
-    names(axes, 0.72, 0.7)
+    draw_rank_names(axes, 0.72, 0.7)
     for x, name, before, after in (
         (0.85, "broadcast", root_only, everyone),
         (2.95, "reduce", own, total),
     ):
-        title(axes, x + 0.85, 0.15, name)
+        draw_title(axes, x + 0.85, 0.15, name)
         axes.text(x + 0.15, 0.48, "before", ha="center", va="center")
         axes.text(x + 1.55, 0.48, "after", ha="center", va="center")
-        board(axes, x, 0.7, before)
-        board(axes, x + 1.4, 0.7, after)
+        draw_grid(axes, x, 0.7, before)
+        draw_grid(axes, x + 1.4, 0.7, after)
     for rank in range(RANKS):
         y = 0.85 + rank * 0.39
-        arrow(axes, (1.22, 0.85), (2.18, y))
-        arrow(axes, (3.32, y), (4.28, 0.85))
-    show.svg(
+        draw_arrow(axes, (1.22, 0.85), (2.18, y))
+        draw_arrow(axes, (3.32, y), (4.28, 0.85))
+    show.save_svg(
         figure,
         HERE / "collectives_roots.svg",
         "Broadcast: before, rank 0 alone holds a tensor; after, all four ranks hold it. "
@@ -93,7 +103,7 @@ def roots() -> None:
 
 def halves() -> None:
     """Draw all-reduce as a reduce-scatter and an all-gather."""
-    figure, axes = canvas(4.95, 2.95)
+    figure, axes = make_canvas(4.95, 2.95)
     size = 0.28
     all_ranks = tuple(range(RANKS))
     start: list[list[Cell]] = [[(r,)] * RANKS for r in range(RANKS)]
@@ -101,21 +111,21 @@ def halves() -> None:
         [all_ranks if c == r else () for c in range(RANKS)] for r in range(RANKS)
     ]
     end: list[list[Cell]] = [[all_ranks] * RANKS] * RANKS
-    names(axes, 0.62, 0.62, size)
+    draw_rank_names(axes, 0.62, 0.62, size)
     lefts = (0.7, 2.25, 3.8)
     texts = ("all hold their own", "a sum on each", "all hold all sums")
     for left, text, rows in zip(lefts, texts, (start, middle, end), strict=True):
         for c in range(RANKS):
             axes.text(left + (c + 0.5) * size, 0.5, str(c), ha="center", va="center", size=9)
-        board(axes, left, 0.62, rows, size)
+        draw_grid(axes, left, 0.62, rows, size)
         axes.text(left + 2 * size, 2.27, text, ha="center", va="center", size=10)
     axes.text(0.62, 0.5, "piece", ha="right", va="center", size=9)
     for x, name in ((1.82 + 0.215, "reduce-scatter"), (3.37 + 0.215, "all-gather")):
-        arrow(axes, (x - 0.17, 1.32), (x + 0.17, 1.32))
-        title(axes, x, 0.22, name)
+        draw_arrow(axes, (x - 0.17, 1.32), (x + 0.17, 1.32))
+        draw_title(axes, x, 0.22, name)
     axes.plot([0.75, 0.75, 4.87, 4.87], [2.47, 2.55, 2.55, 2.47], color=INK, lw=1.2)
-    title(axes, 2.81, 2.75, "all-reduce")
-    show.svg(
+    draw_title(axes, 2.81, 2.75, "all-reduce")
+    show.save_svg(
         figure,
         HERE / "collectives_halves.svg",
         "Before, each of four ranks holds four pieces of its own. After a reduce-scatter, rank r "
@@ -125,9 +135,9 @@ def halves() -> None:
 
 
 def exchange_and_barrier() -> None:
-    figure, axes = canvas(4.8, 4.5)
-    names(axes, 0.72, 0.7)
-    title(axes, 2.7, 0.15, "all-to-all")
+    figure, axes = make_canvas(4.8, 4.5)
+    draw_rank_names(axes, 0.72, 0.7)
+    draw_title(axes, 2.7, 0.15, "all-to-all")
     numbers = [[f"{r}→{c}" for c in range(RANKS)] for r in range(RANKS)]
     arrived = [[f"{c}→{r}" for c in range(RANKS)] for r in range(RANKS)]
     for left, text, rows, labels in (
@@ -140,11 +150,11 @@ def exchange_and_barrier() -> None:
                 x, y = left + c * 0.42, 0.7 + r * 0.39
                 color = show.RANK_COLORS[rows[r][c][0]]
                 axes.add_patch(Rectangle((x, y), 0.42, 0.3, fc=color, ec=INK, lw=0.8))
-                style = {"ha": "center", "va": "center", "size": 9, "color": on(color)}
+                style = {"ha": "center", "va": "center", "size": 9, "color": pick_text_color(color)}
                 axes.text(x + 0.21, y + 0.15, labels[r][c], **style)
-    arrow(axes, (2.6, 1.44), (2.93, 1.44))
-    title(axes, 2.7, 2.62, "barrier")
-    names(axes, 0.72, 2.85)
+    draw_arrow(axes, (2.6, 1.44), (2.93, 1.44))
+    draw_title(axes, 2.7, 2.62, "barrier")
+    draw_rank_names(axes, 0.72, 2.85)
     arrivals = (1.6, 3.3, 1.2, 2.3)
     for rank, x in enumerate(arrivals):
         y = 2.85 + rank * 0.39
@@ -157,7 +167,7 @@ def exchange_and_barrier() -> None:
         axes.add_patch(Rectangle((3.3, y), 1.38, 0.3, fc=color, ec=INK, lw=0.8))
     axes.plot([3.3, 3.3], [2.76, 4.4], color=INK, lw=2.2)
     axes.text(3.36, 4.43, "time →", ha="left", va="center", size=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "collectives_exchange.svg",
         "All-to-all: before, rank i holds four pieces, one for each rank; after, rank j holds what "
@@ -168,7 +178,7 @@ def exchange_and_barrier() -> None:
 
 def tree() -> None:
     """Draw the binomial tree's rounds for eight ranks."""
-    figure, axes = canvas(4.8, 2.75)
+    figure, axes = make_canvas(4.8, 2.75)
     left, step, size = 0.98, 0.48, 0.34
     has = {0}
     for row in range(4):
@@ -176,17 +186,17 @@ def tree() -> None:
         text = "start" if row == 0 else f"round {row}"
         axes.text(left - 0.12, y + size / 2, text, ha="right", va="center")
         for rank in range(8):
-            cell(axes, left + rank * step, y, size, (0,) if rank in has else ())
+            draw_cell(axes, left + rank * step, y, size, (0,) if rank in has else ())
         if row < 3:
             for rank in sorted(has):
                 reach = 2**row
                 x = left + rank * step + size / 2
-                arrow(axes, (x, y + size), (x + reach * step, y + 0.62), lw=1.2)
+                draw_arrow(axes, (x, y + size), (x + reach * step, y + 0.62), lw=1.2)
             has |= {rank + 2**row for rank in has}
     for rank in range(8):
         axes.text(left + rank * step + size / 2, 0.22, str(rank), ha="center", va="center")
     axes.text(left - 0.12, 0.22, "rank", ha="right", va="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "collectives_tree.svg",
         "Broadcast to eight ranks in three rounds. Round 1: rank 0 sends to rank 1. Round 2: ranks "
@@ -195,7 +205,7 @@ def tree() -> None:
 
 
 def mistakes() -> None:
-    figure, axes = canvas(4.4, 3.55)
+    figure, axes = make_canvas(4.4, 3.55)
     panels = {  # label -> each rank's first and second call; []: the rank calls nothing
         "another order": [["all-reduce"], ["broadcast"], ["all-reduce"], ["all-reduce"]],
         "one rank missing": [["all-reduce"], ["all-reduce"], [], ["all-reduce"]],
@@ -204,20 +214,20 @@ def mistakes() -> None:
     }
     for number, (head, rows) in enumerate(panels.items()):
         left, top = 0.57 + 2.25 * (number % 2), 0.34 + 1.75 * (number // 2)
-        title(axes, left, top - 0.2, head, ha="left")
-        names(axes, left - 0.07, top, 0.24, 0.06, len(rows))
+        draw_title(axes, left, top - 0.2, head, ha="left")
+        draw_rank_names(axes, left - 0.07, top, 0.24, 0.06, len(rows))
         after = "waits" if [] in rows else "no match"
         for rank, calls in enumerate(rows):
             y, wide = top + rank * 0.3, 0.82 if len(rows) > 2 else 0.62
             for i, call in enumerate(calls):
-                box(axes, left + i * wide, y, wide, 0.24, call, show.RANK_COLORS[rank])
+                draw_box(axes, left + i * wide, y, wide, 0.24, call, show.RANK_COLORS[rank])
             if calls and len(rows) > 2:
                 edge = {"ls": (0, (2, 2)), "ec": INK, "lw": 0.8, "fill": False}
                 axes.add_patch(Rectangle((left + wide, y), 0.68, 0.24, **edge))
                 axes.text(left + wide + 0.34, y + 0.12, after, ha="center", va="center", size=9.5)
         if len(rows) == 2:
             axes.text(left, top + 0.75, "nobody waits:\nboth sums are a + b", va="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "collectives_mistakes.svg",
         "Four mistakes. Another order: rank 1 begins with a broadcast, the others with an "

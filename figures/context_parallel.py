@@ -18,7 +18,13 @@ from matplotlib.patches import Polygon, Rectangle
 from shardlab import context_parallel as cp
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS
-from shardlab.common.show.drawing import arrow, canvas, on, title, words
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 from shardlab.layout import Layout
 
 HERE = Path(__file__).parent
@@ -34,7 +40,9 @@ def tile(axes: Axes, place: Corner, rank: int, text: str = "", **look: object) -
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, fc=COLORS[rank]))
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.8))
-    words(axes, left + wide / 2, top + high / 2, text, color=on(COLORS[rank]), **look)
+    draw_text(
+        axes, left + wide / 2, top + high / 2, text, color=pick_text_color(COLORS[rank]), **look
+    )
 
 
 def empty(axes: Axes, place: Corner, **look: object) -> None:
@@ -48,22 +56,22 @@ def ring() -> Figure:
     start at their owners; after each turn every rank hands those that it has to the next one, the
     last rank to the first, so that after four turns each rank has met all four pieces.
     """
-    figure, axes = canvas(6.6, 3.05)
+    figure, axes = make_canvas(6.6, 3.05)
     size, row, turn = 0.38, 0.6, 1.55
     for step in range(N):
         x = 0.7 + step * turn
-        title(axes, x + size, 0.14, f"turn {step}", fontsize=10)
+        draw_title(axes, x + size, 0.14, f"turn {step}", fontsize=10)
         for i, name in enumerate(("Q", "KV")):
-            words(axes, x + (i + 0.5) * size, 0.46, name, fontsize=SMALL)
+            draw_text(axes, x + (i + 0.5) * size, 0.46, name, fontsize=SMALL)
         for rank in range(N):
             y, source = 0.62 + rank * row, (rank - step) % N
-            words(axes, 0.6, y + size / 2, f"rank {rank}" * (step == 0), ha="right")
+            draw_text(axes, 0.6, y + size / 2, f"rank {rank}" * (step == 0), ha="right")
             tile(axes, (x, y, size, size), rank, str(rank))
             tile(axes, (x + size, y, size, size), source, str(source))
             if step < N - 1:
                 low = 0.62 + (rank + 1) % N * row + size / 2
                 begin, end = (x + 2 * size + 0.04, y + size / 2), (x + turn - 0.05, low)
-                arrow(axes, begin, end, lw=1.1, color=INK)
+                draw_arrow(axes, begin, end, lw=1.1, color=INK)
     return figure
 
 
@@ -78,18 +86,20 @@ def zigzag() -> Figure:
     layouts. Contiguous, rank 0 has pieces 0 and 1 and rank 3 pieces 6 and 7: of the work they do
     1, 3, 5 and 7 sixteenths. Zig-zag, rank r has pieces r and 7 - r: each does 4.
     """
-    figure, axes = canvas(6.5, 3.85)
+    figure, axes = make_canvas(6.5, 3.85)
     size, pieces = 0.235, 2 * N
     for number, layout in enumerate(cp.LAYOUTS):
         left, top = 0.55 + number * 3.25, 0.55
-        title(axes, left + pieces * size / 2, 0.14, layout.replace("zigzag", "zig-zag"))
-        words(axes, left + pieces * size / 2, 0.42, "keys", fontsize=SMALL)
-        words(axes, left - 0.44, top + 4 * size, "queries, of rank", fontsize=SMALL, rotation=90)
+        draw_title(axes, left + pieces * size / 2, 0.14, layout.replace("zigzag", "zig-zag"))
+        draw_text(axes, left + pieces * size / 2, 0.42, "keys", fontsize=SMALL)
+        draw_text(
+            axes, left - 0.44, top + 4 * size, "queries, of rank", fontsize=SMALL, rotation=90
+        )
         positions = {r: cp.positions(layout, pieces, N, r).tolist() for r in range(N)}
         owner = {piece: rank for rank, mine in positions.items() for piece in mine}
         for q in range(pieces):
             y = top + q * size
-            words(axes, left - 0.16, y + size / 2, str(owner[q]), fontsize=SMALL)
+            draw_text(axes, left - 0.16, y + size / 2, str(owner[q]), fontsize=SMALL)
             for k in range(pieces):
                 x = left + k * size
                 if k < q:
@@ -102,9 +112,9 @@ def zigzag() -> Figure:
         for rank in range(N):
             done = sum(work(layout, rank))
             y = 2.62 + rank * 0.28
-            words(axes, left - 0.06, y + 0.1, f"rank {rank}", ha="right", fontsize=SMALL)
+            draw_text(axes, left - 0.06, y + 0.1, f"rank {rank}", ha="right", fontsize=SMALL)
             tile(axes, (left, y, done * 0.5, 0.2), rank)
-            words(axes, left + done * 0.5 + 0.2, y + 0.1, f"{done * 2:.0f}/16", fontsize=SMALL)
+            draw_text(axes, left + done * 0.5 + 0.2, y + 0.1, f"{done * 2:.0f}/16", fontsize=SMALL)
     return figure
 
 
@@ -113,14 +123,16 @@ def idle() -> Figure:
     rank 3 all four blocks, and the others wait for it. Zig-zag, each rank has half a block to
     compute in every turn: all end together, after four sevenths of the time.
     """
-    figure, axes = canvas(6.5, 3.42)
+    figure, axes = make_canvas(6.5, 3.42)
     unit, tall, left = 1.5, 0.26, 0.7
     for number, layout in enumerate(cp.LAYOUTS):
         top = 0.4 + number * 1.55
-        title(axes, left, top - 0.24, layout.replace("zigzag", "zig-zag"), ha="left", fontsize=10)
+        draw_title(
+            axes, left, top - 0.24, layout.replace("zigzag", "zig-zag"), ha="left", fontsize=10
+        )
         for rank in range(N):
             y, now = top + rank * (tall + 0.03), 0.0
-            words(axes, left - 0.08, y + tall / 2, f"rank {rank}", ha="right", fontsize=SMALL)
+            draw_text(axes, left - 0.08, y + tall / 2, f"rank {rank}", ha="right", fontsize=SMALL)
             for step, area in enumerate(work(layout, rank)):
                 if area:
                     source = (rank - step) % N
@@ -128,8 +140,8 @@ def idle() -> Figure:
                     now += area
             wait = max(sum(work(layout, r)) for r in range(N)) - now
             empty(axes, (left + now * unit, y, wait * unit, tall))
-    arrow(axes, (left, 3.28), (left + 3.5 * unit, 3.28), lw=1)
-    words(axes, left - 0.08, 3.28, "time", ha="right", fontsize=SMALL)
+    draw_arrow(axes, (left, 3.28), (left + 3.5 * unit, 3.28), lw=1)
+    draw_text(axes, left - 0.08, 3.28, "time", ha="right", fontsize=SMALL)
     return figure
 
 
@@ -138,21 +150,21 @@ def ulysses() -> Figure:
     all heads. An all-to-all gives each rank one head with all pieces, and its attention sees the
     whole sequence. A second all-to-all goes back.
     """
-    figure, axes = canvas(6.5, 2.35)
+    figure, axes = make_canvas(6.5, 2.35)
     size, top, tokens = 0.36, 0.55, "its tokens, all heads"
     for number, name in enumerate((tokens, "all tokens, its head", tokens)):
         left, end = 0.75 + number * 2.15, 0.75 + number * 2.15 + N * size + 0.06
-        title(axes, left + 2 * size, 0.14, name, fontsize=SMALL)
+        draw_title(axes, left + 2 * size, 0.14, name, fontsize=SMALL)
         for i in range(N):
-            words(axes, left + (i + 0.5) * size, 0.42, f"h{i}", fontsize=SMALL)
-            words(axes, left - 0.16, top + (i + 0.5) * size, f"s{i}", fontsize=SMALL)
+            draw_text(axes, left + (i + 0.5) * size, 0.42, f"h{i}", fontsize=SMALL)
+            draw_text(axes, left - 0.16, top + (i + 0.5) * size, f"s{i}", fontsize=SMALL)
             for j in range(N):
                 owner = j if number == 1 else i
                 tile(axes, (left + j * size, top + i * size, size, size), owner, str(owner))
         if number < 2:
-            arrow(axes, (end, top + 2 * size), (end + 0.44, top + 2 * size))
-            words(axes, end + 0.2, top + 2 * size - 0.25, "all-\nto-all", fontsize=SMALL)
-    words(axes, 2.9 + 2 * size, 2.2, "attention, over all tokens", fontsize=SMALL)
+            draw_arrow(axes, (end, top + 2 * size), (end + 0.44, top + 2 * size))
+            draw_text(axes, end + 0.2, top + 2 * size - 0.25, "all-\nto-all", fontsize=SMALL)
+    draw_text(axes, 2.9 + 2 * size, 2.2, "attention, over all tokens", fontsize=SMALL)
     return figure
 
 
@@ -161,27 +173,27 @@ def merge() -> Figure:
     block 1 has 0.5 and 0.5, sum 1, output 6. Merged, the outputs weigh as much as the sums, 3/4
     and 1/4, which gives 6.75, as all four scores do at once.
     """
-    figure, axes = canvas(6.5, 2.3)
+    figure, axes = make_canvas(6.5, 2.3)
     blocks = (((2.0, 9.0), (1.0, 3.0)), ((0.5, 4.0), (0.5, 8.0)))  # (exp(score), value) of each key
     unit, base, bottom, total, merged = 0.5, 1.4, 1.4, 4.0, []
     for y, name in ((base - 0.4, "exp(score)"), (base + 0.16, "value")):
-        words(axes, 0.72, y, name, ha="right", fontsize=SMALL)
+        draw_text(axes, 0.72, y, name, ha="right", fontsize=SMALL)
     for number, scores in enumerate(blocks):
         left = 0.82 + number * 1.5
-        title(axes, left + unit, 0.14, f"block {number}", fontsize=10)
+        draw_title(axes, left + unit, 0.14, f"block {number}", fontsize=10)
         for i, (high, value) in enumerate(scores):
             x = left + i * unit
             tile(axes, (x, base - high * unit, unit, high * unit), number, f"{high:g}")
-            words(axes, x + unit / 2, base + 0.16, f"{value:g}")
+            draw_text(axes, x + unit / 2, base + 0.16, f"{value:g}")
         size = sum(part for part, _ in scores)
         out = sum(part * value for part, value in scores) / size
-        words(axes, left + unit, base + 0.6, f"L = log {size:g}\noutput {out:g}")
+        draw_text(axes, left + unit, base + 0.6, f"L = log {size:g}\noutput {out:g}")
         bottom -= size / total
         tile(axes, (4.5, bottom, 0.8, size / total), number, f"{size / total:g}")
         merged.append(f"{size / total:g} · {out:g}")
-    arrow(axes, (3.55, 1.0), (4.2, 1.0))
-    title(axes, 4.9, 0.14, "merged", fontsize=10)
-    words(axes, 4.9, base + 0.6, f"L = log {total:g}\noutput {' + '.join(merged)} = 6.75")
+    draw_arrow(axes, (3.55, 1.0), (4.2, 1.0))
+    draw_title(axes, 4.9, 0.14, "merged", fontsize=10)
+    draw_text(axes, 4.9, base + 0.6, f"L = log {total:g}\noutput {' + '.join(merged)} = 6.75")
     return figure
 
 
@@ -190,7 +202,7 @@ def fit() -> Figure:
     over 1 to 64 context ranks. All lines double with the ranks. With sequence parallelism about
     twice as many tokens fit, with full recomputation four times, with both thirteen times.
     """
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(4.4, 3.8))
     cases = {
         "tensor parallelism": Layout(tp=8),
@@ -222,7 +234,7 @@ def fit() -> Figure:
 def main() -> None:
     for draw in (ring, zigzag, idle, ulysses, merge, fit):
         alt = " ".join(draw.__doc__.split())
-        show.svg(draw(), HERE / f"context_parallel_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"context_parallel_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

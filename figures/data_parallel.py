@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from shardlab import ranks
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, box, canvas, stripes, title
+from shardlab.common.show.drawing import draw_arrow, draw_box, draw_stripes, draw_title, make_canvas
 from shardlab.data_parallel import overlap
 
 HERE = Path(__file__).parent
@@ -24,30 +24,30 @@ COLORS = show.RANK_COLORS
 
 
 def draw_replicas() -> None:
-    figure, axes = canvas(4.4, 4.55)
+    figure, axes = make_canvas(4.4, 4.55)
     left, width, gap = 0.05, 0.97, 0.14
     for rank in range(4):
         x = left + rank * (width + gap)
         middle_x = x + width / 2
-        title(axes, middle_x, 0.12, f"rank {rank}")
+        draw_title(axes, middle_x, 0.12, f"rank {rank}")
         for sample in range(4):
             square = Rectangle((x + 0.23 * sample + 0.04, 0.3), 0.2, 0.26, fc=COLORS[rank], lw=0)
             axes.add_patch(square)
-        arrow(axes, (middle_x, 0.62), (middle_x, 0.84))
-        box(axes, x, 0.88, width, 0.6, "all weights", "none")
-        arrow(axes, (middle_x, 1.52), (middle_x, 1.74))
-        box(axes, x, 1.78, width, 0.5, "gradients", COLORS[rank])
-        arrow(axes, (middle_x, 2.32), (middle_x, 2.5))
-        arrow(axes, (middle_x, 2.88), (middle_x, 3.06))
-        stripes(axes, x, 3.1, width, 0.5, (0, 1, 2, 3))
-        box(axes, x, 3.1, width, 0.5, "")
-        arrow(axes, (middle_x, 3.64), (middle_x, 3.86))
-        box(axes, x, 3.9, width, 0.6, "same step", "none")
+        draw_arrow(axes, (middle_x, 0.62), (middle_x, 0.84))
+        draw_box(axes, x, 0.88, width, 0.6, "all weights", "none")
+        draw_arrow(axes, (middle_x, 1.52), (middle_x, 1.74))
+        draw_box(axes, x, 1.78, width, 0.5, "gradients", COLORS[rank])
+        draw_arrow(axes, (middle_x, 2.32), (middle_x, 2.5))
+        draw_arrow(axes, (middle_x, 2.88), (middle_x, 3.06))
+        draw_stripes(axes, x, 3.1, width, 0.5, (0, 1, 2, 3))
+        draw_box(axes, x, 3.1, width, 0.5, "")
+        draw_arrow(axes, (middle_x, 3.64), (middle_x, 3.86))
+        draw_box(axes, x, 3.9, width, 0.6, "same step", "none")
     span = 4 * width + 3 * gap
     axes.add_patch(Rectangle((left, 2.53), span, 0.34, fill=False, ec=INK, lw=1.4))
     words = "all-reduce: every rank gets the average of all four"
-    title(axes, left + span / 2, 2.7, words, fontsize=10)
-    show.svg(
+    draw_title(axes, left + span / 2, 2.7, words, fontsize=10)
+    show.save_svg(
         figure,
         HERE / "data_parallel_replicas.svg",
         "Four ranks. Each has a quarter of the batch, all weights, and computes gradients of its "
@@ -57,7 +57,7 @@ def draw_replicas() -> None:
 
 
 def draw_buckets() -> None:
-    figure, axes = canvas(6.2, 3.1)
+    figure, axes = make_canvas(6.2, 3.1)
     # Widths of parameters in the module's order, first to last.
     widths = [0.95, 0.5, 0.7, 0.7, 0.5, 0.7, 0.7, 0.55]
     names = ["embed", "1a", "1b", "1c", "2a", "2b", "2c", "head"]
@@ -72,7 +72,7 @@ def draw_buckets() -> None:
         axes.text(x + width / 2, 0.56, name, **style)
         places.append(x + width / 2)
         x += width + 0.06
-    arrow(axes, (x - 0.1, 0.98), (0.1, 0.98))
+    draw_arrow(axes, (x - 0.1, 0.98), (0.1, 0.98))
     words = "backward finishes their gradients from right to left"
     axes.text(3, 1.16, words, ha="center", va="center", fontsize=10)
     x = 0.1
@@ -88,13 +88,13 @@ def draw_buckets() -> None:
         axes.add_patch(Rectangle((x, 1.75), tail, 0.42, fc="none", ec=INK, lw=0.8, hatch="||||"))
         x += tail
         axes.text((begin + x) / 2, 1.58, f"bucket {k}", ha="center", va="center", fontsize=10)
-        arrow(axes, ((begin + x) / 2, 2.21), ((begin + x) / 2, 2.5))
+        draw_arrow(axes, ((begin + x) / 2, 2.21), ((begin + x) / 2, 2.5))
         x += 0.3
     words = "one message each, first bucket first; it is small, so that the wire starts early"
     axes.text(0.1, 2.66, words, va="center", fontsize=10)
     words = "hatched: one element per parameter, “did any rank have a gradient?”"
     axes.text(0.1, 2.92, words, va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "data_parallel_buckets.svg",
         "Eight parameters in the module's order are dealt into four buckets from the last to the "
@@ -105,7 +105,7 @@ def draw_buckets() -> None:
 
 def draw_sampler() -> None:
     samples, size = list(range(10)), 4
-    figure, axes = canvas(6.2, 2.45)
+    figure, axes = make_canvas(6.2, 2.45)
     for row, epoch in enumerate((0, 1)):
         y = 0.45 + 1.0 * row
         axes.text(0.05, y - 0.3, f"epoch {epoch}", va="center", fontweight="bold")
@@ -131,7 +131,7 @@ def draw_sampler() -> None:
         x += 0.95
     axes.add_patch(Rectangle((x, 2.12), 0.2, 0.2, fill=False, ec=INK, lw=2, ls=(0, (2, 1.5))))
     axes.text(x + 0.26, 2.22, "a second time, to fill up", va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "data_parallel_sampler.svg",
         "Ten samples dealt to four ranks in turn, in another order in epoch 1 than in epoch 0. "
@@ -148,7 +148,7 @@ def draw_overlap(measure: bool) -> None:
         rounded = json.loads(json.dumps(kept), parse_float=lambda digits: round(float(digits), 4))
         path.write_text(json.dumps(rounded) + "\n")
     runs = json.loads(path.read_text())
-    show.svg(
+    show.save_svg(
         overlap.timeline(runs["without"], runs["with"]),
         HERE / "data_parallel_overlap.svg",
         "Measured timeline of one training step, on one of two ranks joined by a 1 Gbit/s link. "

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, box, canvas, cell, title
+from shardlab.common.show.drawing import draw_arrow, draw_box, draw_cell, draw_title, make_canvas
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -20,7 +20,7 @@ def _words(axes: Axes, x: float, y: float, text: str, **changes: object) -> None
 
 
 def draw_wraps() -> None:
-    figure, axes = canvas(6.2, 4.75)
+    figure, axes = make_canvas(6.2, 4.75)
     width, gap = 1.98, 0.08
     calls = [
         (
@@ -43,10 +43,10 @@ def draw_wraps() -> None:
     for i, (call, lines) in enumerate(calls):
         x = 0.05 + i * (width + gap)
         axes.add_patch(Rectangle((x, 0.05), width, 1.3, fill=False, ec=INK, lw=0.8))
-        title(axes, x + width / 2, 0.24, call, fontsize=10.5, family="monospace")
+        draw_title(axes, x + width / 2, 0.24, call, fontsize=10.5, family="monospace")
         for n, line in enumerate(lines):
             _words(axes, x + width / 2, 0.56 + 0.28 * n, line, ha="center", fontsize=9.5)
-    title(axes, 0.05, 1.65, "where each state lives, on four ranks", ha="left")
+    draw_title(axes, 0.05, 1.65, "where each state lives, on four ranks", ha="left")
     _words(axes, 6.15, 1.65, "striped: all of it; one colour: a quarter", ha="right", fontsize=9)
     kinds = [("parameters", 3), ("gradients", 2), ("optimizer", 1)]
     for i, (kind, _) in enumerate(kinds):
@@ -59,15 +59,15 @@ def draw_wraps() -> None:
                 x = 1.2 + 1.72 * i + 0.33 * rank
                 cut = stage >= since
                 holds = (rank,) if cut else (0, 1, 2, 3)
-                cell(axes, x, y, 0.3, holds, str(rank) if cut else "")
+                draw_cell(axes, x, y, 0.3, holds, str(rank) if cut else "")
     y = 4.0
     axes.plot([0.05, 6.15], [y + 0.04, y + 0.04], color=INK, lw=0.8, ls=(0, (3, 2)))
     _words(axes, 0.05, y + 0.26, "the host's memory", weight="bold")
-    arrow(axes, (5.3, y - 0.06), (5.3, y + 0.42))
-    arrow(axes, (1.86, y - 0.06), (1.86, y + 0.42))
+    draw_arrow(axes, (5.3, y - 0.06), (5.3, y + 0.42))
+    draw_arrow(axes, (1.86, y - 0.06), (1.86, y + 0.42))
     _words(axes, 5.3, y + 0.58, "offload_optimizer", ha="center", family="monospace", fontsize=9.5)
     _words(axes, 1.86, y + 0.58, "offload_param", ha="center", family="monospace", fontsize=9.5)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "deepspeed_engine_wraps.svg",
         "The engine's three calls. engine(tokens) runs the model's forward; at stage 3 it gathers "
@@ -81,7 +81,7 @@ def draw_wraps() -> None:
 
 
 def draw_batch() -> None:
-    figure, axes = canvas(6.2, 2.95)
+    figure, axes = make_canvas(6.2, 2.95)
     micro, parts, size = 2, 2, 0.42
     _words(axes, 2.12, 0.2, "micro-batch 0", ha="center")
     _words(axes, 3.62, 0.2, "micro-batch 1", ha="center")
@@ -93,11 +93,11 @@ def draw_batch() -> None:
             x = 1.66 + 1.5 * part
             for sequence in range(micro):
                 number = (rank * parts + part) * micro + sequence
-                cell(axes, x + (size + 0.06) * sequence, y, size, (rank,), str(number))
+                draw_cell(axes, x + (size + 0.06) * sequence, y, size, (rank,), str(number))
             if part == 0:
-                arrow(axes, (x + 1.02, y + size / 2), (x + 1.42, y + size / 2))
-        arrow(axes, (4.2, y + size / 2), (4.52, 0.45 + 0.585))
-    box(axes, 4.56, 0.62, 1.5, 0.83, "one average,\none step")
+                draw_arrow(axes, (x + 1.02, y + size / 2), (x + 1.42, y + size / 2))
+        draw_arrow(axes, (4.2, y + size / 2), (4.52, 0.45 + 0.585))
+    draw_box(axes, 4.56, 0.62, 1.5, 0.83, "one average,\none step")
     y = 2.2
     for x, number, name in (
         (0.62, "2", "micro-batch"),
@@ -105,11 +105,11 @@ def draw_batch() -> None:
         (3.55, "2", "copies"),
         (5.2, "8", "train batch"),
     ):
-        title(axes, x, y, number, fontsize=15)
+        draw_title(axes, x, y, number, fontsize=15)
         _words(axes, x, y + 0.34, name, ha="center")
     for x, sign in ((1.37, "×"), (2.84, "×"), (4.35, "=")):
-        title(axes, x, y, sign, fontsize=14)
-    show.svg(
+        draw_title(axes, x, y, sign, fontsize=14)
+    show.save_svg(
         figure,
         HERE / "deepspeed_engine_batch.svg",
         "Two ranks, each with two micro-batches of two sequences, one after the other. Micro-batch "
@@ -119,12 +119,12 @@ def draw_batch() -> None:
 
 
 def draw_checkpoint() -> None:
-    figure, axes = canvas(6.2, 5.25)
+    figure, axes = make_canvas(6.2, 5.25)
     _words(axes, 0.05, 0.18, "two ranks train, stage 3", weight="bold")
     for rank in range(2):
         y = 0.42 + 0.62 * rank
-        box(axes, 0.05, y, 1.6, 0.5, f"half {rank} of all", COLORS[rank])
-    arrow(axes, (1.72, 0.98), (2.42, 0.98))
+        draw_box(axes, 0.05, y, 1.6, 0.5, f"half {rank} of all", COLORS[rank])
+    draw_arrow(axes, (1.72, 0.98), (2.42, 0.98))
     _words(axes, 2.05, 0.76, "save", ha="center", family="monospace")
     _words(axes, 2.5, 0.18, "folder, tag step3", weight="bold")
     axes.add_patch(Rectangle((2.46, 0.36), 3.68, 1.72, fill=False, ec=INK, lw=0.8))
@@ -132,16 +132,16 @@ def draw_checkpoint() -> None:
     _words(axes, 4.72, 0.52, "optimizer, master weights", ha="center")
     for rank in range(2):
         y = 0.66 + 0.48 * rank
-        box(axes, 2.56, y, 0.84, 0.4, "no weights", "none")
-        box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
+        draw_box(axes, 2.56, y, 0.84, 0.4, "no weights", "none")
+        draw_box(axes, 3.5, y, 2.54, 0.4, f"half {rank}, float32", COLORS[rank])
     _words(axes, 2.56, 1.88, "latest: says step3", family="monospace", fontsize=9.5)
-    arrow(axes, (2.6, 2.12), (1.4, 2.82))
+    draw_arrow(axes, (2.6, 2.12), (1.4, 2.82))
     _words(axes, 1.8, 2.35, "load", ha="right", family="monospace")
-    arrow(axes, (4.9, 2.12), (4.9, 2.82))
+    draw_arrow(axes, (4.9, 2.12), (4.9, 2.82))
     _words(axes, 4.8, 2.45, "plain_state_dict", ha="right", family="monospace")
     _words(axes, 0.05, 3.0, "as many ranks, same stage", weight="bold")
     for rank in range(2):
-        box(axes, 0.05 + 1.2 * rank, 3.2, 1.12, 0.46, f"half {rank}", COLORS[rank])
+        draw_box(axes, 0.05 + 1.2 * rank, 3.2, 1.12, 0.46, f"half {rank}", COLORS[rank])
     _words(axes, 0.05, 3.88, "training goes on, bit for bit")
     _words(axes, 3.0, 3.0, "anywhere, without DeepSpeed", weight="bold")
     for rank in range(2):
@@ -150,12 +150,12 @@ def draw_checkpoint() -> None:
     _words(axes, 3.75, 3.43, "name: weight", ha="center", color="#ffffff", fontsize=11)
     _words(axes, 5.25, 3.43, "name: weight", ha="center", color="#000000", fontsize=11)
     _words(axes, 3.0, 3.88, "no optimizer: for inference, or a new start")
-    arrow(axes, (2.8, 2.12), (2.8, 4.2))
+    draw_arrow(axes, (2.8, 2.12), (2.8, 4.2))
     _words(axes, 2.7, 4.12, "to_universal", ha="right", family="monospace")
     _words(axes, 0.05, 4.42, "any number of ranks, same stage", weight="bold")
     for rank in range(4):
-        box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"quarter {rank}", COLORS[rank])
-    show.svg(
+        draw_box(axes, 0.05 + 1.54 * rank, 4.6, 1.46, 0.46, f"quarter {rank}", COLORS[rank])
+    show.save_svg(
         figure,
         HERE / "deepspeed_engine_checkpoint.svg",
         "The life of a checkpoint. Two ranks that train at stage 3 hold half of every state each. "

@@ -9,7 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import Cell, arrow, board, canvas, names, on, stripes, title
+from shardlab.common.show.drawing import (
+    Cell,
+    draw_arrow,
+    draw_grid,
+    draw_rank_names,
+    draw_stripes,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -39,7 +48,7 @@ def sheet(
             found = holds(row, column)
             full = full and bool(found)
             place = (x + column * wide, y + row * tall)
-            stripes(axes, *place, wide, tall, found)
+            draw_stripes(axes, *place, wide, tall, found)
             if found:
                 axes.add_patch(Rectangle(place, wide, tall, fill=False, ec=INK, lw=0.6))
     look = {"lw": 1.0} if full or words else {"lw": 0.8, **EMPTY}
@@ -62,7 +71,7 @@ def nobody(*_: int) -> Cell:
 
 
 def draw_ways() -> None:
-    figure, axes = canvas(6.7, 5.2)
+    figure, axes = make_canvas(6.7, 5.2)
     M, K, width = 1.0, 0.72, 1.15
     whole = "all of it,\non every rank"
     panels = (
@@ -79,7 +88,7 @@ def draw_ways() -> None:
         axes.text(x, 0.2, words, ha="center", va="center", family="monospace")
     for number, (name, a_cuts, a, b_cuts, b, c_cuts, c) in enumerate(panels):
         y = 0.92 + number * 1.52
-        title(axes, 0.08, y - 0.3, name, ha="left")
+        draw_title(axes, 0.08, y - 0.3, name, ha="left")
         left = 0.3
         sheet(axes, left, y, K, M, a_cuts, a, "all of it,\non every\nrank" if a is nobody else "")
         left += K + 0.32
@@ -95,7 +104,7 @@ def draw_ways() -> None:
                 color = COLORS[rank]
                 axes.add_patch(Rectangle(at, width, M, fc=color, ec=INK, lw=1.0))
         axes.text(4.85, y + M / 2, notes[number], va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "gemm_ways.svg",
         "Three ways to share C = A @ B among four ranks. By rows: each rank has a quarter of A's "
@@ -107,7 +116,7 @@ def draw_ways() -> None:
 
 
 def draw_story() -> None:
-    figure, axes = canvas(6.7, 2.9)
+    figure, axes = make_canvas(6.7, 2.9)
     high, inner, wide = 0.4, 0.24, 0.38
     step, top = 1.52, 0.72
     heads = (
@@ -147,8 +156,8 @@ def draw_story() -> None:
             axes.text(x + offset, top - 0.09, letter, ha="center", va="center", fontsize=9)
         if column:
             y = top + 2 * 0.52 - 0.06
-            arrow(axes, (x - 0.36, y), (x - 0.06, y))
-    show.svg(
+            draw_arrow(axes, (x - 0.36, y), (x - 0.06, y))
+    show.save_svg(
         figure,
         HERE / "gemm_story.svg",
         "A product by rows on four ranks, step by step. At first rank 0 alone holds A and B. Then "
@@ -158,28 +167,28 @@ def draw_story() -> None:
 
 
 def draw_inner() -> None:
-    figure, axes = canvas(6.5, 2.75)
+    figure, axes = make_canvas(6.5, 2.75)
     size = 0.3
     y = 0.72
-    names(axes, 0.62, y)
+    draw_rank_names(axes, 0.62, y)
     wide = N * size
     own: list[list[Cell]] = [[(rank,)] * N for rank in ALL]
     summed: list[list[Cell]] = [[ALL if c == r else () for c in ALL] for r in ALL]
     places = (0.7, 0.7 + wide + 0.95, 0.7 + 2 * (wide + 0.95))
     for place, held in zip(places, (own, summed, [[ALL] * N] * N), strict=True):
-        board(axes, place, y, held)
+        draw_grid(axes, place, y, held)
     heads = ("own products, all\nentries of C", "a quarter of C,\nsummed", "all of C,\nsummed")
     for place, words in zip(places, heads, strict=True):
         axes.text(place + wide / 2, 0.36, words, ha="center", va="center", fontsize=10)
     middle = y + 2 * 0.39 - 0.045
     for place, words in zip(places[:2], ("reduce-\nscatter", "all-\ngather"), strict=True):
-        arrow(axes, (place + wide + 0.12, middle), (place + wide + 0.83, middle))
+        draw_arrow(axes, (place + wide + 0.12, middle), (place + wide + 0.83, middle))
         where = (place + wide + 0.475, middle - 0.27)
         axes.text(*where, words, ha="center", va="center", fontsize=10)
     left, right = places[0] + 0.05, places[2] + wide - 0.05
     axes.plot([left, left, right, right], [2.32, 2.4, 2.4, 2.32], color=INK, lw=1.2)
-    title(axes, (left + right) / 2, 2.6, "all-reduce")
-    show.svg(
+    draw_title(axes, (left + right) / 2, 2.6, "all-reduce")
+    show.save_svg(
         figure,
         HERE / "gemm_inner.svg",
         "After a product by the inner dimension each of four ranks holds a matrix of the size of "
@@ -189,7 +198,7 @@ def draw_inner() -> None:
 
 
 def draw_summa() -> None:
-    figure, axes = canvas(6.7, 4.35)
+    figure, axes = make_canvas(6.7, 4.35)
     side = 1.05
 
     def block(r: int, c: int) -> Cell:
@@ -198,7 +207,7 @@ def draw_summa() -> None:
     # Left: the grid. Right: two steps. Each broadcasts a column of A's blocks along the rows of
     # the grid, and a row of B's blocks along its columns.
     for y, step in ((0.62, 0), (2.75, 1)):
-        title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
+        draw_title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
         for x, letter in ((0.35, "A"), (1.9, "B")):
             axes.text(x + side / 2, y - 0.14, letter, ha="center", va="center")
             sheet(axes, x, y, side, side, (2, 2), block)
@@ -211,7 +220,7 @@ def draw_summa() -> None:
                     start = (x + (other + 0.5) * side / 2, y + (step + 0.5) * side / 2)
                     end = (start[0], y + (1.5 - step) * side / 2)
                 axes.plot(*start, "o", color=color, ms=4)
-                arrow(axes, start, end, color=color)
+                draw_arrow(axes, start, end, color=color)
         for r in range(2):
             for c in range(2):
                 rank = 2 * r + c
@@ -226,12 +235,12 @@ def draw_summa() -> None:
                     axes.add_patch(
                         Rectangle((left, low), tile, tile, fc=COLORS[holder], ec=INK, lw=0.8)
                     )
-                    ink = on(COLORS[holder])
+                    ink = pick_text_color(COLORS[holder])
                     middle = (left + tile / 2, low + tile / 2)
                     axes.text(*middle, sign, ha="center", va="center", color=ink, fontsize=10)
                 axes.text(x + 0.1, low + tile / 2, "C +=", va="center", fontsize=10)
                 axes.text(x + 1.0, low + tile / 2, "@", ha="center", va="center", fontsize=9)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "gemm_summa.svg",
         "SUMMA on a grid of two by two ranks; each rank holds one block of A, of B and of C. "
@@ -244,13 +253,13 @@ def draw_summa() -> None:
 
 def draw_thin() -> None:
     """Draw a rank's bytes for its share of C, cut by columns, for growing numbers of ranks."""
-    figure, axes = canvas(6.75, 2.1)
+    figure, axes = make_canvas(6.75, 2.1)
     tall, y = 0.65, 0.66
     left = 0.12
     for t in (1, 2, 4, 16):
         thin = tall / t
         wide = tall + thin + thin + 0.2
-        title(axes, left, 0.2, f"{t} rank" + "s" * (t > 1), ha="left")
+        draw_title(axes, left, 0.2, f"{t} rank" + "s" * (t > 1), ha="left")
         axes.add_patch(Rectangle((left, y), tall, tall, fc="none", ec=INK, lw=1))
         axes.text(left + tall / 2, y + tall / 2, "A", ha="center", va="center")
         for number, letter in ((0, "B"), (1, "C")):
@@ -264,7 +273,7 @@ def draw_thin() -> None:
         axes.text(left, y + tall + 0.25, words, va="center", fontsize=10)
         axes.text(left, y + tall + 0.47, moved, va="center", fontsize=10)
         left += wide + 0.27
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "gemm_thin.svg",
         "What one rank reads and writes for its share of a square product, cut by columns. On 1 "

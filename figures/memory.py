@@ -1,6 +1,6 @@
 """Draw the pictures of the lesson `memory` (python figures/memory.py).
 
-Pictures of what the lesson measures itself are drawn by `shardlab.common.show.measured`.
+Pictures of what the lesson measures itself are drawn by `shardlab.common.show.plots`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import memory
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, box, canvas, on, title
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_box,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 from shardlab.gpt.model import PRESETS
 from shardlab.layout import Layout
 
@@ -26,12 +32,12 @@ WEIGHTS, GRADIENTS, MOMENTS, ACTIVATIONS = COLORS[4:8]
 
 def draw_life() -> None:
     """Draw a schematic of the bytes held over a step. Heights are not to scale."""
-    figure, axes = canvas(4.4, 4.3)
+    figure, axes = make_canvas(4.4, 4.3)
     left, right = 0.98, 4.35
     phases = {"forward": (left, 2.0), "backward": (2.0, 3.4), "step": (3.4, 3.92)}
     top, tall, gap = 0.55, 0.52, 0.2
     for name, (start, stop) in phases.items():
-        title(axes, (start + stop) / 2, 0.2, name)
+        draw_title(axes, (start + stop) / 2, 0.2, name)
         axes.plot([stop, stop], [0.38, 4.1], color=INK, lw=0.6, alpha=0.5)
     loss, begin, step, end = 2.0, 2.0, 3.4, 3.92
     rows = [
@@ -56,9 +62,9 @@ def draw_life() -> None:
     axes.text(
         2.24, top + 4 * (tall + gap) + 0.12, "the logits’ gradient", fontsize=9.2, va="center"
     )
-    arrow(axes, (loss + 0.07, 4.26), (loss + 0.07, 4.1 - 0.08))
+    draw_arrow(axes, (loss + 0.07, 4.26), (loss + 0.07, 4.1 - 0.08))
     axes.text(loss + 0.22, 4.2, "the peak is here", va="center", fontsize=10, fontweight="bold")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "memory_life.svg",
         "What is held during a training step. Weights and the optimizer's moments: all the time. "
@@ -79,7 +85,7 @@ RECIPES = [
 
 
 def draw_recipes() -> None:
-    figure, axes = canvas(4.6, 3.6)
+    figure, axes = make_canvas(4.6, 3.6)
     left, unit, tall = 1.8, 0.13, 0.36
     parts = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("optimizer", MOMENTS))
     x = 0.55
@@ -98,7 +104,7 @@ def draw_recipes() -> None:
             wide = unit * size / n
             axes.add_patch(Rectangle((x, y), wide, tall, fc=color, ec=INK, lw=0.6))
             if wide > 0.25:
-                style = {"ha": "center", "va": "center", "color": on(color)}
+                style = {"ha": "center", "va": "center", "color": pick_text_color(color)}
                 axes.text(x + wide / 2, y + tall / 2, f"{round(size / n, 1):g}", **style)
             x += wide
         total = f"{round(states.total / n, 1):g}"
@@ -108,7 +114,7 @@ def draw_recipes() -> None:
         for words, p, o in RECIPES
     ]
     alt = "Bytes of states for each parameter, as bars of weights, gradients and optimizer. "
-    show.svg(figure, HERE / "memory_recipes.svg", f"{alt}{'; '.join(said)} bytes.")
+    show.save_svg(figure, HERE / "memory_recipes.svg", f"{alt}{'; '.join(said)} bytes.")
 
 
 def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
@@ -130,7 +136,7 @@ def crossing(name: str, seq: int, attention: str, recompute: str) -> float:
 
 
 def draw_overtake() -> None:
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(4.8, 4.1))
     lengths = np.array([2**k for k in range(9, 18)])
     axes.set_xlim(lengths[0], lengths[-1])
@@ -160,7 +166,7 @@ def draw_overtake() -> None:
     axes.set_ylabel("sequences on the GPU")
     axes.text(0.97, 0.93, "activations larger", ha="right", transform=axes.transAxes)
     axes.text(0.03, 0.06, "states larger", transform=axes.transAxes)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "memory_overtake.svg",
         "Llama 3 8B: the number of sequences, for each sequence length, at which activations "
@@ -171,14 +177,14 @@ def draw_overtake() -> None:
 
 
 def draw_recompute() -> None:
-    figure, axes = canvas(4.4, 4.8)
+    figure, axes = make_canvas(4.4, 4.8)
     passes = ("F1 F2 F3 F4 B4 B3 B2 B1", "F1 F2 F3 F4 F4 B4 F3 B3 F2 B2 F1 B1")
     for panel, (words, text) in enumerate(zip(("keep all", "recompute"), passes, strict=True)):
         order, left, unit, y = text.split(), 0.66, 0.305, 0.14 + 2.45 * panel
-        title(axes, 0.04, y, words, ha="left")
+        draw_title(axes, 0.04, y, words, ha="left")
         for moment, name in enumerate(order):
             color = "none" if name[0] == "B" else ACTIVATIONS
-            box(axes, left + moment * unit, y + 0.2, unit, 0.26, name, color)
+            draw_box(axes, left + moment * unit, y + 0.2, unit, 0.26, name, color)
         for layer in range(1, 5):
             foot = y + 0.6 + 0.38 * layer
             runs = [i for i, name in enumerate(order) if name == f"F{layer}"]
@@ -189,7 +195,7 @@ def draw_recompute() -> None:
                 place = (left + begin * unit, foot - high)
                 axes.add_patch(Rectangle(place, (stop - begin) * unit, high, fc=ACTIVATIONS, lw=0))
             axes.text(left - 0.08, foot - 0.12, f"layer {layer}", ha="right", va="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "memory_recompute.svg",
         "Activations of four layers in time, twice. Keep all: each layer's stay from its forward "

@@ -11,7 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, canvas, on, title, words
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -26,30 +32,32 @@ def step() -> Figure:
     last layer for each micro-batch, and one back. Along the data axis the gradients, once, at the
     end.
     """
-    figure, axes = canvas(6.5, 2.75)
+    figure, axes = make_canvas(6.5, 2.75)
     left, wide = 1.06, 0.98
     passes = [("F0", 0, 0.66), ("F1", 0.66, 0.66), ("B0", 1.32, 1.32), ("B1", 2.64, 1.32)]
     rows = {"computes": 0.5, "tensor": 1.0, "pipeline": 1.5, "data": 2.0}
     for name, y in rows.items():
-        words(axes, left - 0.12, y, name, ha="right", weight="bold" if name != "computes" else None)
+        draw_text(
+            axes, left - 0.12, y, name, ha="right", weight="bold" if name != "computes" else None
+        )
         axes.plot((left, left + 5 * wide + 0.3), (y + 0.2, y + 0.2), color=INK, lw=0.5, alpha=0.4)
     for name, at, long in passes:
         x, size = left + at * wide, long * wide
         color = COLORS[4] if name[0] == "F" else COLORS[1]
         axes.add_patch(Rectangle((x + 0.02, 0.34), size - 0.04, 0.3, fc=color, ec=INK, lw=0.8))
-        words(axes, x + size / 2, 0.49, name, color=on(color), fontsize=SMALL)
+        draw_text(axes, x + size / 2, 0.49, name, color=pick_text_color(color), fontsize=SMALL)
         for i in range(4):
             _tick(axes, x + (i + 0.8) * size / 4.2, rows["tensor"], 0.05, COLORS[2])
         _tick(axes, x + size - 0.05, rows["pipeline"], 0.09, COLORS[0])
     x = left + 4 * wide
     axes.add_patch(Rectangle((x + 0.08, rows["data"] - 0.13), wide, 0.27, fc=COLORS[3], ec=INK))
-    words(axes, x + 0.08 + wide / 2, rows["data"], "gradients", fontsize=SMALL, color="#000000")
-    title(axes, left, 0.15, "one rank, two layers, two micro-batches", ha="left", fontsize=10)
-    arrow(axes, (left, 2.42), (left + 5 * wide + 0.3, 2.42), lw=1.0)
-    words(axes, left + 2.6 * wide, 2.58, "time", fontsize=SMALL)
-    words(axes, left + 4.06 * wide, rows["tensor"], "twice a layer: BSH, summed", ha="left",
+    draw_text(axes, x + 0.08 + wide / 2, rows["data"], "gradients", fontsize=SMALL, color="#000000")
+    draw_title(axes, left, 0.15, "one rank, two layers, two micro-batches", ha="left", fontsize=10)
+    draw_arrow(axes, (left, 2.42), (left + 5 * wide + 0.3, 2.42), lw=1.0)
+    draw_text(axes, left + 2.6 * wide, 2.58, "time", fontsize=SMALL)
+    draw_text(axes, left + 4.06 * wide, rows["tensor"], "twice a layer: BSH, summed", ha="left",
           fontsize=SMALL)  # fmt: skip
-    words(axes, left + 4.06 * wide, rows["pipeline"], "once a stage: BSH", ha="left",
+    draw_text(axes, left + 4.06 * wide, rows["pipeline"], "once a stage: BSH", ha="left",
           fontsize=SMALL)  # fmt: skip
     return figure
 
@@ -63,7 +71,7 @@ def norm() -> Figure:
     matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor
     ranks, and count on the first. The tied embedding is on both stages, and counts on the first.
     """
-    figure, axes = canvas(5.8, 2.62)
+    figure, axes = make_canvas(5.8, 2.62)
     rows = (
         "embedding, its half",
         "matrices, its half",
@@ -73,15 +81,15 @@ def norm() -> Figure:
     left, wide, tall = 1.82, 0.9, 0.36
     for stage in range(2):
         x = left + stage * (2 * wide + 0.3)
-        title(axes, x + wide, 0.15, f"stage {stage}", fontsize=10)
+        draw_title(axes, x + wide, 0.15, f"stage {stage}", fontsize=10)
         for part in range(2):
             rank = 2 * stage + part
             at = x + part * wide
-            words(axes, at + wide / 2, 0.4, f"rank {rank}", fontsize=SMALL)
+            draw_text(axes, at + wide / 2, 0.4, f"rank {rank}", fontsize=SMALL)
             for row, name in enumerate(rows):
                 y = 0.58 + row * (tall + 0.1)
                 if stage == part == 0:
-                    words(axes, left - 0.1, y + tall / 2, name, ha="right", fontsize=SMALL)
+                    draw_text(axes, left - 0.1, y + tall / 2, name, ha="right", fontsize=SMALL)
                 if (row == 0 and stage) or (row == 3 and not stage):
                     continue
                 counts = row < 2 or (row == 2 and part == 0)
@@ -89,15 +97,15 @@ def norm() -> Figure:
                 edge = {"ec": INK, "lw": 0.8, "ls": "-" if counts else (0, (2, 2))}
                 axes.add_patch(Rectangle((at + 0.03, y), wide - 0.06, tall, **look, **edge))
                 told = "counts" if counts else ("twin" if row == 3 else "again")
-                ink = on(COLORS[rank]) if counts else INK
-                words(axes, at + wide / 2, y + tall / 2, told, fontsize=SMALL, color=ink)
+                ink = pick_text_color(COLORS[rank]) if counts else INK
+                draw_text(axes, at + wide / 2, y + tall / 2, told, fontsize=SMALL, color=ink)
     return figure
 
 
 def main() -> None:
     for draw in (step, norm):
         alt = " ".join(draw.__doc__.split())
-        show.svg(draw(), HERE / f"mesh_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"mesh_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

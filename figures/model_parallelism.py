@@ -16,7 +16,14 @@ from matplotlib.patches import Polygon, Rectangle
 from shardlab import memory
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS
-from shardlab.common.show.drawing import Point, arrow, canvas, on, title, words
+from shardlab.common.show.drawing import (
+    Point,
+    draw_arrow,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 from shardlab.layout import Layout
 from shardtools import strategy
 
@@ -65,8 +72,8 @@ def tile(axes: Axes, place: Corner, rank: int, text: str) -> None:
     """Draw a piece of `rank` with a text in it."""
     left, top, wide, high = place
     piece(axes, place, rank)
-    color = on(COLORS[rank])
-    words(axes, left + wide / 2, top + high / 2, text, color=color, fontsize=SMALL)
+    color = pick_text_color(COLORS[rank])
+    draw_text(axes, left + wide / 2, top + high / 2, text, color=color, fontsize=SMALL)
 
 
 def ways() -> Figure:
@@ -77,7 +84,7 @@ def ways() -> Figure:
     through all of them; activations are sent to the next rank. Tensor parallelism: each rank has
     the whole batch and a quarter of every layer's matrices; activations are summed in every layer.
     """
-    figure, axes = canvas(WIDE, 5.0)
+    figure, axes = make_canvas(WIDE, 5.0)
     size, between, high = 0.4, 0.06, 0.19
     panels = (
         ("data parallelism", "gradients,\nonce in a step"),
@@ -87,20 +94,20 @@ def ways() -> Figure:
     )
     for number, (name, sent) in enumerate(panels):
         x, y = 0.55 + 2.03 * (number % 2), 0.14 + 2.52 * (number // 2)
-        title(axes, x, y, name, ha="left", fontsize=11)
+        draw_title(axes, x, y, name, ha="left", fontsize=11)
         for row, text in ((0.3, "rank"), (0.57, "batch"), (1.25, "layers"), (2.02, "sends")):
             if number % 2 == 0:
-                words(axes, x - 0.08, y + row, text, ha="right", fontsize=SMALL)
+                draw_text(axes, x - 0.08, y + row, text, ha="right", fontsize=SMALL)
         for rank in range(N):
             left = x + rank * (size + between)
-            words(axes, left + size / 2, y + 0.3, str(rank), fontsize=SMALL)
+            draw_text(axes, left + size / 2, y + 0.3, str(rank), fontsize=SMALL)
             own = [rank if i == rank else NONE for i in range(N)]
             bar(axes, (left, y + 0.49, size, 0.17), own if number < 2 else [SAME])
             for layer in range(N):
                 top = y + 0.85 + layer * (high + 0.03)
                 holders = ([SAME], own, [rank if layer == rank else NONE], own)[number]
                 bar(axes, (left, top, size, high), holders)
-        words(axes, x, y + 2.02, sent, ha="left", fontsize=SMALL)
+        draw_text(axes, x, y + 2.02, sent, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -113,7 +120,7 @@ def step() -> Figure:
     needs = memory.estimate(PRESETS["llama-3-8b"], precision="fp32", device="gpu")
     parts = (needs.parameters, needs.optimizer, needs.gradients, needs.activations)
     weights, means, gradients, activations = (size / 1e9 for size in parts)
-    figure, axes = canvas(WIDE, 3.35)
+    figure, axes = make_canvas(WIDE, 3.35)
     left, bottom, forward, backward, end = 0.55, 2.75, 1.75, 3.55, 3.9  # inches
     tall = 2.35 / 240  # inches a GB
 
@@ -128,7 +135,9 @@ def step() -> Figure:
         place = (left, level(low + size)), end - left, size * tall
         axes.add_patch(Rectangle(*place, fc=color, ec=INK, lw=0.7))
         middle = (left + end) / 2, level(low + size / 2)
-        words(axes, *middle, f"{name}, {size:.0f} GB", color=on(color), fontsize=SMALL)
+        draw_text(
+            axes, *middle, f"{name}, {size:.0f} GB", color=pick_text_color(color), fontsize=SMALL
+        )
     grown = [(forward, level(base)), (backward, level(base + gradients))]
     grown += [(end, level(base + gradients)), (end, level(base))]
     axes.add_patch(Polygon(grown, fc=GRADIENTS, ec=INK, lw=0.7))
@@ -136,26 +145,26 @@ def step() -> Figure:
     axes.add_patch(Polygon(top, fc=ACTIVATIONS, ec=INK, lw=0.7))
     x, y = forward - 0.02, level(base + 0.36 * activations)
     text = f"activations,\n{activations:.0f} GB"
-    words(axes, x, y, text, color=on(ACTIVATIONS), fontsize=SMALL)
+    draw_text(axes, x, y, text, color=pick_text_color(ACTIVATIONS), fontsize=SMALL)
     text = f"gradients,\n{gradients:.0f} GB"
-    words(axes, end, level(base + 66), text, ha="right", fontsize=SMALL)
+    draw_text(axes, end, level(base + 66), text, ha="right", fontsize=SMALL)
     axes.plot([end - 0.18] * 2, [level(base + 50), level(base + 20)], color=INK, lw=0.8)
     for size, text in (
         (needs.peak / 1e9, f"peak {needs.peak / 1e9:.0f} GB"),
         (base + gradients + activations, f"sum of the parts {sum(parts) / 1e9:.0f} GB"),
     ):
         axes.plot([left, end], [level(size)] * 2, color=INK, lw=1.0, ls=(0, (3, 2)))
-        title(axes, end, level(size) - 0.09, text, ha="right", fontsize=SMALL)
+        draw_title(axes, end, level(size) - 0.09, text, ha="right", fontsize=SMALL)
     for begin, stop, name in ((left, forward, "forward"), (forward, backward, "backward")):
-        words(axes, (begin + stop) / 2, bottom + 0.15, name, fontsize=10)
+        draw_text(axes, (begin + stop) / 2, bottom + 0.15, name, fontsize=10)
         axes.plot([stop, stop], [bottom, bottom + 0.22], color=INK, lw=0.8)
-    words(axes, (backward + end) / 2 + 0.12, bottom + 0.15, "AdamW", fontsize=10)
-    arrow(axes, (left, bottom + 0.36), (end, bottom + 0.36), lw=1.0)
-    words(axes, (left + end) / 2, bottom + 0.5, "time", fontsize=SMALL)
+    draw_text(axes, (backward + end) / 2 + 0.12, bottom + 0.15, "AdamW", fontsize=10)
+    draw_arrow(axes, (left, bottom + 0.36), (end, bottom + 0.36), lw=1.0)
+    draw_text(axes, (left + end) / 2, bottom + 0.5, "time", fontsize=SMALL)
     for size in (0, 100, 200):
-        words(axes, left - 0.08, level(size), str(size), ha="right", fontsize=SMALL)
+        draw_text(axes, left - 0.08, level(size), str(size), ha="right", fontsize=SMALL)
         axes.plot([left - 0.05, left], [level(size)] * 2, color=INK, lw=0.8)
-    words(axes, 0.02, 0.2, "GB", ha="left", fontsize=SMALL)
+    draw_text(axes, 0.02, 0.2, "GB", ha="left", fontsize=SMALL)
     return figure
 
 
@@ -198,7 +207,7 @@ def bubble() -> Figure:
         warm = N - 1 - stage
         pairs = [w for m in range(N - warm) for w in (forwards[warm + m], backwards[m])]
         early.append(forwards[:warm] + pairs + backwards[N - warm :])
-    figure, axes = canvas(WIDE, 4.42)
+    figure, axes = make_canvas(WIDE, 4.42)
     left, high, unit = 0.62, 0.225, (WIDE - 0.62 - 0.04) / 12
     panels = (
         ("naive: the whole batch at once", [[("F", 0), ("B", 0)]] * N, 1),
@@ -209,11 +218,13 @@ def bubble() -> Figure:
         y = 0.14 + 1.39 * number
         works = timeline(order, micro)
         length = max(work[2] for work in works)
-        title(axes, 0.04, y, name, ha="left", fontsize=10)
-        words(axes, WIDE - 0.04, y, f"busy {100 * 3 / length:.0f} %", ha="right", fontsize=10)
+        draw_title(axes, 0.04, y, name, ha="left", fontsize=10)
+        draw_text(axes, WIDE - 0.04, y, f"busy {100 * 3 / length:.0f} %", ha="right", fontsize=10)
         for stage in range(N):
             top = y + 0.17 + stage * (high + 0.03)
-            words(axes, left - 0.08, top + high / 2, f"rank {stage}", ha="right", fontsize=SMALL)
+            draw_text(
+                axes, left - 0.08, top + high / 2, f"rank {stage}", ha="right", fontsize=SMALL
+            )
             wide = length * unit
             axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.5))
         for stage, begin, end, kind, m in works:
@@ -223,12 +234,12 @@ def bubble() -> Figure:
             axes.add_patch(Rectangle(*place, fc=COLORS[stage], alpha=pale, lw=0))
             axes.add_patch(Rectangle(*place, fill=False, ec=INK, lw=0.7))
             middle = left + (begin + end) / 2 * unit, top + high / 2
-            look = {"color": INK if kind == "F" else on(COLORS[stage])}
+            look = {"color": INK if kind == "F" else pick_text_color(COLORS[stage])}
             if end - begin > 0.3:
                 label = str(m + 1) if micro > 1 else "all"
-                words(axes, *middle, label, fontsize=SMALL, **look)
+                draw_text(axes, *middle, label, fontsize=SMALL, **look)
     text = "pale: forward; full: backward of micro-batch 1, 2, …"
-    words(axes, left, 4.3, text, ha="left", fontsize=SMALL)
+    draw_text(axes, left, 4.3, text, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -238,52 +249,52 @@ def ffn() -> Figure:
     by rows, a quarter for each rank. Each rank then has a summand of Y, as large as all of Y; an
     all-reduce adds the four.
     """
-    figure, axes = canvas(WIDE, 4.1)
+    figure, axes = make_canvas(WIDE, 4.1)
     ranks = list(range(N))
     narrow, wide, tall = 0.62, 1.24, 0.5  # inches: X, inner matrix, tokens
     one, two = 0.5, 1.62
     # XW₁, from the left: X, the first matrix cut by columns, each rank's share of the product.
     y = 0.5
     piece(axes, (one, y, narrow, tall), SAME)
-    words(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
-    words(axes, one + narrow + 0.19, y + tall / 2, "×", fontsize=12)
+    draw_text(axes, one + narrow / 2, y + tall / 2, "X", fontsize=11)
+    draw_text(axes, one + narrow + 0.19, y + tall / 2, "×", fontsize=12)
     bar(axes, (two, y - 0.06, wide, narrow), ranks)
-    words(axes, two + wide / 2, y - 0.17, "W₁, by columns", fontsize=SMALL)
-    words(axes, one + narrow / 2, y - 0.17, "whole", fontsize=SMALL)
-    words(axes, two + wide + 0.14, y + tall / 2, "=", fontsize=12)
+    draw_text(axes, two + wide / 2, y - 0.17, "W₁, by columns", fontsize=SMALL)
+    draw_text(axes, one + narrow / 2, y - 0.17, "whole", fontsize=SMALL)
+    draw_text(axes, two + wide + 0.14, y + tall / 2, "=", fontsize=12)
     bar(axes, (two + wide + 0.28, y, wide, tall), ranks)
-    words(axes, two + 1.5 * wide + 0.28, y - 0.17, "XW₁", fontsize=SMALL)
+    draw_text(axes, two + 1.5 * wide + 0.28, y - 0.17, "XW₁", fontsize=SMALL)
     x = two + 1.5 * wide + 0.28
-    arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
-    words(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
+    draw_arrow(axes, (x, y + tall + 0.05), (x, y + tall + 0.37), lw=1.2)
+    draw_text(axes, x - 0.08, y + tall + 0.2, "GELU: number by number", ha="right", fontsize=SMALL)
     # GELU(XW₁)W₂: each rank has one summand.
     y = 1.95
     bar(axes, (one - 0.42, y, wide, tall), ranks)
-    words(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
-    words(axes, one - 0.42 + wide + 0.17, y + tall / 2, "×", fontsize=12)
+    draw_text(axes, one - 0.42 + wide / 2, y - 0.12, "GELU(XW₁)", fontsize=SMALL)
+    draw_text(axes, one - 0.42 + wide + 0.17, y + tall / 2, "×", fontsize=12)
     for rank in ranks:
         piece(axes, (1.68, y - 0.3 + rank * wide / N, narrow, wide / N), rank)
-    words(axes, 1.68 + narrow / 2, y - 0.42, "W₂, by rows", fontsize=SMALL)
-    words(axes, 1.68 + narrow + 0.16, y + tall / 2, "=", fontsize=12)
+    draw_text(axes, 1.68 + narrow / 2, y - 0.42, "W₂, by rows", fontsize=SMALL)
+    draw_text(axes, 1.68 + narrow + 0.16, y + tall / 2, "=", fontsize=12)
     for rank in ranks:
         place = 2.66 + 0.09 * rank, y - 0.12 + 0.13 * rank, narrow, tall
         piece(axes, place, rank)
-    words(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "four summands of Y", fontsize=SMALL)
+    draw_text(axes, 2.66 + 0.14 + narrow / 2, y - 0.24, "four summands of Y", fontsize=SMALL)
     # The all-reduce.
     x = 2.66 + 0.14 + narrow / 2
-    arrow(axes, (x, y + 0.86), (x, y + 1.2), lw=1.4)
-    title(axes, x - 0.1, y + 1.03, "all-reduce", ha="right", fontsize=10)
+    draw_arrow(axes, (x, y + 0.86), (x, y + 1.2), lw=1.4)
+    draw_title(axes, x - 0.1, y + 1.03, "all-reduce", ha="right", fontsize=10)
     y = 3.22
     piece(axes, (x - narrow / 2, y, narrow, tall), SAME)
-    words(axes, x, y + tall / 2, "Y", fontsize=11)
-    words(axes, x - narrow / 2 - 0.08, y + tall / 2, "whole again, on every rank:", ha="right",
+    draw_text(axes, x, y + tall / 2, "Y", fontsize=11)
+    draw_text(axes, x - narrow / 2 - 0.08, y + tall / 2, "whole again, on every rank:", ha="right",
           fontsize=SMALL)  # fmt: skip
     for rank in ranks:
         place = 0.2 + rank * 0.9
         piece(axes, (place, 3.9, 0.16, 0.14), rank)
-        words(axes, place + 0.22, 3.97, f"rank {rank}", ha="left", fontsize=SMALL)
+        draw_text(axes, place + 0.22, 3.97, f"rank {rank}", ha="left", fontsize=SMALL)
     piece(axes, (0.2 + 4 * 0.9, 3.9, 0.16, 0.14), SAME)
-    words(axes, 0.2 + 4 * 0.9 + 0.22, 3.97, "all", ha="left", fontsize=SMALL)
+    draw_text(axes, 0.2 + 4 * 0.9 + 0.22, 3.97, "all", ha="left", fontsize=SMALL)
     return figure
 
 
@@ -294,28 +305,28 @@ def zero() -> Figure:
     optimizer states, 10 bytes. Stage 2: and a quarter of the gradients, 7 bytes. Stage 3: and a
     quarter of the weights, 4 bytes.
     """
-    figure, axes = canvas(WIDE, 3.55)
+    figure, axes = make_canvas(WIDE, 3.55)
     kinds = (("weights", 0.19), ("gradients", 0.19), ("optimizer", 0.38))  # of 4, 4, 8 bytes
     names = ("0: copies", "1", "2", "3")
     for stage, name in enumerate(names):
         x, y = 0.86 + 1.84 * (stage % 2), 0.14 + 1.78 * (stage // 2)
-        title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
+        draw_title(axes, x, y, f"stage {name}", ha="left", fontsize=10)
         bytes_ = memory.states(4, Layout(dp=4, zero=stage), "fp32").total // 4
         top = y + 0.4
         for rank in range(N):
-            words(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)
+            draw_text(axes, x + rank * 0.41 + 0.18, y + 0.25, str(rank), fontsize=SMALL)
         for row, (kind, tall) in enumerate(kinds):
             shared = stage >= 3 - row
             for rank in range(N):
                 own = [rank if i == rank else NONE for i in range(N)] if shared else [SAME]
                 bar(axes, (x + rank * 0.41, top, 0.36, tall), own)
             if stage % 2 == 0:
-                words(axes, x - 0.08, top + tall / 2, kind, ha="right", fontsize=SMALL)
+                draw_text(axes, x - 0.08, top + tall / 2, kind, ha="right", fontsize=SMALL)
             top += tall + 0.05
         if stage % 2 == 0:
-            words(axes, x - 0.08, y + 0.25, "rank", ha="right", fontsize=SMALL)
+            draw_text(axes, x - 0.08, y + 0.25, "rank", ha="right", fontsize=SMALL)
         text = f"{bytes_} bytes a parameter"
-        words(axes, x, top + 0.08, text, ha="left", fontsize=SMALL)
+        draw_text(axes, x, top + 0.08, text, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -324,26 +335,26 @@ def choose() -> Figure:
     shared out, and does the fullest rank fit into its memory? Yes: train. No: the next rung. After
     the last one: more GPUs, or larger ones. The rungs:
     """
-    figure, axes = canvas(WIDE, 7.29)
+    figure, axes = make_canvas(WIDE, 7.29)
     left, wide, high, step, bus = 0.05, 3.5, 0.48, 0.74, 4.02
-    words(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
+    draw_text(axes, left, 0.11, "Can the batch be shared out?", ha="left", fontsize=10)
     line = "Does the fullest rank fit into its memory?"
-    words(axes, left, 0.31, line, ha="left", fontsize=10)
+    draw_text(axes, left, 0.31, line, ha="left", fontsize=10)
     for number, name in enumerate(strategy.TECHNIQUES):
         y = 0.52 + number * step
         axes.add_patch(Rectangle((left, y), wide, high, fill=False, ec=INK, lw=1.2))
-        title(axes, left + 0.1, y + 0.15, f"{number + 1}  {name}", ha="left", fontsize=10)
-        words(axes, left + 0.27, y + 0.345, RUNGS[name], ha="left", fontsize=SMALL)
-        arrow(axes, (left + wide, y + high / 2), (bus, y + high / 2), lw=1.1)
-        words(axes, left + wide + 0.21, y + high / 2 - 0.11, "yes", fontsize=SMALL)
-        arrow(axes, (left + 0.4, y + high), (left + 0.4, y + step), lw=1.1)
-        words(axes, left + 0.5, y + (high + step) / 2, "no", ha="left", fontsize=SMALL)
+        draw_title(axes, left + 0.1, y + 0.15, f"{number + 1}  {name}", ha="left", fontsize=10)
+        draw_text(axes, left + 0.27, y + 0.345, RUNGS[name], ha="left", fontsize=SMALL)
+        draw_arrow(axes, (left + wide, y + high / 2), (bus, y + high / 2), lw=1.1)
+        draw_text(axes, left + wide + 0.21, y + high / 2 - 0.11, "yes", fontsize=SMALL)
+        draw_arrow(axes, (left + 0.4, y + high), (left + 0.4, y + step), lw=1.1)
+        draw_text(axes, left + 0.5, y + (high + step) / 2, "no", ha="left", fontsize=SMALL)
     bottom = 0.52 + len(RUNGS) * step
     axes.plot([bus, bus], [0.52 + high / 2, bottom - 0.06], color=INK, lw=1.1)
-    arrow(axes, (bus, bottom - 0.1), (bus, bottom), lw=1.1)
+    draw_arrow(axes, (bus, bottom - 0.1), (bus, bottom), lw=1.1)
     for x, size, text in ((left, 2.6, "more GPUs, or larger ones"), (bus - 0.7, 0.98, "train")):
         piece(axes, (x, bottom, size, 0.36), SAME)
-        title(axes, x + size / 2, bottom + 0.18, text, fontsize=10)
+        draw_title(axes, x + size / 2, bottom + 0.18, text, fontsize=10)
     return figure
 
 
@@ -354,29 +365,29 @@ def gpt3() -> Figure:
     two copies. Pipeline: ranks 0, 16, 32 and 48, one in each stage.
     """
     size, step, apart = 0.235, 0.62, 0.17
-    figure, axes = canvas(WIDE, 3.6)
+    figure, axes = make_canvas(WIDE, 3.6)
     left, top = 0.36, 0.62
     across = 8 * size + apart
     for copy in range(2):
         x = left + copy * across
-        title(axes, x + 4 * size, 0.16, f"copy {copy} of the model", fontsize=10)
+        draw_title(axes, x + 4 * size, 0.16, f"copy {copy} of the model", fontsize=10)
         for stage in range(4):
             y = top + stage * step
             node = f"node {2 * stage + copy}"
-            words(axes, x + 8 * size, y - 0.12, node, ha="right", fontsize=SMALL)
+            draw_text(axes, x + 8 * size, y - 0.12, node, ha="right", fontsize=SMALL)
             for slot in range(8):
                 rank = slot + 8 * (copy + 2 * stage)
                 tile(axes, (x + slot * size, y, size, size), slot, str(rank))
-    words(axes, 0.02, 0.36, "stage", ha="left", fontsize=SMALL)
+    draw_text(axes, 0.02, 0.36, "stage", ha="left", fontsize=SMALL)
     thick = {"fill": False, "ec": INK, "lw": 2.4, "zorder": 4}
     axes.add_patch(Rectangle((left, top), 8 * size, size, **thick))
     pipe = left + size / 2
     for stage in range(4):
         y = top + stage * step
-        title(axes, 0.16, y + size / 2, str(stage), fontsize=10)
+        draw_title(axes, 0.16, y + size / 2, str(stage), fontsize=10)
         axes.add_patch(Rectangle((left, y), size, size, **thick))
         if stage:
-            arrow(axes, (pipe, y - step + size), (pipe, y), lw=1.6, zorder=5)
+            draw_arrow(axes, (pipe, y - step + size), (pipe, y), lw=1.6, zorder=5)
     other = left + across
     axes.add_patch(Rectangle((other, top), size, size, **thick))
     level = top - 0.27
@@ -389,8 +400,8 @@ def gpt3() -> Figure:
     }
     for row, (name, text) in enumerate(groups.items()):
         y = top + 3 * step + size + 0.21 + row * 0.22
-        title(axes, left, y, name, ha="left", fontsize=10)
-        words(axes, left + 0.72, y, text, ha="left", fontsize=SMALL)
+        draw_title(axes, left, y, name, ha="left", fontsize=10)
+        draw_text(axes, left + 0.72, y, text, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -409,7 +420,7 @@ def stacks() -> Figure:
     the second; inside a node each GPU has a quarter of every matrix. A small model and much data:
     every GPU has all layers, and a sixteenth of the batch for itself.
     """
-    figure, axes = canvas(WIDE, 6.1)
+    figure, axes = make_canvas(WIDE, 6.1)
     node, apart = 4 * 0.44 + 3 * 0.06, 0.34
     jobs = (
         ("a large model: copies, of stages, of slices", "copy {}, layers {} and {}"),
@@ -417,7 +428,7 @@ def stacks() -> Figure:
     )
     for job, (name, label) in enumerate(jobs):
         begin = 0.14 + job * 2.86
-        title(axes, 0.04, begin, name, ha="left", fontsize=11)
+        draw_title(axes, 0.04, begin, name, ha="left", fontsize=11)
         for row in range(2):
             y = begin + 0.22 + row * 1.22
             for half in range(2):
@@ -425,17 +436,17 @@ def stacks() -> Figure:
                 frame = Rectangle((x - 0.06, y), node + 0.12, 1.1, fill=False, ec=INK, lw=0.8)
                 axes.add_patch(frame)
                 numbers = (2 * row + half,) if job else (row, 2 * half + 1, 2 * half + 2)
-                words(axes, x, y + 0.13, label.format(*numbers), ha="left", fontsize=SMALL)
+                draw_text(axes, x, y + 0.13, label.format(*numbers), ha="left", fontsize=SMALL)
                 for place in range(4):
                     layers = None if job else range(2 * half, 2 * half + 2)
                     gpu(axes, x + place * 0.5, y + 0.28, place, layers)
             if not job:
                 middle = y + 0.75
-                arrow(axes, (0.18 + node, middle), (0.02 + node + apart, middle))
+                draw_arrow(axes, (0.18 + node, middle), (0.02 + node + apart, middle))
     line = (
         "each GPU: its part of the batch, and below it\nwhat it holds of four layers; pale: a copy"
     )
-    words(axes, 0.04, 5.86, line, ha="left", fontsize=SMALL)
+    draw_text(axes, 0.04, 5.86, line, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -472,27 +483,27 @@ def cuts() -> Figure:
     ZeRO the states of every layer, and expert parallelism deals out the experts, to which each
     token is sent by a router.
     """
-    figure, axes = canvas(WIDE, 5.1)
+    figure, axes = make_canvas(WIDE, 5.1)
     panels = {"sequences": "data", "tokens": "context", "width": "tensor"}
     panels |= {"layers": "pipeline", "states": "ZeRO", "experts": "experts"}
     for number, (what, name) in enumerate(panels.items()):
         x, y = 0.42 + 2.2 * (number % 2), 0.14 + 1.72 * (number // 2)
-        title(axes, x - 0.36, y, name, ha="left", fontsize=11)
-        words(axes, x + 1.5, y, f"cuts {what}", ha="right", fontsize=SMALL)
+        draw_title(axes, x - 0.36, y, name, ha="left", fontsize=11)
+        draw_text(axes, x + 1.5, y, f"cuts {what}", ha="right", fontsize=SMALL)
         if number < 3:
             block(axes, x, y + 0.62, what)
-            words(axes, x - 0.1, y + 0.93, "width", ha="center", fontsize=SMALL, rotation=90)
-            words(axes, x + 0.5, y + 1.36, "tokens", fontsize=SMALL)
-            words(axes, x + 1.27, y + 1.19, "sequences", fontsize=SMALL, rotation=39)
+            draw_text(axes, x - 0.1, y + 0.93, "width", ha="center", fontsize=SMALL, rotation=90)
+            draw_text(axes, x + 0.5, y + 1.36, "tokens", fontsize=SMALL)
+            draw_text(axes, x + 1.27, y + 1.19, "sequences", fontsize=SMALL, rotation=39)
         elif what == "layers":
             for rank in range(N):
                 top = y + 0.22 + rank * 0.31
                 tile(axes, (x, top, 1.2, 0.21), rank, f"layer {rank + 1}")
                 if rank < N - 1:
-                    arrow(axes, (x + 0.6, top + 0.21), (x + 0.6, top + 0.31), mutation_scale=7)
+                    draw_arrow(axes, (x + 0.6, top + 0.21), (x + 0.6, top + 0.31), mutation_scale=7)
         elif what == "states":
             for row, kind in enumerate(("weights", "gradients", "moments")):
-                words(axes, x + 0.26, y + 0.42 + row * 0.38, kind, ha="right", fontsize=SMALL)
+                draw_text(axes, x + 0.26, y + 0.42 + row * 0.38, kind, ha="right", fontsize=SMALL)
                 bar(axes, (x + 0.32, y + 0.28 + row * 0.38, 1.14, 0.28), list(range(N)))
         else:
             for i, expert in enumerate((1, 3, 0, 2)):
@@ -500,9 +511,9 @@ def cuts() -> Figure:
                 piece(axes, (token + 0.07, y + 0.3, 0.16, 0.16), SAME)
                 tile(axes, (token, y + 1.06, 0.3, 0.3), i, str(i))
                 ends = (token + 0.15, y + 0.46), (x + 0.17 + expert * 0.38, y + 1.06)
-                arrow(axes, *ends, lw=1.1, mutation_scale=9)
-            words(axes, x - 0.04, y + 0.38, "tokens", ha="right", fontsize=SMALL)
-            words(axes, x - 0.04, y + 1.21, "experts", ha="right", fontsize=SMALL)
+                draw_arrow(axes, *ends, lw=1.1, mutation_scale=9)
+            draw_text(axes, x - 0.04, y + 0.38, "tokens", ha="right", fontsize=SMALL)
+            draw_text(axes, x - 0.04, y + 1.21, "experts", ha="right", fontsize=SMALL)
     return figure
 
 
@@ -512,7 +523,7 @@ def main() -> None:
         if draw is choose:
             rungs = (f"{i}, {name}: {RUNGS[name]}" for i, name in enumerate(strategy.TECHNIQUES, 1))
             alt = f"{alt} {'; '.join(rungs)}."
-        show.svg(draw(), HERE / f"model_parallelism_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"model_parallelism_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,13 @@ from matplotlib.patches import Polygon, Rectangle
 
 from shardlab import pipeline
 from shardlab.common import show
-from shardlab.common.show.drawing import canvas, cell, on, title, words
+from shardlab.common.show.drawing import (
+    draw_cell,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 from shardlab.pipeline import Span
 from shardlab.pipeline.picture import IDLE, box, rows
 
@@ -21,19 +27,19 @@ SIZE = 0.3
 
 def entry(axes: Axes, x: float, y: float, text: str) -> None:
     """Draw a text to the right of a cell at (x, y)."""
-    words(axes, x + SIZE + 0.1, y + SIZE / 2, text, ha="left")
+    draw_text(axes, x + SIZE + 0.1, y + SIZE / 2, text, ha="left")
 
 
 def draw_legend() -> None:
-    figure, axes = canvas(4.4, 5.1)
+    figure, axes = make_canvas(4.4, 5.1)
     left, half = 0.05, 2.15
-    title(axes, left, 0.12, "ranks", ha="left")
+    draw_title(axes, left, 0.12, "ranks", ha="left")
     for rank, color in enumerate(COLORS):
         place = (left + rank * 0.42, 0.3)
-        cell(axes, *place, SIZE, (rank,))
+        draw_cell(axes, *place, SIZE, (rank,))
         middle = place[0] + SIZE / 2, place[1] + SIZE / 2
-        words(axes, *middle, str(rank), color=on(color))
-    title(axes, left, 0.9, "a piece of a tensor", ha="left")
+        draw_text(axes, *middle, str(rank), color=pick_text_color(color))
+    draw_title(axes, left, 0.9, "a piece of a tensor", ha="left")
     for i, (holds, new, text) in enumerate(
         (
             ((1,), False, "numbers of rank 1"),
@@ -43,18 +49,18 @@ def draw_legend() -> None:
         )
     ):
         x, y = left + half * (i % 2), 1.08 + 0.42 * (i // 2)
-        cell(axes, x, y, SIZE, holds, new=new)
+        draw_cell(axes, x, y, SIZE, holds, new=new)
         entry(axes, x, y, text)
     axes.add_patch(Rectangle((left, 1.92), SIZE, SIZE, fc=INK, alpha=0.16, lw=0))
     axes.add_patch(Rectangle((left, 1.92), SIZE, SIZE, fill=False, ec=INK, lw=0.8))
     entry(axes, left, 1.92, "pale: the same on every rank")
-    title(axes, left, 2.56, "kinds of bytes", ha="left")
+    draw_title(axes, left, 2.56, "kinds of bytes", ha="left")
     kinds = ("weights", "gradients", "optimizer states", "activations")
     for i, (color, text) in enumerate(zip(COLORS[4:8], kinds, strict=True)):
         x, y = left + half * (i % 2), 2.74 + 0.42 * (i // 2)
         axes.add_patch(Rectangle((x, y), SIZE, SIZE, fc=color, ec=INK, lw=0.8))
         entry(axes, x, y, text)
-    title(axes, left, 3.8, "time, to the right", ha="left")
+    draw_title(axes, left, 3.8, "time, to the right", ha="left")
     shown = pipeline.simulate(pipeline.schedule("gpipe", 2, 3))
     rows(axes, shown, left, 4.05, 0.17)
     x, y = left + half + 0.2, 3.93
@@ -64,7 +70,7 @@ def draw_legend() -> None:
         entry(axes, x, y + 0.36 * i - 0.02, text)
     axes.add_patch(Rectangle((x, y + 0.72), SIZE, 0.26, **IDLE))
     entry(axes, x, y + 0.7, "idle")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "notation_legend.svg",
         "The legend of the course's pictures. Ranks 0 to 7 have a colour each: blue, orange, "

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, canvas, cell, title, words
+from shardlab.common.show.drawing import draw_arrow, draw_cell, draw_text, draw_title, make_canvas
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -23,7 +23,7 @@ def draw_parts() -> Figure:
     has rows 0 and 1, rank 1 rows 2 and 3. Dealt: rank 0 has rows 0 and 2, rank 1 rows 1 and 3.
     Addends: each rank has four rows of its own, and only their sum is the whole.
     """
-    figure, axes = canvas(6.4, 2.2)
+    figure, axes = make_canvas(6.4, 2.2)
     ways = (
         ("behind one another", ("0", "1"), ("2", "3"), ((0,), (0,), (1,), (1,))),
         ("dealt", ("0", "2"), ("1", "3"), ((0,), (1,), (0,), (1,))),
@@ -31,17 +31,17 @@ def draw_parts() -> Figure:
     )
     for number, (name, first, second, whole) in enumerate(ways):
         x = 0.15 + number * 2.15
-        title(axes, x + 0.95, 0.14, name, fontsize=10)
+        draw_title(axes, x + 0.95, 0.14, name, fontsize=10)
         for rank, rows in enumerate((first, second)):
             left = x + rank * 0.5
-            words(axes, left + SIZE / 2, 0.42, f"rank {rank}", fontsize=9)
+            draw_text(axes, left + SIZE / 2, 0.42, f"rank {rank}", fontsize=9)
             for i, label in enumerate(rows):
-                cell(axes, left, 0.58 + i * (SIZE + 0.05), SIZE, (rank,), label)
-        arrow(axes, (x + 1.0, 1.25), (x + 1.32, 1.25), lw=1.0, mutation_scale=9)
-        words(axes, x + 1.58, 0.42, "whole", fontsize=9)
+                draw_cell(axes, left, 0.58 + i * (SIZE + 0.05), SIZE, (rank,), label)
+        draw_arrow(axes, (x + 1.0, 1.25), (x + 1.32, 1.25), lw=1.0, mutation_scale=9)
+        draw_text(axes, x + 1.58, 0.42, "whole", fontsize=9)
         for i, holds in enumerate(whole):
             label = str(i) if number < 2 else "+"
-            cell(axes, x + 1.42, 0.58 + i * (SIZE + 0.05), SIZE, holds, label)
+            draw_cell(axes, x + 1.42, 0.58 + i * (SIZE + 0.05), SIZE, holds, label)
     return figure
 
 
@@ -51,7 +51,7 @@ def draw_step() -> Figure:
     with factor 1, on each rank that holds it. Outputs and their gradients, between them, may stand
     anywhere, be addends, or in backward carry a factor for each rank: they only say where it began.
     """
-    figure, axes = canvas(6.6, 1.95)
+    figure, axes = make_canvas(6.6, 1.95)
     phases = (
         ("weights", "before the\nfirst step", True),
         ("outputs", "anywhere,\nor addends", False),
@@ -65,14 +65,14 @@ def draw_step() -> Figure:
         frame = FancyBboxPatch((x, 0.35), 1.1, 0.6, lw=2.4 if strict else 0.8, **look)
         frame.set_linestyle("-" if strict else (0, (3, 2)))
         axes.add_patch(frame)
-        title(axes, x + 0.55, 0.65, name, fontsize=10)
-        words(axes, x + 0.55, 1.3, rule, fontsize=9)
-        title(axes, x + 0.55, 0.16, "strict" if strict else "lenient", fontsize=9)
+        draw_title(axes, x + 0.55, 0.65, name, fontsize=10)
+        draw_text(axes, x + 0.55, 1.3, rule, fontsize=9)
+        draw_title(axes, x + 0.55, 0.16, "strict" if strict else "lenient", fontsize=9)
         if number:
-            arrow(axes, (x - 0.17, 0.65), (x - 0.03, 0.65), lw=1.0, mutation_scale=9)
-    words(axes, 0.65, 1.72, "places are learned", fontsize=9)
-    words(axes, 2.6, 1.72, "says where it began", fontsize=9)
-    words(axes, 5.2, 1.72, "decides whether it is right", fontsize=9)
+            draw_arrow(axes, (x - 0.17, 0.65), (x - 0.03, 0.65), lw=1.0, mutation_scale=9)
+    draw_text(axes, 0.65, 1.72, "places are learned", fontsize=9)
+    draw_text(axes, 2.6, 1.72, "says where it began", fontsize=9)
+    draw_text(axes, 5.2, 1.72, "decides whether it is right", fontsize=9)
     return figure
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     """Draw both pictures into this file's folder."""
     for draw in (draw_parts, draw_step):
         alt = " ".join((draw.__doc__ or "").split())
-        show.svg(draw(), HERE / f"parity_{draw.__name__.removeprefix('draw_')}.svg", alt)
+        show.save_svg(draw(), HERE / f"parity_{draw.__name__.removeprefix('draw_')}.svg", alt)
 
 
 if __name__ == "__main__":

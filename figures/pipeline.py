@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from shardlab import pipeline
 from shardlab.common import show
-from shardlab.common.show.drawing import Point, arrow, canvas, on, title
+from shardlab.common.show.drawing import Point, draw_arrow, draw_title, make_canvas, pick_text_color
 from shardlab.pipeline.picture import KIND_COLORS, draw
 
 HERE = Path(__file__).parent
@@ -29,11 +29,18 @@ def tile(axes: Axes, place: Corner, color: str, words: str, **look: object) -> N
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fc=color, ec=INK, lw=0.8))
     middle = left + wide / 2, top + high / 2
-    axes.text(*middle, words, color=on(color), ha="center", va="center", **{"fontsize": 10, **look})
+    axes.text(
+        *middle,
+        words,
+        color=pick_text_color(color),
+        ha="center",
+        va="center",
+        **{"fontsize": 10, **look},
+    )
 
 
 def draw_cut() -> None:
-    figure, axes = canvas(6.3, 3.0)
+    figure, axes = make_canvas(6.3, 3.0)
     wide, gap, left = 1.2, 0.46, 0.06
     held = (("emb", "1", "2"), ("3", "4"), ("5", "6"), ("7", "8", "norm\nhead"))
     tops = {"weights": 1.22, "gradients": 1.5, "optimizer": 1.78}
@@ -46,17 +53,17 @@ def draw_cut() -> None:
         for words, top in tops.items():
             tile(axes, (x, top, wide, 0.28), COLORS[rank], words, fontsize=SMALL)
         if rank:
-            arrow(axes, (x - gap + 0.06, 0.52), (x - 0.06, 0.52))
-            arrow(axes, (x - 0.06, 0.74), (x - gap + 0.06, 0.74))
+            draw_arrow(axes, (x - gap + 0.06, 0.52), (x - 0.06, 0.52))
+            draw_arrow(axes, (x - 0.06, 0.74), (x - gap + 0.06, 0.74))
     axes.text(left, 1.1, "holds, of its own layers alone:", va="center", fontsize=SMALL)
     right = left + 4 * wide + 3 * gap
     for y, words, ends in (
         (2.42, "forward: activations", (left, right)),
         (2.82, "backward: their gradients", (right, left)),
     ):
-        arrow(axes, (ends[0], y), (ends[1], y), lw=1)
+        draw_arrow(axes, (ends[0], y), (ends[1], y), lw=1)
         axes.text((left + right) / 2, y - 0.13, words, ha="center", va="center", fontsize=SMALL)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "pipeline_cut.svg",
         "A model of an embedding, eight blocks, a norm and a head, cut into four parts, one for "
@@ -70,7 +77,7 @@ def draw_cut() -> None:
 def draw_placement() -> None:
     size, gap, between, left = 0.34, 0.15, 0.36, 0.55
     step = size + gap
-    figure, axes = canvas(6.75, 1.85)
+    figure, axes = make_canvas(6.75, 1.85)
     panels = (
         ("one part each", [[0, 1, 2, 3]]),
         ("a loop, two chunks", [[0, 1, 2, 3], [4, 5, 6, 7]]),
@@ -78,7 +85,7 @@ def draw_placement() -> None:
     )
     for number, (words, chunks) in enumerate(panels):
         x = left + number * (3 * step + size + between)
-        title(axes, x, 0.15, words, ha="left", fontsize=10)
+        draw_title(axes, x, 0.15, words, ha="left", fontsize=10)
         top = 0.6
         for stage in range(4):
             middle = x + stage * step + size / 2
@@ -90,18 +97,18 @@ def draw_placement() -> None:
             y = top + chunk * 0.72 + size / 2
             for i in range(3):
                 ends = [(x + i * step + size + 0.02, y), (x + (i + 1) * step - 0.02, y)]
-                arrow(axes, *(ends if parts[1] > parts[0] else ends[::-1]), lw=1.1)
+                draw_arrow(axes, *(ends if parts[1] > parts[0] else ends[::-1]), lw=1.1)
         if len(chunks) == 2:
             first, last = x + size / 2, x + 3 * step + size / 2
             above, below, half = top + size + 0.02, top + 0.72 - 0.02, top + 0.36 + size / 2
             if chunks[1][0] == 4:
                 axes.plot([last, last, first, first], [above, half, half, below - 0.05], color=INK)
                 axes.lines[-1].set_linewidth(1.1)
-                arrow(axes, (first, half + 0.02), (first, below), lw=1.1)
+                draw_arrow(axes, (first, half + 0.02), (first, below), lw=1.1)
             else:
-                arrow(axes, (last, above), (last, below), lw=1.1)
+                draw_arrow(axes, (last, above), (last, below), lw=1.1)
     axes.text(left - 0.08, 0.46, "stage", ha="right", va="center", fontsize=SMALL)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "pipeline_placement.svg",
         "Which parts of a model four stages hold. One part each: parts 0 to 3 in order. A loop of "
@@ -114,11 +121,11 @@ def draw_placement() -> None:
 def draw_messages() -> None:
     left, unit, tall, hop = 0.86, 0.62, 0.3, 0.6
     passes = (("F5", 1), ("B2", 2), ("F6", 1), ("B3", 2))
-    figure, axes = canvas(left + 8.4 * unit + 0.15, 2.85)
+    figure, axes = make_canvas(left + 8.4 * unit + 0.15, 2.85)
     for early in (False, True):
         y = 0.42 + early * 1.3
         words = "posted one pass earlier" if early else "each receive posted when it is needed"
-        title(axes, 0.05, y - 0.27, words, ha="left", fontsize=10)
+        draw_title(axes, 0.05, y - 0.27, words, ha="left", fontsize=10)
         for row, name in enumerate(("computes", "receives")):
             middle = y + row * (tall + 0.06) + tall / 2
             axes.text(left - 0.1, middle, name, ha="right", va="center", fontsize=10)
@@ -138,9 +145,9 @@ def draw_messages() -> None:
             now = begin + long
     axes.plot([left], [2.74], marker="^", color=INK, markersize=4.5)
     axes.text(left + 0.12, 2.74, "a receive is posted", va="center", fontsize=SMALL)
-    arrow(axes, (left + 6 * unit, 2.74), (left + 8.4 * unit, 2.74), lw=1)
+    draw_arrow(axes, (left + 6 * unit, 2.74), (left + 8.4 * unit, 2.74), lw=1)
     axes.text(left + 5.9 * unit, 2.74, "time", ha="right", va="center", fontsize=SMALL)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "pipeline_messages.svg",
         "A stage that alternates forward and backward, twice. Above, each receive is posted when "
@@ -160,8 +167,8 @@ def shade(fraction: float) -> str:
 def draw_choose() -> None:
     stages, counts = (2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32, 64, 128)
     left, wide, tall = 0.95, 0.62, 0.28
-    figure, axes = canvas(left + 8 * wide + 0.1, 4.7)
-    title(axes, 0.05, 0.15, "bubble: (p−1) / (m+p−1), in percent", ha="left")
+    figure, axes = make_canvas(left + 8 * wide + 0.1, 4.7)
+    draw_title(axes, 0.05, 0.15, "bubble: (p−1) / (m+p−1), in percent", ha="left")
     for row, p in enumerate(stages):
         y = 0.62 + row * tall
         axes.text(left - 0.1, y + tall / 2, f"p = {p}", ha="right", va="center", fontsize=10)
@@ -174,7 +181,7 @@ def draw_choose() -> None:
         return left + (column + 0.5) * wide, bottom - octave * (math.log2(held) + 4)
 
     words = "activations on stage 0 (1: a micro-batch in the whole model)"
-    title(axes, 0.05, 2.3, words, ha="left")
+    draw_title(axes, 0.05, 2.3, words, ha="left")
     for level in ("1/16", "1/4", "1", "4", "16"):
         (x, y), (end, _) = at(-0.5, float(Fraction(level))), at(7.5, 1)
         axes.text(left - 0.1, y, level, ha="right", va="center", fontsize=10)
@@ -197,7 +204,7 @@ def draw_choose() -> None:
         axes.text(left - 0.1, y, "m =", ha="right", va="center", fontsize=10)
         for column, m in enumerate(counts):
             axes.text(at(column, 1)[0], y, str(m), ha="center", va="center", fontsize=10)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "pipeline_choose.svg",
         "Above, the bubble for 2 to 32 stages and 1 to 128 micro-batches: from 97 % for 32 stages "
@@ -230,7 +237,7 @@ def draw_microbatches() -> None:
         f"{name}: busy {percent(1 - timeline.bubble)}"
         for name, timeline in zip(names, shown, strict=True)
     ]
-    show.svg(
+    show.save_svg(
         draw(shown, titles, width=4.8),
         HERE / "pipeline_microbatches.svg",
         "Three timelines of four stages on one axis. The whole batch at once: one stage computes "
@@ -246,7 +253,7 @@ def draw_memory() -> None:
     shown = [simulated("gpipe", 8), simulated("1f1b", 8)]
     held = [[f"{most:g}" for most in timeline.peak_activations] for timeline in shown]
     titles = [f"{name}: bubble {percent(shown[0].bubble)}" for name in ("GPipe", "1F1B")]
-    show.svg(
+    show.save_svg(
         draw(shown, titles, held, ["holds"] * 2),
         HERE / "pipeline_memory.svg",
         "GPipe above 1F1B, four stages and eight micro-batches: both take the same time and have "
@@ -259,7 +266,7 @@ def draw_interleaved() -> None:
     shown = [simulated("1f1b", 8), simulated("interleaved", 8)]
     bubbles = [percent(timeline.bubble) for timeline in shown]
     titles = [f"1F1B: bubble {bubbles[0]}", f"interleaved, two chunks: bubble {bubbles[1]}"]
-    show.svg(
+    show.save_svg(
         draw(shown, titles),
         HERE / "pipeline_interleaved.svg",
         "1F1B above interleaved 1F1B with two chunks for each of four stages, eight micro-batches. "
@@ -275,7 +282,7 @@ def draw_zero_bubble() -> None:
         f"holds up to {max(timeline.peak_activations):g}"
         for timeline in shown
     ]
-    show.svg(
+    show.save_svg(
         draw(shown, titles),
         HERE / "pipeline_zero_bubble.svg",
         "Four schedules on one axis, four stages and eight micro-batches, with forward and both "

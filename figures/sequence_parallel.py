@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import canvas, on, title, words
+from shardlab.common.show.drawing import draw_text, draw_title, make_canvas, pick_text_color
 from shardlab.memory import korthikanti_layer
 
 HERE = Path(__file__).parent
@@ -31,8 +31,8 @@ def tile(axes: Axes, place: Corner, rank: int | None, text: str = "", **look: ob
     fill = {"fc": INK, "alpha": 0.13} if rank is None else {"fc": COLORS[rank]}
     axes.add_patch(Rectangle((left, top), wide, high, lw=0, **fill))
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=0.8))
-    color = INK if rank is None else on(COLORS[rank])
-    words(axes, left + wide / 2, top + high / 2, text, color=color, **look)
+    color = INK if rank is None else pick_text_color(COLORS[rank])
+    draw_text(axes, left + wide / 2, top + high / 2, text, color=color, **look)
 
 
 def empty(axes: Axes, place: Corner, **look: object) -> None:
@@ -48,17 +48,17 @@ def block() -> Figure:
     parallelism: outside the cut parts each rank has a quarter of the tokens; an all-gather stands
     where a cut part begins, a reduce-scatter where it ends, and backward the other way round.
     """
-    figure, axes = canvas(6.75, 5.2)
+    figure, axes = make_canvas(6.75, 5.2)
     tall, gap, step, high = 0.34, 0.11, 0.4, 1.54
     parts = (("norm", 0.46), ("enter", 0.3), ("cut", 0.84), ("leave", 0.3), ("drop\nadd", 0.46))
     panels = {"tensor parallelism": ("nothing", "all-reduce")}
     panels["with sequence parallelism"] = "all-gather", "reduce-scatter"
     for number, (name, operators) in enumerate(panels.items()):
         top, x = 0.72 + number * 2.72, 0.7
-        title(axes, 0.05, top - 0.56, name, ha="left")
-        words(axes, 0.62, top + high + 0.26, "backward", fontsize=SMALL, ha="right")
+        draw_title(axes, 0.05, top - 0.56, name, ha="left")
+        draw_text(axes, 0.62, top + high + 0.26, "backward", fontsize=SMALL, ha="right")
         for rank in range(N):
-            words(axes, 0.62, top + rank * step + tall / 2, f"rank {rank}", ha="right")
+            draw_text(axes, 0.62, top + rank * step + tall / 2, f"rank {rank}", ha="right")
         for inner in ("attention", "feed-\nforward"):
             for kind, wide in parts:
                 middle = x + wide / 2
@@ -66,11 +66,11 @@ def block() -> Figure:
                     does, backward = operators if kind == "enter" else operators[::-1]
                     backward = backward.replace("-", "-\n")
                     empty(axes, (x, top - 0.04, wide, high + 0.08), ls="-", lw=1.4, alpha=1)
-                    words(axes, middle, top + high / 2, does, rotation=90)
-                    words(axes, middle, top + high + 0.26, backward, fontsize=SMALL)
+                    draw_text(axes, middle, top + high / 2, does, rotation=90)
+                    draw_text(axes, middle, top + high + 0.26, backward, fontsize=SMALL)
                 else:
                     label = inner if kind == "cut" else kind
-                    words(axes, middle, top - 0.2, label, fontsize=SMALL)
+                    draw_text(axes, middle, top - 0.2, label, fontsize=SMALL)
                     for rank in range(N):
                         y = top + rank * step
                         empty(axes, (x, y, wide, tall))
@@ -88,7 +88,7 @@ def memory() -> Figure:
     the cut matrices and stay. With sequence parallelism, which divides them as well: 34, 17, 8.5
     and 4.25.
     """
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(6.4, 3.4))
     degrees, small = (1, 2, 4, 8), {"fontsize": 8, "label_type": "center", "color": "#000000"}
     s, h, a = 2048, 4096, 32  # any values: they cancel
@@ -113,7 +113,7 @@ def memory() -> Figure:
 def main() -> None:
     for draw in (block, memory):
         alt = " ".join(draw.__doc__.split())
-        show.svg(draw(), HERE / f"sequence_parallel_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"sequence_parallel_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

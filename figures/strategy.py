@@ -1,6 +1,6 @@
 """Draw the pictures of the lesson `strategy` (python figures/strategy.py).
 
-Pictures of what the lesson computes itself are drawn by `shardlab.common.show.measured`.
+Pictures of what the lesson computes itself are drawn by `shardlab.common.show.plots`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CHIPS = "v100", "a100", "h100", "b200", "gb200", "rtx-4090"
 
 def draw_walls() -> None:
     """Draw the operations of a product that pay for one byte, by the byte's place, on each chip."""
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
     places = {
-        "its memory": (lambda chip: chip.stream, "o"),
-        "its node": (lambda chip: chip.inside, "s"),
-        "the network": (lambda chip: chip.between, "D"),
+        "its memory": (lambda chip: chip.memory_bandwidth, "o"),
+        "its node": (lambda chip: chip.node_bandwidth, "s"),
+        "the network": (lambda chip: chip.network_bandwidth, "D"),
     }
     for (name, (rate, shape)), color in zip(places.items(), COLORS, strict=True):
         worth = [MACHINES[chip].flops / rate(MACHINES[chip]) for chip in CHIPS]
@@ -42,7 +42,7 @@ def draw_walls() -> None:
     axes.set_xlim(40, 300_000)
     axes.set_xlabel("operations that pay for a byte from …")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "strategy_walls.svg",
         "For six GPUs how many operations of a product pay for one byte, from its own memory, from "
@@ -54,7 +54,7 @@ def draw_walls() -> None:
 
 def draw_engines() -> None:
     """Draw predicted over measured step times of engines, with rates from the other half."""
-    show.style()
+    show.set_style()
     ratios: dict[str, list[float]] = {}
     for row in measured_runs.read_rows("rows", DATA_DIR / "throughput.csv"):
         if row["cross_validated_s"]:
@@ -79,7 +79,7 @@ def draw_engines() -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlabel("predicted over measured seconds of a step")
     said = ", ".join(f"{name} {median(ratios[name]):.2f} ({len(ratios[name])})" for name in names)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "strategy_engines.svg",
         "Predicted over measured seconds of published steps, a dot each, by source, on a "

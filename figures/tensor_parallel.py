@@ -14,7 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, canvas, on, stripes, title, words
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_stripes,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -30,11 +37,11 @@ def piece(axes: Axes, place: Corner, ranks: tuple[int, ...] | None, text: str = 
     if ranks is SAME:
         axes.add_patch(Rectangle((left, top), wide, high, fc=INK, alpha=0.13, lw=0))
     else:
-        stripes(axes, left, top, wide, high, ranks)
+        draw_stripes(axes, left, top, wide, high, ranks)
     look = {"ls": (0, (2, 2)), "lw": 0.7, "alpha": 0.5} if ranks == () else {"lw": 0.8}
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, **look))
-    color = on(COLORS[ranks[0]]) if ranks and len(ranks) == 1 else INK
-    words(axes, left + wide / 2, top + high / 2, text, color=color)
+    color = pick_text_color(COLORS[ranks[0]]) if ranks and len(ranks) == 1 else INK
+    draw_text(axes, left + wide / 2, top + high / 2, text, color=color)
 
 
 def matrix(axes: Axes, place: Corner, by: str, holders: tuple[int, ...] = (0, 1)) -> None:
@@ -52,7 +59,7 @@ def exchange(axes: Axes, place: Corner, text: str, **look: object) -> None:
     left, top, wide, high = place
     axes.add_patch(Rectangle((left, top), wide, high, fill=False, ec=INK, lw=1.4))
     look = {"rotation": 90 if high > wide else 0, **look}
-    words(axes, left + wide / 2, top + high / 2, text, **look)
+    draw_text(axes, left + wide / 2, top + high / 2, text, **look)
 
 
 def ffn() -> Figure:
@@ -62,30 +69,30 @@ def ffn() -> Figure:
     as all of Y. An all-reduce adds the two, and each rank has all of Y.
     """
     h, wide = 0.27, 0.8
-    figure, axes = canvas(4.66, 2.9)
+    figure, axes = make_canvas(4.66, 2.9)
     x = {"X": 0.56, "W₁": 0.93, "GELU(XW₁)": 1.95, "W₂": 2.88, "Y": 4.26}
     for name, left in x.items():
-        title(axes, left + (wide if "W₁" in name else h) / 2, 0.15, name, fontsize=10)
+        draw_title(axes, left + (wide if "W₁" in name else h) / 2, 0.15, name, fontsize=10)
     for rank in range(2):
         y = 0.38 + rank * (wide + 0.3)
         middle = y + wide / 2
-        words(axes, 0.5, middle, f"rank {rank}", ha="right")
+        draw_text(axes, 0.5, middle, f"rank {rank}", ha="right")
         piece(axes, (x["X"], middle - h / 2, h, h), SAME)
         matrix(axes, (x["W₁"], middle - h / 2, wide, h), "columns", (rank,))
         matrix(axes, (x["GELU(XW₁)"], middle - h / 2, wide, h), "columns", (rank,))
         matrix(axes, (x["W₂"], y, h, wide), "rows", (rank,))
         piece(axes, (3.36, middle - h / 2, h, h), (rank,))
-        words(axes, 3.5, middle - h / 2 - 0.12, "summand", fontsize=SMALL)
+        draw_text(axes, 3.5, middle - h / 2 - 0.12, "summand", fontsize=SMALL)
         piece(axes, (x["Y"], middle - h / 2, h, h), (0, 1))
-        words(axes, x["Y"] + h / 2, middle - h / 2 - 0.12, "the sum", fontsize=SMALL)
+        draw_text(axes, x["Y"] + h / 2, middle - h / 2 - 0.12, "the sum", fontsize=SMALL)
         for at, sign in ((0.88, "·"), (1.84, "→"), (2.815, "·"), (3.25, "→")):
-            words(axes, at, middle, sign, fontsize=12)
-        arrow(axes, (3.63, middle), (3.86, middle), lw=1.1, mutation_scale=9)
-        arrow(axes, (4.1, middle), (4.26, middle), lw=1.1, mutation_scale=9)
+            draw_text(axes, at, middle, sign, fontsize=12)
+        draw_arrow(axes, (3.63, middle), (3.86, middle), lw=1.1, mutation_scale=9)
+        draw_arrow(axes, (4.1, middle), (4.26, middle), lw=1.1, mutation_scale=9)
     exchange(axes, (3.86, 0.38, 0.24, 2 * wide + 0.3), "all-reduce")
     for at, size in ((1.33, "4096 × 8192"), (3.01, "8192 × 4096")):
-        words(axes, at, 2.45, size, fontsize=SMALL)
-        words(axes, at, 2.62, "33.6 M each", fontsize=SMALL)
+        draw_text(axes, at, 2.45, size, fontsize=SMALL)
+        draw_text(axes, at, 2.62, "33.6 M each", fontsize=SMALL)
     return figure
 
 
@@ -97,10 +104,10 @@ def orders() -> Figure:
     of Y: 8 + 1.
     """
     h, wide, step = 0.2, 0.8, 1.06
-    figure, axes = canvas(6.5, 4 * step + 0.4)
+    figure, axes = make_canvas(6.5, 4 * step + 0.4)
     heads = {"X": 0.2, "W₁": 0.96, "GELU(XW₁)": 2.82, "W₂": 3.82, "Y": 5.2, "sends": 6.05}
     for name, at in heads.items():
-        title(axes, at, 0.14, name, fontsize=10)
+        draw_title(axes, at, 0.14, name, fontsize=10)
     rows = (
         ("columns, rows", "nothing", "all-reduce", "2"),
         ("columns twice", "all-gather", "all-gather", "4 + 1"),
@@ -121,12 +128,12 @@ def orders() -> Figure:
         matrix(axes, (3.72, y, h, wide), "rows" if second else "columns")
         piece(axes, (5.1, top, h, h), SAME)
         for left, right, does in ((1.42, 2.36, between), (3.98, 5.04, after)):
-            arrow(axes, (left, middle), (right, middle), lw=1.1)
-            words(axes, (left + right) / 2, middle - 0.13, does, fontsize=SMALL)
+            draw_arrow(axes, (left, middle), (right, middle), lw=1.1)
+            draw_text(axes, (left + right) / 2, middle - 0.13, does, fontsize=SMALL)
         for at in (0.43, 3.47):
-            words(axes, at, middle, "·", fontsize=13)
-        words(axes, 6.05, middle, sent, fontsize=12, weight="bold")
-        words(axes, 0.96, middle - 0.3, name, fontsize=SMALL, style="italic")
+            draw_text(axes, at, middle, "·", fontsize=13)
+        draw_text(axes, 6.05, middle, sent, fontsize=12, weight="bold")
+        draw_text(axes, 0.96, middle - 0.3, name, fontsize=SMALL, style="italic")
     return figure
 
 
@@ -135,32 +142,32 @@ def conjugate() -> Figure:
     rank the same x, and reduce_from adds up what the two computed. Backward, reduce_from hands
     each rank the same gradient, and copy_to adds up the gradients of x.
     """
-    figure, axes = canvas(6.3, 3.5)
+    figure, axes = make_canvas(6.3, 3.5)
     size, gap, left = 0.34, 0.2, 1.3
     x, end = {"copy_to": left + 0.6, "part": left + 1.72, "reduce_from": left + 3.2}, left + 4.35
     for backward in range(2):
         y = 0.34 + backward * 1.72
-        title(axes, 0.05, y + size + gap / 2, "backward" if backward else "forward", ha="left")
+        draw_title(axes, 0.05, y + size + gap / 2, "backward" if backward else "forward", ha="left")
         for rank in range(2):
             top = y + rank * (size + gap)
             middle = top + size / 2
             piece(axes, (left, top, size, size), (0, 1) if backward else SAME)
             piece(axes, (end, top, size, size), SAME if backward else (0, 1))
-            words(axes, left - 0.16, middle, "∂x" if backward else "x")
-            words(axes, end + size + 0.16, middle, "∂y" if backward else "y")
+            draw_text(axes, left - 0.16, middle, "∂x" if backward else "x")
+            draw_text(axes, end + size + 0.16, middle, "∂y" if backward else "y")
             piece(axes, (x["part"], top, 0.86, size), (rank,), "its part")
             stops = [left + size, x["copy_to"], x["copy_to"] + 0.42, x["part"]]
             stops += [x["part"] + 0.86, x["reduce_from"], x["reduce_from"] + 0.42, end]
             for begin, stop in zip(stops[::2], stops[1::2], strict=True):
                 ends = ((begin + 0.05, middle), (stop - 0.05, middle))
-                arrow(axes, *(ends[::-1] if backward else ends), lw=1.1)
+                draw_arrow(axes, *(ends[::-1] if backward else ends), lw=1.1)
         for name in ("copy_to", "reduce_from"):
             sums = (name == "copy_to") == bool(backward)
             exchange(axes, (x[name], y, 0.42, 2 * size + gap), "")
-            words(axes, x[name] + 0.21, y + size + gap / 2, "+" if sums else "=", fontsize=15)
-            words(axes, x[name] + 0.21, y - 0.15, name, weight="bold")
+            draw_text(axes, x[name] + 0.21, y + size + gap / 2, "+" if sums else "=", fontsize=15)
+            draw_text(axes, x[name] + 0.21, y - 0.15, name, weight="bold")
             does = "all-reduce" if sums else "nothing"
-            words(axes, x[name] + 0.21, y + 2 * size + gap + 0.15, does, fontsize=SMALL)
+            draw_text(axes, x[name] + 0.21, y + 2 * size + gap + 0.15, does, fontsize=SMALL)
     return figure
 
 
@@ -170,26 +177,26 @@ def heads() -> Figure:
     others: columns of the three matrices. Each computes attention for its own heads, and
     multiplies by its rows of the output matrix; an all-reduce adds the two summands.
     """
-    figure, axes = canvas(6.4, 4.3)
+    figure, axes = make_canvas(6.4, 4.3)
     size, half, left, wide = 0.34, 2.95, 0.72, 2.22
     for rank in range(2):
         x = left + rank * half
         middle = x + wide / 2
-        title(axes, middle, 0.14, f"rank {rank}")
+        draw_title(axes, middle, 0.14, f"rank {rank}")
         piece(axes, (x, 0.34, wide, 0.3), SAME, "x, all of it")
         for name, top in (("queries", 0.98), ("keys", 1.44), ("values", 1.9)):
-            words(axes, x - 0.08, top + size / 2, name if rank == 0 else "", ha="right")
+            draw_text(axes, x - 0.08, top + size / 2, name if rank == 0 else "", ha="right")
             heads = 4 if name == "queries" else 2
             for i in range(heads):
                 place = (x + i * wide / heads + 0.03, top, wide / heads - 0.06, size)
                 piece(axes, place, (rank,), str(rank * heads + i))
         piece(axes, (x, 2.6, wide, 0.3), (rank,), "its rows of the output matrix")
         for begin, end in ((0.66, 0.94), (2.28, 2.57), (2.92, 3.16), (3.48, 3.72)):
-            arrow(axes, (middle, begin), (middle, end), lw=1.1)
+            draw_arrow(axes, (middle, begin), (middle, end), lw=1.1)
         for y, text in ((0.79, "its columns"), (2.42, "attention"), (3.04, "a summand")):
-            words(axes, middle + 0.1, y, text, ha="left", fontsize=SMALL)
+            draw_text(axes, middle + 0.1, y, text, ha="left", fontsize=SMALL)
         piece(axes, (x, 3.74, wide, 0.3), (0, 1))
-        words(axes, middle, 4.16, "y, the sum")
+        draw_text(axes, middle, 4.16, "y, the sum")
     exchange(axes, (left, 3.18, half + wide, 0.28), "all-reduce")
     return figure
 
@@ -201,12 +208,12 @@ def vocabulary() -> Figure:
     each token are reduced: the largest logit, the sum of the exponentials, and the target's logit,
     which one rank has.
     """
-    figure, axes = canvas(6.75, 3.35)
+    figure, axes = make_canvas(6.75, 3.35)
     tall, tokens, targets = 0.27, (5, 1, 7, 2), (1, 7, 2, 6)
     x = {"table": 0.62, "rows": 1.28, "sum": 1.78, "all": 2.22}
     x |= {"numbers": 4.36, "reduce": 5.22, "result": 5.68}
-    title(axes, 0.62, 0.14, "embedding", ha="left")
-    title(axes, 3.0, 0.14, "loss", ha="left")
+    draw_title(axes, 0.62, 0.14, "embedding", ha="left")
+    draw_title(axes, 3.0, 0.14, "loss", ha="left")
     for rank in range(2):
         y = 0.68 + rank * 1.38
         axes.text(0.52, y + 2 * tall, f"rank {rank}", ha="right", va="center")
@@ -227,11 +234,11 @@ def vocabulary() -> Figure:
                 both = (0, 1) if i < 2 else (target // 4,)
                 piece(axes, (x["result"] + i * 0.24, top, 0.24, tall), both, texts[1])
         for begin, end in ((x["table"] + 0.38, x["rows"] - 0.04), (4.16, x["numbers"] - 0.04)):
-            arrow(axes, (begin, y + 2 * tall), (end, y + 2 * tall), lw=1.1)
+            draw_arrow(axes, (begin, y + 2 * tall), (end, y + 2 * tall), lw=1.1)
     for name in ("sum", "reduce"):
         exchange(axes, (x[name], 0.68, 0.3, 1.38 + 4 * tall), "all-reduce")
     for at, name in ((0.79, "entries"), (1.45, "rows"), (2.39, "rows"), (3.56, "logits")):
-        words(axes, at, 0.5, name, fontsize=SMALL)
+        draw_text(axes, at, 0.5, name, fontsize=SMALL)
     for left in (x["numbers"], x["result"]):
         for i, name in enumerate(("max", "sum", "target")):
             look = {"fontsize": SMALL, "rotation": 50, "ha": "left", "va": "bottom"}
@@ -244,18 +251,18 @@ def block() -> Figure:
     Attention and the feed-forward network are cut, from copy_to to reduce_from. In forward each
     reduce_from is an all-reduce, in backward each copy_to: two and two.
     """
-    figure, axes = canvas(6.5, 2.4)
+    figure, axes = make_canvas(6.5, 2.4)
     tall, step, gap = 0.4, 0.6, 0.1
     half = {"norm": 0.46, "copy_to": 0.28, "cut": 0.88, "reduce_from": 0.28, "drop\nadd": 0.46}
     for rank in range(2):
         y = 0.32 + rank * step
         middle, beyond = y + tall / 2, (y - 0.12, y + tall + 0.12)[rank]
-        words(axes, 0.54, middle, f"rank {rank}", fontsize=11, ha="right")
+        draw_text(axes, 0.54, middle, f"rank {rank}", fontsize=11, ha="right")
         x = 0.64
         for inner in ("attention", "feed-\nforward"):
             begin = x + 0.04
             for name, wide in half.items():
-                arrow(axes, (x, middle), (x + gap, middle), lw=0.9, mutation_scale=7)
+                draw_arrow(axes, (x, middle), (x + gap, middle), lw=0.9, mutation_scale=7)
                 x += gap
                 if "_" not in name:
                     cut = name == "cut"
@@ -265,21 +272,21 @@ def block() -> Figure:
                 elif rank == 0:
                     exchange(axes, (x, y - 0.04, wide, step + tall + 0.08), name, fontsize=SMALL)
                     for row, sign in enumerate("=+" if name == "copy_to" else "+="):
-                        words(axes, x + wide / 2, 1.7 + row * 0.26, sign, fontsize=13)
+                        draw_text(axes, x + wide / 2, 1.7 + row * 0.26, sign, fontsize=13)
                 x += wide
             stops = (middle, beyond, beyond, y + rank * tall)
             axes.plot((begin, begin, x - 0.23, x - 0.23), stops, color=INK, lw=0.9)
     for row, name in enumerate(("forward", "backward")):
-        words(axes, 0.9, 1.7 + row * 0.26, name, ha="right")
+        draw_text(axes, 0.9, 1.7 + row * 0.26, name, ha="right")
     for x, text in ((2.5, "=  hands on"), (4.3, "+  all-reduce")):
-        words(axes, x, 2.28, text, fontsize=SMALL)
+        draw_text(axes, x, 2.28, text, fontsize=SMALL)
     return figure
 
 
 def main() -> None:
     for draw in (ffn, orders, conjugate, heads, vocabulary, block):
         alt = " ".join(draw.__doc__.split())
-        show.svg(draw(), HERE / f"tensor_parallel_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"tensor_parallel_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, canvas, on, title, words
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 HERE = Path(__file__).parent
 INK = show.INK
@@ -29,8 +35,8 @@ def held(axes: Axes, x: float, y: float, numbers: tuple[str, str], same: bool) -
         fill = {"fc": INK, "alpha": 0.13} if same else {"fc": COLORS[rank]}
         axes.add_patch(Rectangle((left, y), CELL, CELL, lw=0, **fill))
         axes.add_patch(Rectangle((left, y), CELL, CELL, fill=False, ec=INK, lw=0.8))
-        color = INK if same else on(COLORS[rank])
-        words(axes, left + CELL / 2, y + CELL / 2, number, color=color)
+        color = INK if same else pick_text_color(COLORS[rank])
+        draw_text(axes, left + CELL / 2, y + CELL / 2, number, color=color)
 
 
 def badge(axes: Axes, x: float, y: float, word: str, wrong: bool = False) -> None:
@@ -38,7 +44,7 @@ def badge(axes: Axes, x: float, y: float, word: str, wrong: bool = False) -> Non
     look = {"boxstyle": "round,pad=0.02,rounding_size=0.07", "fill": False, "ec": INK}
     frame = FancyBboxPatch((x - 0.15, y - 0.13), 0.3, 0.26, lw=2.4 if wrong else 0.8, **look)
     axes.add_patch(frame)
-    words(axes, x, y, word, weight="bold")
+    draw_text(axes, x, y, word, weight="bold")
 
 
 def kinds() -> Figure:
@@ -46,9 +52,9 @@ def kinds() -> Figure:
     their gradients are 2 and 3, addends of 5. V: they hold 3 and 4, with gradients 5 and 6. P: they
     hold 1 and 2, addends of 3, and both hold the gradient, 5.
     """
-    figure, axes = canvas(6.1, 2.95)
+    figure, axes = make_canvas(6.1, 2.95)
     for at, text in ((0.85, "two ranks hold"), (2.85, "their gradients")):
-        title(axes, at + 0.4, 0.15, text, fontsize=10)
+        draw_title(axes, at + 0.4, 0.15, text, fontsize=10)
     rows = (
         ("I", ("3", "3"), True, ("5", "5"), True, "the same, with one gradient,\nwhich both have"),
         ("R", ("3", "3"), True, ("2", "3"), False, "the same, with addends\nof its gradient"),
@@ -57,13 +63,13 @@ def kinds() -> Figure:
     )
     for number, (word, holds, same, gradient, alike, text) in enumerate(rows):
         y = 0.36 + number * 0.66
-        title(axes, 0.35, y + CELL / 2, word, fontsize=15)
+        draw_title(axes, 0.35, y + CELL / 2, word, fontsize=15)
         held(axes, 0.85, y, holds, same)
         held(axes, 2.85, y, gradient, alike)
         if word in "RP":
-            words(axes, (0.85 if word == "P" else 2.85) + CELL + 0.06, y + CELL / 2, "+")
-        words(axes, 4.1, y + CELL / 2, text, ha="left", fontsize=SMALL)
-        arrow(axes, (1.75, y + CELL / 2), (2.72, y + CELL / 2), lw=1.0, mutation_scale=9)
+            draw_text(axes, (0.85 if word == "P" else 2.85) + CELL + 0.06, y + CELL / 2, "+")
+        draw_text(axes, 4.1, y + CELL / 2, text, ha="left", fontsize=SMALL)
+        draw_arrow(axes, (1.75, y + CELL / 2), (2.72, y + CELL / 2), lw=1.0, mutation_scale=9)
     return figure
 
 
@@ -76,35 +82,35 @@ def chain() -> Figure:
     makes the sum, I, and the bias, which is I, is added. Gradients go back by the dual words: I, R,
     V, V, P, I. Below, without f: x is I and meets W₁, which is V. There the checker stops.
     """
-    figure, axes = canvas(6.6, 3.2)
+    figure, axes = make_canvas(6.6, 3.2)
     panels = (
         (0.62, ["I", "R", "V", "V", "P", "I", "I"], ["I", "P", "V", "V", "R", "I", "I"], STEPS),
         (2.42, ["I", "?"], [], ("· W₁", "gelu", "· W₂", "g", "+ b")),
     )
     for top, forward, backward, steps in panels:
         name = "as it should be" if backward else "without f"
-        title(axes, 0.1, top - 0.42, name, ha="left", fontsize=10)
+        draw_title(axes, 0.1, top - 0.42, name, ha="left", fontsize=10)
         for number, word in enumerate(forward):
             x = 0.75 + number * 0.9
             badge(axes, x, top, word, wrong=word == "?")
             if number < len(forward) - 1:
-                arrow(axes, (x + 0.2, top), (x + 0.7, top), lw=1.0, mutation_scale=9)
-                words(axes, x + 0.45, top - 0.17, steps[number], fontsize=SMALL)
+                draw_arrow(axes, (x + 0.2, top), (x + 0.7, top), lw=1.0, mutation_scale=9)
+                draw_text(axes, x + 0.45, top - 0.17, steps[number], fontsize=SMALL)
             if backward:
-                words(axes, x, top + 0.62, backward[number], weight="bold")
+                draw_text(axes, x, top + 0.62, backward[number], weight="bold")
                 if number:
-                    arrow(axes, (x - 0.2, top + 0.62), (x - 0.7, top + 0.62), lw=1.0,
+                    draw_arrow(axes, (x - 0.2, top + 0.62), (x - 0.7, top + 0.62), lw=1.0,
                           mutation_scale=9)  # fmt: skip
         if backward:
-            words(axes, 0.1, top, "x", ha="left")
-            words(axes, 0.1, top + 0.62, "gradient", ha="left", fontsize=SMALL)
+            draw_text(axes, 0.1, top, "x", ha="left")
+            draw_text(axes, 0.1, top + 0.62, "gradient", ha="left", fontsize=SMALL)
             for at, text in ((3, "W₁ is V"), (5, "W₂ is V"), (7.05, "b is I")):
-                words(axes, 0.75 + (at - 1.55) * 0.9, top + 0.26, text, fontsize=SMALL)
+                draw_text(axes, 0.75 + (at - 1.55) * 0.9, top + 0.26, text, fontsize=SMALL)
         else:
-            words(axes, 0.1, top, "x", ha="left")
+            draw_text(axes, 0.1, top, "x", ha="left")
             text = "I meets V: W₁ is another matrix on each rank, so each would\n"
             text += "find its own gradient for x, and nothing adds these up"
-            words(axes, 2.0, top, text, ha="left", fontsize=SMALL)
+            draw_text(axes, 2.0, top, text, ha="left", fontsize=SMALL)
     return figure
 
 
@@ -115,29 +121,31 @@ def step() -> Figure:
     over dp makes it R and V, which are the matrix's own words: the step may be taken. Without the
     all-reduce P meets R in the step.
     """
-    figure, axes = canvas(6.6, 2.5)
+    figure, axes = make_canvas(6.6, 2.5)
     at = (0.6, 1.95, 3.3, 4.65, 6.0)
     stages = ("matrix", "local loss", "its share of\nthe joint loss", "gradient", "gradient")
     pairs = (("R", "V"), ("V", "I"), ("P", "I"), ("P", "V"), ("R", "V"))
     doing = ("forward", "declare", "backward", "all-reduce\nover dp")
     for axis, y in (("dp", 0.85), ("tp", 1.3)):
-        words(axes, 0.12, y, axis, fontsize=SMALL)
+        draw_text(axes, 0.12, y, axis, fontsize=SMALL)
         for x, pair in zip(at, pairs, strict=True):
             badge(axes, x, y, pair[axis == "tp"])
     for x, stage in zip(at, stages, strict=True):
-        title(axes, x, 0.35, stage, fontsize=SMALL)
+        draw_title(axes, x, 0.35, stage, fontsize=SMALL)
     for left, right, text in zip(at, at[1:], doing, strict=False):
-        arrow(axes, (left + 0.3, 1.075), (right - 0.3, 1.075), lw=1.0, mutation_scale=9)
-        words(axes, (left + right) / 2, 1.08 - 0.22, text, fontsize=SMALL)
-    arrow(axes, (6.0, 1.6), (0.6, 1.6), connectionstyle="arc3,rad=-0.14", mutation_scale=9)
-    words(axes, 3.3, 2.2, "step: a gradient has to be what the matrix is, R and V", fontsize=SMALL)
+        draw_arrow(axes, (left + 0.3, 1.075), (right - 0.3, 1.075), lw=1.0, mutation_scale=9)
+        draw_text(axes, (left + right) / 2, 1.08 - 0.22, text, fontsize=SMALL)
+    draw_arrow(axes, (6.0, 1.6), (0.6, 1.6), connectionstyle="arc3,rad=-0.14", mutation_scale=9)
+    draw_text(
+        axes, 3.3, 2.2, "step: a gradient has to be what the matrix is, R and V", fontsize=SMALL
+    )
     return figure
 
 
 def main() -> None:
     for draw in (kinds, chain, step):
         alt = " ".join(draw.__doc__.split())
-        show.svg(draw(), HERE / f"tensor_types_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"tensor_types_{draw.__name__}.svg", alt)
 
 
 if __name__ == "__main__":

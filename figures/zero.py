@@ -18,7 +18,14 @@ from matplotlib.patches import Rectangle
 
 from shardlab import memory, ranks, zero
 from shardlab.common import show, text
-from shardlab.common.show.drawing import arrow, board, canvas, names, on, title
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_grid,
+    draw_rank_names,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
@@ -39,7 +46,7 @@ Trace = list[tuple[float, int]]
 
 
 def draw_stages() -> None:
-    figure, axes = canvas(4.95, 4.6)
+    figure, axes = make_canvas(4.95, 4.6)
     size, between = 0.13, 0.13
     panels = (
         ("stage 0: data parallelism", ()),
@@ -50,7 +57,7 @@ def draw_stages() -> None:
     for number, (words, sharded) in enumerate(panels):
         x, y = 0.56 + 2.47 * (number % 2), 0.2 + 2.35 * (number // 2)
         axes.text(x - 0.51, y, words, va="center", weight="bold", fontsize=10)
-        names(axes, x - 0.06, y + 0.5, 0.3, 0.09)
+        draw_rank_names(axes, x - 0.06, y + 0.5, 0.3, 0.09)
         for column, kind in enumerate("PGO"):
             left = x + column * (N * size + between)
             name = {"P": "weights", "G": "gradients", "O": "optimizer"}[kind]
@@ -62,7 +69,7 @@ def draw_stages() -> None:
                     look = {"fc": COLORS[piece], "lw": 0.8, "ec": INK} if held else _empty()
                     place = (left + piece * size, top)
                     axes.add_patch(Rectangle(place, size, 0.3, **look))
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "zero_stages.svg",
         "What four ranks hold in ZeRO's stages; weights, gradients and optimizer states are cut "
@@ -77,28 +84,28 @@ def _empty() -> dict[str, object]:
 
 
 def draw_step() -> None:
-    figure, axes = canvas(6.4, 2.35)
+    figure, axes = make_canvas(6.4, 2.35)
     nothing: tuple[int, ...] = ()
     own = [[(rank,)] * N for rank in range(N)]
     summed = [[ALL if piece == rank else nothing for piece in ALL] for rank in ALL]
     y, wide = 0.62, N * 0.3
-    names(axes, 0.56, y)
+    draw_rank_names(axes, 0.56, y)
     places = (0.62, 0.62 + wide + 0.85, 0.62 + 2 * (wide + 0.85))
     labels = [[""] * N for _ in range(N)]
-    board(axes, places[0], y, own)
-    board(axes, places[1], y, summed, new=[(r, r) for r in ALL])
+    draw_grid(axes, places[0], y, own)
+    draw_grid(axes, places[1], y, summed, new=[(r, r) for r in ALL])
     # New weights: piece j has the colour of rank j, which computed it.
-    board(axes, places[2], y, [[(piece,) for piece in ALL] for _ in ALL], labels=labels)
+    draw_grid(axes, places[2], y, [[(piece,) for piece in ALL] for _ in ALL], labels=labels)
     heads = ("gradients,\nof each rank's own batch", "averaged:\na shard each", "new weights")
     for place, words in zip(places, heads, strict=True):
         axes.text(place + wide / 2, 0.3, words, ha="center", va="center", fontsize=10)
     middle = y + 2 * 0.39 - 0.045
     steps = ("reduce-\nscatter", "step, then\nall-gather")
     for place, words in zip(places[:2], steps, strict=True):
-        arrow(axes, (place + wide + 0.12, middle), (place + wide + 0.73, middle))
+        draw_arrow(axes, (place + wide + 0.12, middle), (place + wide + 0.73, middle))
         where = (place + wide + 0.425, middle - 0.27)
         axes.text(*where, words, ha="center", va="center", fontsize=9)
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "zero_step.svg",
         "A step of ZeRO's stage 1 on four ranks. Each rank has gradients of its own batch. A "
@@ -108,7 +115,7 @@ def draw_step() -> None:
 
 
 def draw_life() -> None:
-    figure, axes = canvas(6.6, 3.75)
+    figure, axes = make_canvas(6.6, 3.75)
     slot, left, tall = 0.5, 0.98, 0.32
     compute = ["", "F1", "F2", "F3", "F4", "loss", "B4", "B3", "B2", "B1", ""]
     # (begin, end in slots, block, words): in the first half of a block's backward, communication is
@@ -122,7 +129,7 @@ def draw_life() -> None:
     def bar(begin: float, end: float, y: float, color: str, words: str) -> None:
         place = (left + begin * slot, y)
         axes.add_patch(Rectangle(place, (end - begin) * slot, tall, fc=color, ec=INK, lw=0.8))
-        ink = INK if color == "none" else on(color)
+        ink = INK if color == "none" else pick_text_color(color)
         middle = (left + (begin + end) / 2 * slot, y + tall / 2)
         axes.text(*middle, words, ha="center", va="center", color=ink, fontsize=10)
 
@@ -140,11 +147,13 @@ def draw_life() -> None:
         axes.plot([left, left + 10.5 * slot], [y + tall, y + tall], color=COLORS[block - 1], lw=4)
         for begin, end in whole[block]:
             bar(begin, end, y, COLORS[block - 1], "")
-    title(axes, left, 1.2, "in memory, all of it or a shard", ha="left", fontsize=10)
-    title(axes, left, 3.32, "g gather weights   r reduce-scatter gradients", ha="left", fontsize=10)
-    arrow(axes, (left, 3.58), (left + 10.5 * slot, 3.58), lw=1)
+    draw_title(axes, left, 1.2, "in memory, all of it or a shard", ha="left", fontsize=10)
+    draw_title(
+        axes, left, 3.32, "g gather weights   r reduce-scatter gradients", ha="left", fontsize=10
+    )
+    draw_arrow(axes, (left, 3.58), (left + 10.5 * slot, 3.58), lw=1)
     axes.text(left - 0.1, 3.58, "time", ha="right", va="center")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "zero_life.svg",
         "Stage 3 through a step, on one rank, with four blocks. While a block computes, the wire "
@@ -155,7 +164,7 @@ def draw_life() -> None:
 
 
 def draw_memory() -> None:
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(5.0, 3.5))
     params, activations = 7e9, 10e9
     for stage in range(4):
@@ -169,7 +178,7 @@ def draw_memory() -> None:
             label = f"{high:.4g}"
             if high > 5:
                 style = {"ha": "center", "va": "center", "fontsize": 10}
-                axes.text(stage, y + high / 2, label, color=on(KINDS[kind]), **style)
+                axes.text(stage, y + high / 2, label, color=pick_text_color(KINDS[kind]), **style)
             elif kind == "gradients":
                 words = label if stage == 2 else f"{label} each"
                 axes.text(stage + 0.28, y + high, words, va="center", fontsize=9)
@@ -184,7 +193,7 @@ def draw_memory() -> None:
     axes.set_xlim(-1.65, 4.4)
     axes.set_ylim(0, 135)
     axes.set_ylabel("GB on each of 8 ranks")
-    show.svg(
+    show.save_svg(
         figure,
         HERE / "zero_memory.svg",
         "Bytes on each of 8 ranks for 7 billion parameters: stage 0 has 122 GB, stage 1 48.5 GB, "
@@ -202,7 +211,7 @@ def held_over_a_step(units: str) -> tuple[Trace, int]:
     model = GPT(PRESETS["mini"])
     sharded = zero.Zero3(model, dist.group.WORLD, units=None if units == "blocks" else [])
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, foreach=False)
-    tokens, targets = text.batch(128, 1, start=dist.get_rank())
+    tokens, targets = text.get_batch(128, 1, start=dist.get_rank())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -234,7 +243,7 @@ def thin(trace: Trace, points: int = 300) -> list[list[float]]:
 
 def wrapping(runs: dict[str, list[list[float]]], states: float) -> Figure:
     """Plot a rank's held bytes over a step, wrapped per block and as a whole; states in MB."""
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(6.4, 3.3))
     looks = {"whole": (COLORS[5], "one unit"), "blocks": (COLORS[0], "a unit per block")}
     for kind, (color, words) in looks.items():
@@ -273,7 +282,7 @@ def draw_wrapping(measure: bool) -> None:
     runs = json.loads(path.read_text())
     states = runs.pop("states")
     peaks = {kind: max(point[2] for point in run) for kind, run in runs.items()}
-    show.svg(
+    show.save_svg(
         wrapping(runs, states),
         HERE / "zero_wrapping.svg",
         "Measured bytes on one of four ranks over a training step in stage 3. With the whole model "

@@ -10,10 +10,10 @@ from typing import Any
 
 import phases
 import pytest
-from timed import NotSeen
+from timing import TimingClaimFailed
 
 from shardlab.common import show
-from shardlab.common.show.timed import BUSY
+from shardlab.common.show.timing import BUSY_TEXT
 
 TRIES = 3  # for a test that measures times
 
@@ -64,7 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{weekly.args[0]}: with --whole"))
     for item in items if config.pluginmanager.hasplugin("rerunfailures") else []:
         if item.get_closest_marker("alone"):
-            again = pytest.mark.flaky(reruns=TRIES - 1, only_rerun=["NotSeen", "RankError"])
+            again = pytest.mark.flaky(
+                reruns=TRIES - 1, only_rerun=["TimingClaimFailed", "RankError"]
+            )
         else:
             again = pytest.mark.flaky(reruns=1, only_rerun=["connectFullMesh failed"])
         item.add_marker(again)
@@ -94,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = yield
     raised = call.excinfo.value if call.excinfo else None
     last = getattr(item, "execution_count", TRIES) >= TRIES
-    if isinstance(raised, NotSeen) and BUSY in str(raised) and last:
+    if isinstance(raised, TimingClaimFailed) and BUSY_TEXT in str(raised) and last:
         report.outcome = "skipped"
         report.longrepr = str(item.path), item.location[1] or 0, f"Skipped: {raised}"
     return report

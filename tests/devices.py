@@ -25,4 +25,4 @@ def here(thing: Any) -> Any:
 def random_state() -> torch.Tensor:
     """Return the state of the random number generator of this rank's device."""
     cpu = ranks.device().type == "cpu"
-    return torch.get_rng_state() if cpu else gpu.module().get_rng_state(ranks.device())
+    return torch.get_rng_state() if cpu else gpu.get_device_module().get_rng_state(ranks.device())

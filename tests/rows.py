@@ -27,7 +27,7 @@ LATENT = replace(
 ROUTED_LATENT = replace(
     LATENT, heads=4, experts=8, experts_per_token=3, expert_ffn=24, shared_experts=1,
     dense_layers=1, router="sigmoid", expert_groups=4, groups_per_token=2, routed_scale=2.5,
-    yarn=Yarn(4.0, 4, 2.0, 0.5, sharper=0.7),
+    yarn=Yarn(4.0, 4, 2.0, 0.5, mscale=0.7),
 )  # fmt: skip
 UNTIED = replace(GPT2, tied=False, layers=1)
 # Rows in float32 for GPUs have two steps, since the second step is like all later ones. On the CPU

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from commands import benchmark
-from timed import on_time
+from timing import timing_claims
 
 from shardlab import pipeline
 from shardlab.common import show
@@ -120,7 +120,7 @@ def test_tensor_parallel():
 def test_tensor_types():
     [row] = rows("tensor_types", ["loopback"])[0]
     assert row["against"] == "spmd_types"
-    with on_time():
+    with timing_claims():
         assert row["floor"] < 1  # a check takes time
 
 

@@ -28,7 +28,7 @@ from commands import ran
 from forked import forked
 from hypothesis import given
 from hypothesis import strategies as st
-from timed import on_time
+from timing import timing_claims
 
 from shardlab.common.machines import MACHINES
 from shardlab.measure import link
@@ -87,7 +87,7 @@ def plant(monkeypatch, fault):
 def test_nothing_is_bad_on_a_good_machine_and_nothing_is_left(capsys, tmp_path, leaves_nothing):
     begin = time.monotonic()
     found, status = consult(capsys, tmp_path, "--ranks", "4")
-    with on_time():
+    with timing_claims():
         assert not found["bad"] and status == SMALL
         assert time.monotonic() - begin < 10
     links = [link for facts in found["facts"] for link in facts["pairs"]]
@@ -163,7 +163,7 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
 
     plant(monkeypatch, fault)
     found, status = consult(capsys, tmp_path, "--ranks", "4")
-    with on_time():
+    with timing_claims():
         assert status == 1
         kinds = {"folder", "network", "speed", "versions", "ulimits", "clocks"}
         assert found["bad"].keys() == kinds
@@ -176,7 +176,7 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
     assert "a lock (flock) was given while rank 0 held it on rank 2" in locks
     assert "ENOLCK: No locks available on rank 3" in locks
     (slow,) = [x for facts in found["facts"] for x in facts["pairs"] if x["pair"] == [1, 3]]
-    with on_time():
+    with timing_claims():
         assert abs(found["facts"][1]["clock"]["ahead"] - 3) < 0.5
         assert slow["latency"] == pytest.approx(0.02, rel=0.3)
         assert slow["bandwidth"] == pytest.approx(30e6, rel=0.3)

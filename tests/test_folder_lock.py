@@ -16,7 +16,7 @@ HOLDS = """
 import os, sys, time
 from pathlib import Path
 from shardlab.common import folder_lock
-held = folder_lock.hold(Path(sys.argv[1]), "a training job")
+held = folder_lock.lock_folder(Path(sys.argv[1]), "a training job")
 parent = os.getpid()
 if os.fork() == 0:
     print(parent, flush=True)  # it runs, and has let go
@@ -37,14 +37,14 @@ def test_the_second_is_refused_until_the_first_is_killed(tmp_path: Path) -> None
         assert first.stdout and int(first.stdout.readline()) == first.pid
         for _ in range(2):  # a refusal changes nothing
             with pytest.raises(ValueError, match="another process writes into it") as said:
-                folder_lock.hold(tmp_path, "another")
+                folder_lock.lock_folder(tmp_path, "another")
             assert repr(str(tmp_path)) in str(said.value)
         os.kill(first.pid, signal.SIGKILL)  # only the process, not its child
         first.wait()
-        held = folder_lock.hold(tmp_path, "another")
+        held = folder_lock.lock_folder(tmp_path, "another")
         with pytest.raises(ValueError, match="writes into it"):
-            folder_lock.hold(tmp_path, "a third in this process")
+            folder_lock.lock_folder(tmp_path, "a third in this process")
         held.release()
-        folder_lock.hold(tmp_path, "another").release()
+        folder_lock.lock_folder(tmp_path, "another").release()
     finally:
         os.killpg(first.pid, signal.SIGKILL)

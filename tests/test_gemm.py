@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timed import on_time
+from timing import timing_claims
 
 from shardlab import gemm, ranks
 from shardlab.gemm import Machine
@@ -242,7 +242,7 @@ def test_seconds_on_the_slow_link() -> None:
     assert all(result == results[0] for result in results)  # equal on all ranks
     machine, found = results[0]
     # What gloo adds to the emulated wire on a busy machine: some milliseconds.
-    with on_time():
+    with timing_claims():
         assert latency <= 1.01 * machine.latency < 1.5 * latency
         assert 0.8 < machine.bandwidth / bandwidth < 1.3
     known = Machine(machine.flops, latency, bandwidth)
@@ -251,5 +251,5 @@ def test_seconds_on_the_slow_link() -> None:
         # Never faster than the wire; above it the room is for a machine with more ranks than
         # cores. The ways differ by more: 2, or all of it.
         assert 0.99 * predicted.communicate <= seconds, (way, full)
-        with on_time():
+        with timing_claims():
             assert seconds < 1.4 * predicted.total + 0.02, (way, full, seconds, predicted)

@@ -59,7 +59,7 @@ def test_what_was_there_before_counts_from_the_start_and_once() -> None:
 def test_saved_activations_are_what_forward_leaves_behind() -> None:
     """The hooks of autograd and the watch over all storages agree."""
     model = GPT(CONFIG)
-    tokens, targets = text.batch(CONFIG.seq, 2)
+    tokens, targets = text.get_batch(CONFIG.seq, 2)
     with count.held(model, tokens, targets) as held, count.saved(model, tokens, targets) as saved:
         before = held.now
         value = loss(model(tokens), targets)
@@ -97,7 +97,7 @@ def test_a_pretended_job_of_512_ranks_has_a_512th_of_the_states() -> None:
 def test_the_allocator_agrees_with_the_watch() -> None:
     def held(device: str) -> tuple[int, int]:
         model = GPT(CONFIG).to(device)
-        tokens, targets = (t.to(device) for t in text.batch(CONFIG.seq, 2))
+        tokens, targets = (t.to(device) for t in text.get_batch(CONFIG.seq, 2))
         loss(model(tokens), targets).backward()  # allocates the libraries' workspaces
         model.zero_grad()
         with count.held(model, tokens, targets) as held:

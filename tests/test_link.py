@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from timed import on_time
+from timing import timing_claims
 
 from shardlab import ranks
 from shardlab.measure import link
@@ -82,7 +82,7 @@ def test_operations_are_right_and_take_their_time():
                 assert right, name
                 # Never early. At most a quarter late: a busy machine wakes sleepers late,
                 # and ranks do not begin at quite the same time.
-                with on_time():
+                with timing_claims():
                     assert 0.97 * predicted < measured < 1.25 * predicted + 0.01, (name, measured)
 
 
@@ -117,7 +117,7 @@ def messages() -> list[float]:
 def test_messages_queue_set_off_when_both_ends_are_there_and_leave_compute_alone():
     each, expected = SIZE / BANDWIDTH, 0.05 + 0.01 + SIZE / BANDWIDTH
     for rank, (four, late, overlapped) in enumerate(ranks.run(messages, 2)):
-        with on_time():
+        with timing_claims():
             assert 0.97 * 4 * each < four < 1.25 * 4 * each + 0.01
             assert rank == 0 or 0.97 * expected < late < 1.2 * expected + 0.01
             assert 0.096 * 0.97 < overlapped < 0.14  # in sequence they would take 0.176

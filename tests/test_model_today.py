@@ -34,7 +34,7 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
 YARN |= {"original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.5}
 SHARP = YARN | {"mscale": 0.9, "mscale_all_dim": 0.7}
 STRETCH = Yarn(4.0, 16, 2.0, 0.5, 0.1 * log(4) + 1)
-SHARPER = replace(STRETCH, turned=(0.09 * log(4) + 1) / (0.07 * log(4) + 1), sharper=0.7)
+SHARPER = replace(STRETCH, attention_factor=(0.09 * log(4) + 1) / (0.07 * log(4) + 1), mscale=0.7)
 
 # Class of transformers, its options beyond BOTH; our options beyond OURS.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -10,7 +10,7 @@ import pytest
 from throwaway import HEADER, Book
 
 from shardcourse import build
-from shardlab.common.show.timed import BUSY, UNSEEN
+from shardlab.common.show.timing import BUSY_TEXT, UNSEEN_PREFIX
 
 
 @pytest.fixture
@@ -170,18 +170,18 @@ def claims(needed, why):
 tries = globals().get("tries", 0) + 1
 print(tries)
 if tries < {needed}:
-    print({f"{UNSEEN}ours is faster ({why})"!r})
+    print({f"{UNSEEN_PREFIX}ours is faster ({why})"!r})
 ```
 """
 
 
 def test_a_cell_whose_times_are_not_what_it_claims_has_three_tries(book):
-    seen, busy = claims(3, "a quiet machine"), claims(7, BUSY)
+    seen, busy = claims(3, "a quiet machine"), claims(7, BUSY_TEXT)
     book.write("lessons/small.md", f"{HEADER}# T\n\n{seen}\n{busy}")
     lesson = build.execute("small", book.root)
     assert build.about(lesson)["again"] == [1, 1, 2, 2]
     first, second = (cell.outputs[0].text for cell in lesson.cells)
-    assert first == "3\n" and second.startswith("6\n") and UNSEEN in second
+    assert first == "3\n" and second.startswith("6\n") and UNSEEN_PREFIX in second
     book.write("lessons/small.md", f"{HEADER}# T\n\n{claims(4, 'a quiet machine')}")
     with pytest.raises(build.LessonError, match="3 times: .*ours is faster"):
         build.execute("small", book.root)

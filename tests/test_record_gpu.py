@@ -58,7 +58,7 @@ def course(tmp_path):
     assert toy != text
     book.write("benchmarks/fine.py", toy)
     (book.root / "tests").mkdir()
-    for name in ("conftest.py", "phases.py", "timed.py"):
+    for name in ("conftest.py", "phases.py", "timing.py"):
         shutil.copy(show.ROOT / "tests" / name, book.root / "tests")
     book.write("tests/test_gpu.py", ON_A_GPU)
     shutil.copy(show.ROOT / "benchmarks/side_by_side.py", book.root / "benchmarks")

@@ -10,7 +10,7 @@ from shardlab.common import show, text
 
 
 def test_source_links_to_its_file_and_line(root):
-    shown = show.source(text.batch)
+    shown = show.source(text.get_batch)
     lines = (root / "code/shardlab/common/text.py").read_text().splitlines()
     line = next(i for i, text_ in enumerate(lines, 1) if text_.startswith("def batch"))
     assert f'href="../code/shardlab/common/text.py#L{line}"' in shown.html
@@ -38,7 +38,7 @@ def test_a_table_aligns_numbers_and_escapes(capsys):
 
 
 def picture():
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(3, 2))
     axes.plot([1, 2, 3], [1, 4, 2])
     axes.fill_between([1, 2], [1, 2])
@@ -67,7 +67,7 @@ def test_the_same_picture_is_the_same_bytes_and_two_share_no_id():
 
 
 def test_a_picture_file_follows_the_mode(tmp_path):
-    path = show.svg(picture(), tmp_path / "line.svg", "A line.")
+    path = show.save_svg(picture(), tmp_path / "line.svg", "A line.")
     written = path.read_text()
     assert "prefers-color-scheme:dark" in written and "svg:root" in written
     ElementTree.fromstring(written)

@@ -95,10 +95,10 @@ def test_tensor_seconds_are_the_bytes_that_tensor_parallelism_counts() -> None:
     found = strategy.compute_floor(config, A100, layout).tensor
     sent = tensor_parallel.predicted_sent(config, 4, 2, config.seq, itemsize=2)
     sent = (sent["forward"] + sent["backward"]) * 2 * config.layers / (2 * config.layers + 1)
-    assert found * A100.inside == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
+    assert found * A100.node_bandwidth == pytest.approx(3 * tensor_parallel.on_wire(sent, 4))
     edges = sequence_parallel.edges_sent(config, 2, config.seq, 4, itemsize=2, keep=True)
     blocks = (edges["forward"] + edges["backward"]) * 2 * config.layers / (2 * config.layers + 1)
-    assert found * A100.inside == pytest.approx(3 * blocks)
+    assert found * A100.node_bandwidth == pytest.approx(3 * blocks)
 
 
 @pytest.mark.parametrize(("p", "m", "chunks"), [(2, 2, 1), (4, 4, 1), (4, 8, 1), (4, 8, 2)])
@@ -132,9 +132,11 @@ def test_copies_of_a_node_share_its_links() -> None:
     """An all-reduce of S: 2(n-1)/n S/g through each card, for n nodes of g copies."""
     params = memory.parameter_count(PRESETS["gpt-2"])
     found = strategy.compute_floor(PRESETS["gpt-2"], A100, Layout(dp=128))
-    assert found.data == pytest.approx(2 * (15 / 16) * 2 * params / 8 / A100.between, rel=1e-6)
+    assert found.data == pytest.approx(
+        2 * (15 / 16) * 2 * params / 8 / A100.network_bandwidth, rel=1e-6
+    )
     inside = strategy.compute_floor(PRESETS["gpt-2"], A100, Layout(dp=8)).data
-    assert inside == pytest.approx(2 * (7 / 8) * 2 * params / A100.inside, rel=1e-6)
+    assert inside == pytest.approx(2 * (7 / 8) * 2 * params / A100.node_bandwidth, rel=1e-6)
 
 
 # The chart's promises. A model, GPUs, and a step; machines from a small card to a large one.
@@ -154,7 +156,7 @@ def plan_preset(model: str, gpu: str, gpus: int, batch: int) -> Plan:
 @example(("llama-3-70b", 512, 64), "b200", 8e9)  # ZeRO-3 within nodes, whose weights come too late
 def test_chart_chooses_the_first_technique_that_fits(job, name: str, size: float) -> None:
     model, gpus, batch = job
-    machine = replace(MACHINES[name], memory=size, per_node=8)  # 512 GPUs fill nodes of eight
+    machine = replace(MACHINES[name], memory=size, gpus_per_node=8)  # 512 GPUs fill nodes of eight
     found = strategy.plan(PRESETS[model], machine, gpus, batch)
     if not found.feasible:
         with pytest.raises(ValueError, match=f"gpus={gpus}: no layout "):
@@ -196,7 +198,7 @@ def test_gpt3_on_64_gpus_has_one_answer() -> None:
 
 def test_chart_avoids_zero_3_on_slow_links() -> None:
     """The plan avoids ZeRO-3 if gathering the weights takes longer than the compute."""
-    config, slow = PRESETS["llama-3-70b"], replace(A100, between=0.1e9)
+    config, slow = PRESETS["llama-3-70b"], replace(A100, network_bandwidth=0.1e9)
     found = strategy.plan(config, slow, 64, 512)
     parts = strategy.fastest_by_technique(found)["recompute"].prediction.seconds
     assert parts.data > parts.products + parts.attention

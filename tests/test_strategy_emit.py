@@ -347,13 +347,13 @@ def test_slurm_s_file_is_bash_and_asks_for_the_plan_s_gpus(tmp_path):
         subprocess.run(["bash", "-n", tmp_path / "job"], check=True)
         options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", text, re.M))
         assert (options["nodes"], options["gpus-per-node"]) == (str(nodes), str(each))
-        assert ("exclusive" in options) == (each == H100.per_node)
+        assert ("exclusive" in options) == (each == H100.gpus_per_node)
 
 
 @pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 @pytest.mark.alone
 def test_slurm_starts_every_rank_of_the_plan(tmp_path):
-    pair = replace(H100, per_node=2)
+    pair = replace(H100, gpus_per_node=2)
     (tmp_path / FILE_NAME).write_text(emit("slurm", NANO, pair, Layout(dp=4)))
     (tmp_path / "stub.py").write_text(
         "import os, sys\n"

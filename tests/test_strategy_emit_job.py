@@ -26,7 +26,7 @@ MEGATRON, TORCHTITAN = (
 )
 NEEDS = pytest.mark.skipif(bool(slurm.missing()), reason=f"Slurm is not installed: {slurm.INSTALL}")
 LLAMA = PRESETS["llama-3-8b"]
-PAIR = replace(MACHINES["a100"], per_node=2)
+PAIR = replace(MACHINES["a100"], gpus_per_node=2)
 ENGINES = "torchtitan", "megatron", "course"
 JOB = ["--model", "llama-3-8b", "--gpu", "a100", "--gpus", "16"]
 

@@ -83,19 +83,19 @@ def test_no_prediction_exceeds_the_data_sheet(
 def test_a_ring_over_full_nodes_leaves_them_on_every_card() -> None:
     """Sixteen ranks of two nodes: eight network cards share the traffic between the nodes."""
     layout = Layout(tp=16, microbatches=8)
-    slow = replace(H100, between=1e9)  # eight of these carry 8 GB/s
+    slow = replace(H100, network_bandwidth=1e9)  # eight of these carry 8 GB/s
     config = replace(PRESETS["llama-3-70b"], heads=64, kv_heads=64)
     found = strategy.compute_floor(config, slow, layout).tensor
     stream = 8 * config.seq * config.hidden * 2
     assert found == pytest.approx(4 * config.layers * 2 * 15 / 16 * stream / 8e9)
     inside = strategy.compute_floor(config, slow, replace(layout, tp=8)).tensor
-    assert inside == pytest.approx(4 * config.layers * 2 * 7 / 8 * stream / H100.inside)
+    assert inside == pytest.approx(4 * config.layers * 2 * 7 / 8 * stream / H100.node_bandwidth)
 
 
 def test_floor_hides_traffic_behind_arithmetic() -> None:
     found = strategy.compute_floor(LLAMA, H100, Layout(tp=8, microbatches=8))
     assert 0 < found.tensor < found.arithmetic == found.total
-    wire = strategy.compute_floor(LLAMA, replace(H100, inside=1e9), Layout(tp=8, microbatches=8))
+    wire = strategy.compute_floor(LLAMA, replace(H100, node_bandwidth=1e9), Layout(tp=8, microbatches=8))
     assert wire.total == wire.tensor > wire.arithmetic
 
 
@@ -104,11 +104,11 @@ def test_hsdp_groups_gather_inside_a_node() -> None:
     every = Layout(16, zero=3, microbatches=4)
     groups = replace(every, replicas=2)
     params = memory.parameter_count(LLAMA)
-    inside = 4 * 2 * 3 * params * 7 / 8 / H100.inside
-    between = 2 * 2 * params / 8 / 2 / H100.between
+    inside = 4 * 2 * 3 * params * 7 / 8 / H100.node_bandwidth
+    between = 2 * 2 * params / 8 / 2 / H100.network_bandwidth
     found = strategy.compute_floor(LLAMA, H100, groups).data
     assert found == pytest.approx(max(inside, between), rel=1e-3)
-    slow = replace(H100, between=1e9)
+    slow = replace(H100, network_bandwidth=1e9)
     floors = [strategy.compute_floor(LLAMA, slow, x).data for x in (groups, every)]
     assert floors[0] < floors[1] / 2
     took = [strategy.predict(LLAMA, slow, x).seconds.data for x in (groups, every)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ran
-from timed import on_time
+from timing import timing_claims
 
-from shardlab.common.machines import MACHINES, named
+from shardlab.common.machines import MACHINES, find_machine
 from shardlab.common.shapes import PRESETS
 from shardlab.gpt.model import GPT, loss
 from shardlab.measure.count import speed
@@ -35,7 +35,7 @@ from shardtools.strategy.rates import load_rates, read_rates
     ],
 )
 def test_driver_names_map_to_machines(name: str, key: str | None) -> None:
-    assert named(name) is (MACHINES[key] if key else None)
+    assert find_machine(name) is (MACHINES[key] if key else None)
 
 
 def step_seconds(config, batch: int) -> float:
@@ -76,7 +76,7 @@ def test_rates_of_this_machine_predict_a_step_on_it(capsys, tmp_path: Path) -> N
         if 0.4 < apart[-1] < 2.5:
             break
     else:
-        with on_time():
+        with timing_claims():
             raise AssertionError(f"predicted over measured: {apart}")
     status, out, _ = ran(
         capsys, "strategy", "plan", "--model", "micro", "--rates", str(path), "--gpus", "1",

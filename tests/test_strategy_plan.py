@@ -28,7 +28,7 @@ H100 = MACHINES["h100"]
 def test_feasible_layouts_fit_and_are_sorted(
     model: str, gpu: str, gpus: int, batch: int, profile: str
 ) -> None:
-    config, machine = PRESETS[model], replace(MACHINES[gpu], per_node=8)
+    config, machine = PRESETS[model], replace(MACHINES[gpu], gpus_per_node=8)
     found = plan(config, machine, gpus, batch, profile=PROFILES[profile])
     times = [planned.seconds for planned in found.feasible]
     assert times == pytest.approx(sorted(times), abs=1e-6)

@@ -277,7 +277,7 @@ def test_seconds_and_bytes_of_expert_parallelism() -> None:
     assert alone.seconds.experts == 0 and alone.memory.weights > 2.5 * base.memory.weights
     # Each rank's eight experts get as many rows as its one did, and share states alike.
     assert alone.memory.optimizer == pytest.approx(base.memory.optimizer)
-    far = strategy.predict(MIXTRAL, replace(H100, per_node=4), DEALT, seq=4096)
+    far = strategy.predict(MIXTRAL, replace(H100, gpus_per_node=4), DEALT, seq=4096)
     assert far.seconds.experts > 2 * base.seconds.experts  # half of the rows leave the node
     # Loading the weights of an expert with 128 rows takes longer than its products.
     few = strategy.predict(MIXTRAL, H100, DEALT, seq=64)

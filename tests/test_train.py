@@ -242,7 +242,9 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
     def kept():
         training = on_a_rank(strategy=strategy, micro=1, folder=str(tmp_path))
         whole = sum(4 * p.numel() for p in training.model.parameters())
-        training.backward(*text.batch(32, 2), torch.tensor(64.0))  # allocates the buffers that stay
+        training.backward(
+            *text.get_batch(32, 2), torch.tensor(64.0)
+        )  # allocates the buffers that stay
         training.optimizer.zero_grad()
         between = []
 
@@ -255,7 +257,7 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
         with count.held() as held, contextlib.ExitStack() as undone:
             undone.callback(setattr, take_home, "compute_loss", original)
             take_home.compute_loss = look
-            training.backward(*text.batch(32, 2), torch.tensor(64.0))
+            training.backward(*text.get_batch(32, 2), torch.tensor(64.0))
         return between[1] - between[0], whole
 
     for grown, whole in ranks.run(kept, 4, show=False, device="cpu"):

@@ -84,7 +84,7 @@ def train_in_fp16(wrapper: str, kind: str, steps: int):
     torchs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     losses, scales = [], []
     for step in range(steps):
-        tokens, targets = text.batch(32, 2, start=4 * step + 2 * rank)
+        tokens, targets = text.get_batch(32, 2, start=4 * step + 2 * rank)
         with torch.autocast("cpu", torch.float16):
             value = loss(model(tokens), targets)
         optimizer.zero_grad()

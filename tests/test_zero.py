@@ -83,7 +83,7 @@ def held_and_sent():
                     if isinstance(plain, Toy):
                         toy_loss(model, toy_batch(step, rank, 6)).backward()
                     else:
-                        tokens, targets = here(text.batch(32, 2, start=2 * rank))
+                        tokens, targets = here(text.get_batch(32, 2, start=2 * rank))
                         loss(model(tokens), targets).backward()
                 optimizer.step()
             if isinstance(plain, GPT):  # all parameters are used: every piece has a gradient

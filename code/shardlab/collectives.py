@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup as Group
 
 from . import ranks
 from .common import gpu
-from .common.arguments import check_one_of, check_whole
+from .common.arguments import check_integer, check_one_of
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def barrier(group: Group) -> None:
     log2 N rounds it has heard of all ranks (Hensgen, Finkel, Manber, IJPP 17 (1988)).
     """
     rank, size = _enter(group)
-    device = ranks.device() if gpu.carries(dist.get_backend(group)) else "cpu"
+    device = ranks.device() if gpu.is_gpu_backend(dist.get_backend(group)) else "cpu"
     here, heard = torch.zeros(2, 1, dtype=torch.uint8, device=device)
     for reach in _powers(size):
         ranks.exchange(here, (rank + reach) % size, heard, (rank - reach) % size, group).wait()
@@ -249,7 +249,7 @@ def _powers(size: int) -> list[int]:
 def _enter(group: Group, root: int = 0) -> tuple[int, int]:
     """Return this rank's number in `group` and the group's size."""
     rank, size = ranks.check_group(group)
-    check_whole(0, size - 1, root=root)
+    check_integer(0, size - 1, root=root)
     return rank, size
 
 

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import MOST, check_whole
-from shardlab.common.files import place
+from shardlab.common.arguments import MAX_QUANTITY, check_integer
+from shardlab.common.files import parse_path
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,10 +101,10 @@ def given(chosen: argparse.Namespace, kind: Any = None) -> dict[str, Any]:
     return {name: there[name] for name in names if name in there}
 
 
-def whole(name: str, given: str | None, least: int = 1, most: int = MOST) -> int:
+def whole(name: str, given: str | None, least: int = 1, most: int = MAX_QUANTITY) -> int:
     """Return an option's value as a whole number. Raises ValueError, which says what is allowed."""
     value = _read(int, given or "")
-    check_whole(least, most, **{name: value})
+    check_integer(least, most, **{name: value})
     return value
 
 
@@ -130,7 +130,7 @@ def folder(name: str, given: str | Path) -> Path:
 
     Call it last, when all other options are known to be good.
     """
-    path = place(name, given)
+    path = parse_path(name, given)
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -155,7 +155,7 @@ def written(
     begins, and nothing is changed.
     """
     allowed = "allowed are files in a folder that exists and can be written"
-    path = Path(os.path.realpath(place(name, given)))
+    path = Path(os.path.realpath(parse_path(name, given)))
     try:
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise PermissionError(13, "a folder, no plain file, or read-only")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from sheet import INK, Place, cells, keep
 
-from shardlab.common.show.drawing import Cell, arrow, canvas, names, title, words
+from shardlab.common.show.drawing import (
+    Cell,
+    draw_arrow,
+    draw_rank_names,
+    draw_text,
+    draw_title,
+    make_canvas,
+)
 
 RANKS = 4
 SIZE, GAP = 0.36, 0.3  # of a piece, and between ranks, where messages are drawn
@@ -62,12 +69,12 @@ def describe(number: int, moment: Moment) -> str:
 
 
 def draw(number: int, moment: Moment) -> None:
-    figure, axes = canvas(2.85, 3.32)
-    title(axes, LEFT + 2 * SIZE, 0.16, moment.head)
-    words(axes, LEFT - 0.08, 0.5, "piece", ha="right")
+    figure, axes = make_canvas(2.85, 3.32)
+    draw_title(axes, LEFT + 2 * SIZE, 0.16, moment.head)
+    draw_text(axes, LEFT - 0.08, 0.5, "piece", ha="right")
     for piece in range(RANKS):
-        words(axes, LEFT + (piece + 0.5) * SIZE, 0.5, str(piece))
-    names(axes, LEFT - 0.08, TOP, SIZE, GAP)
+        draw_text(axes, LEFT + (piece + 0.5) * SIZE, 0.5, str(piece))
+    draw_rank_names(axes, LEFT - 0.08, TOP, SIZE, GAP)
     all_places = [(place(r, c), moment.rows[r][c]) for r in range(RANKS) for c in range(RANKS)]
     new = [place((rank + 1) % RANKS, piece) for rank, piece in moment.sent.items()]
     cells(axes, all_places, new)
@@ -75,14 +82,14 @@ def draw(number: int, moment: Moment) -> None:
         x, y, _, _ = place(rank, piece)
         middle = x + SIZE / 2
         if rank < RANKS - 1:
-            arrow(axes, (middle, y + SIZE), (middle, y + SIZE + GAP), clip_on=False)
+            draw_arrow(axes, (middle, y + SIZE), (middle, y + SIZE + GAP), clip_on=False)
             continue
         # Draw the message from the last rank to the first around the table.
         right, low, high = LEFT + RANKS * SIZE + 0.28, y + SIZE + 0.16, TOP - 0.34
         landing = x + SIZE * 0.78  # beside the column's number
         way = [(middle, y + SIZE), (middle, low), (right, low), (right, high), (landing, high)]
         axes.plot(*zip(*way, strict=True), color=INK, lw=1.4, clip_on=False)
-        arrow(axes, (landing, high), (landing, TOP), clip_on=False)
+        draw_arrow(axes, (landing, high), (landing, TOP), clip_on=False)
     keep(figure, "collectives", number + 1, describe(number, moment))
 
 

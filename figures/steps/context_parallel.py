@@ -9,7 +9,13 @@ from sheet import EMPTY, INK, Place, boxes, keep
 
 from shardlab import context_parallel as cp
 from shardlab.common import show
-from shardlab.common.show.drawing import arrow, canvas, on, title, words
+from shardlab.common.show.drawing import (
+    draw_arrow,
+    draw_text,
+    draw_title,
+    make_canvas,
+    pick_text_color,
+)
 
 RANKS, PIECES = 4, 8
 MINE = [cp.positions("zigzag", PIECES, RANKS, rank).tolist() for rank in range(RANKS)]
@@ -52,18 +58,18 @@ END = (
 
 
 def draw(number: int) -> None:
-    figure, axes = canvas(3.8, 2.66)
+    figure, axes = make_canvas(3.8, 2.66)
     turn = number - 2
     now = turn if turn < RANKS else -1
     head = f"turn {now}" if now >= 0 else ("after four turns" if turn > 0 else "before")
-    title(axes, LEFT + 4 * SIZE, 0.16, head)
-    words(axes, LEFT - 0.36, TOP + 4 * SIZE, "queries", rotation=90, fontsize=9)
-    words(axes, LEFT + 4 * SIZE, 0.4, "keys of piece", fontsize=9)
+    draw_title(axes, LEFT + 4 * SIZE, 0.16, head)
+    draw_text(axes, LEFT - 0.36, TOP + 4 * SIZE, "queries", rotation=90, fontsize=9)
+    draw_text(axes, LEFT + 4 * SIZE, 0.4, "keys of piece", fontsize=9)
     every = [(q, k) for q in range(PIECES) for k in range(PIECES)]
     boxes(axes, [place(square) for square in every], **{**EMPTY, "alpha": 0.3})
     for piece in range(PIECES):
-        words(axes, LEFT + (piece + 0.5) * SIZE, TOP - 0.1, str(piece), fontsize=9)
-        words(axes, LEFT - 0.12, TOP + (piece + 0.5) * SIZE, str(piece), fontsize=9)
+        draw_text(axes, LEFT + (piece + 0.5) * SIZE, TOP - 0.1, str(piece), fontsize=9)
+        draw_text(axes, LEFT - 0.12, TOP + (piece + 0.5) * SIZE, str(piece), fontsize=9)
     for rank in range(RANKS):
         done = [s for t in range(min(turn + 1, RANKS)) for s in squares(rank, t)]
         color = show.RANK_COLORS[rank]
@@ -83,25 +89,32 @@ def draw(number: int) -> None:
 
 def draw_keys(axes: Axes, turn: int) -> None:
     """Draw the owner of the keys on each rank, and the messages that brought them."""
-    words(axes, KEYS + 0.02, 0.4, "has keys", fontsize=9)
+    draw_text(axes, KEYS + 0.02, 0.4, "has keys", fontsize=9)
     for rank in range(RANKS):
         y = TOP + rank * ROW
-        words(axes, KEYS - 0.08, y + SIZE / 2, f"rank {rank}", ha="right")
+        draw_text(axes, KEYS - 0.08, y + SIZE / 2, f"rank {rank}", ha="right")
         source = (rank - turn) % RANKS
         color = show.RANK_COLORS[source]
         places = [(KEYS + i * SIZE, y, SIZE, SIZE) for i in range(2)]
         boxes(axes, places, fc=color, ec=INK, lw=0.8)
         for (x, _, _, _), piece in zip(places, sorted(MINE[source]), strict=True):
-            words(axes, x + SIZE / 2, y + SIZE / 2, str(piece), color=on(color), fontsize=9)
+            draw_text(
+                axes,
+                x + SIZE / 2,
+                y + SIZE / 2,
+                str(piece),
+                color=pick_text_color(color),
+                fontsize=9,
+            )
         middle = KEYS + SIZE
         if turn and rank:
-            arrow(axes, (middle, y - ROW + SIZE), (middle, y), clip_on=False, lw=1.2)
+            draw_arrow(axes, (middle, y - ROW + SIZE), (middle, y), clip_on=False, lw=1.2)
         if turn and not rank:
             low, right = y + (RANKS - 1) * ROW + SIZE / 2, KEYS + 2 * SIZE + 0.2
             way = [(KEYS + 2 * SIZE, low), (right, low), (right, y + SIZE / 2)]
             axes.plot(*zip(*way, strict=True), color=INK, lw=1.2, clip_on=False)
             end = (KEYS + 2 * SIZE, y + SIZE / 2)
-            arrow(axes, (right, y + SIZE / 2), end, clip_on=False, lw=1.2)
+            draw_arrow(axes, (right, y + SIZE / 2), end, clip_on=False, lw=1.2)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sheet import INK, Place, boxes, cells, keep
 
-from shardlab.common.show.drawing import Cell, canvas, names, title, words
+from shardlab.common.show.drawing import Cell, draw_rank_names, draw_text, draw_title, make_canvas
 
 RANKS = (0, 1, 2, 3)
 BUCKETS = ("embedding", "block 1", "block 2", "head")  # in the model's order
@@ -107,11 +107,11 @@ def holds(moment: Moment, bucket: int, rank: int) -> Cell:
 
 
 def draw(number: int, moment: Moment) -> None:
-    figure, axes = canvas(3.58, 2.95)
-    title(axes, 1.79, 0.16, f"{number}. {moment.head}")
-    names(axes, BATCH - 0.06, TOP, HIGH, GAP)
-    words(axes, BATCH + 0.11, TOP - 0.14, "batch", fontsize=9)
-    words(axes, LEFT, TOP - 0.36, "gradients of", ha="left", weight="bold", fontsize=9)
+    figure, axes = make_canvas(3.58, 2.95)
+    draw_title(axes, 1.79, 0.16, f"{number}. {moment.head}")
+    draw_rank_names(axes, BATCH - 0.06, TOP, HIGH, GAP)
+    draw_text(axes, BATCH + 0.11, TOP - 0.14, "batch", fontsize=9)
+    draw_text(axes, LEFT, TOP - 0.36, "gradients of", ha="left", weight="bold", fontsize=9)
     batches = [((BATCH, TOP + r * (HIGH + GAP), 0.22, HIGH), (r,)) for r in RANKS]
     at = [(b, r) for b in range(len(BUCKETS)) for r in RANKS]
     new = [place(b, r) for b, r in at if b in moment.arrived]
@@ -119,15 +119,15 @@ def draw(number: int, moment: Moment) -> None:
     foot = TOP + len(RANKS) * (HIGH + GAP)
     for bucket, name in enumerate(BUCKETS):
         x, _, wide, _ = place(bucket, 0)
-        words(axes, x + wide / 2, TOP - 0.14, name, fontsize=9)
+        draw_text(axes, x + wide / 2, TOP - 0.14, name, fontsize=9)
         does = moment.computes.get(bucket, "")
-        words(axes, x + wide / 2, TOP - 0.62, does, weight="bold", fontsize=9)
+        draw_text(axes, x + wide / 2, TOP - 0.62, does, weight="bold", fontsize=9)
         if bucket == moment.sent:
             boxes(axes, [(x - 0.05, foot + 0.04, wide + 0.1, 0.24)], fc="none", ec=INK, lw=1.2)
-            words(axes, x + wide / 2, foot + 0.16, "all-reduce", fontsize=9)
+            draw_text(axes, x + wide / 2, foot + 0.16, "all-reduce", fontsize=9)
     for y, said in ((TOP - 0.62, "computes"), (foot + 0.16, "wire")):
-        words(axes, 0.05, y, said, ha="left", weight="bold", fontsize=9)
-    words(axes, 1.79, foot + 0.42, moment.weights, fontsize=9)
+        draw_text(axes, 0.05, y, said, ha="left", weight="bold", fontsize=9)
+    draw_text(axes, 1.79, foot + 0.42, moment.weights, fontsize=9)
     keep(figure, "data_parallel", number, moment.alt)
 
 

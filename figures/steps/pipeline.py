@@ -11,7 +11,7 @@ from matplotlib.path import Path as Outline
 from sheet import INK, boxes, keep
 
 from shardlab import pipeline
-from shardlab.common.show.drawing import canvas, on, title, words
+from shardlab.common.show.drawing import draw_text, draw_title, make_canvas, pick_text_color
 from shardlab.pipeline.picture import IDLE, KIND_COLORS, box
 from shardlab.pipeline.simulate import Span, Timeline
 
@@ -60,9 +60,9 @@ def row(
         for color, corners in box(x, top, wide, TALL, span):
             outline = Outline([*corners, corners[0]], closed=True)
             shapes.setdefault((color, span.end > since), []).append(outline)
-        words(
+        draw_text(
             axes, x + wide / 2, top + TALL / 2, str(span.microbatch), fontsize=8,
-            color=on(KIND_COLORS[span.kind]),
+            color=pick_text_color(KIND_COLORS[span.kind]),
         )  # fmt: skip
     boxes(axes, idle, **IDLE)
     for (color, current), outlines in shapes.items():
@@ -73,24 +73,24 @@ def row(
 
 def draw(name: str, number: int, whole: Timeline, since: float, now: float) -> None:
     unit = 27 * UNIT / whole.cost  # gives both pictures the same width
-    figure, axes = canvas(LEFT + 27 * UNIT + 0.08, 3.5)
-    title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
+    figure, axes = make_canvas(LEFT + 27 * UNIT + 0.08, 3.5)
+    draw_title(axes, LEFT, 0.16, f"time {since:g} to {now:g}", ha="left")
     for said, kind, x in (("forward", "F", 1.55), ("backward", "B", 2.45)):
         boxes(axes, [(LEFT + x - 0.26, 0.06, 0.2, 0.2)], fc=KIND_COLORS[kind], lw=0)
-        words(axes, LEFT + x, 0.16, said, ha="left", fontsize=9)
-    title(axes, LEFT, HELD - 0.16, "holds activations of", ha="left")
+        draw_text(axes, LEFT + x, 0.16, said, ha="left", fontsize=9)
+    draw_title(axes, LEFT, HELD - 0.16, "holds activations of", ha="left")
     for stage, spans in enumerate(whole.spans):
         top = TOP + stage * (TALL + GAP)
         row(axes, spans, top, since, now, unit)
         below = HELD + stage * (TALL + GAP)
         for y in (top, below):
-            words(axes, LEFT - 0.08, y + TALL / 2, f"stage {stage}", ha="right")
+            draw_text(axes, LEFT - 0.08, y + TALL / 2, f"stage {stage}", ha="right")
         kept = held(spans, now)
         places = [(LEFT + i * 0.3, below, 0.26, TALL) for i in range(len(kept))]
         boxes(axes, places, fc=KIND_COLORS["F"], ec=INK, lw=0.8)
         for (x, _, wide, _), microbatch in zip(places, kept, strict=True):
-            ink = on(KIND_COLORS["F"])
-            words(axes, x + wide / 2, below + TALL / 2, str(microbatch), color=ink)
+            ink = pick_text_color(KIND_COLORS["F"])
+            draw_text(axes, x + wide / 2, below + TALL / 2, str(microbatch), color=ink)
     x, foot = LEFT + now * unit, TOP + STAGES * (TALL + GAP)
     axes.plot([x, x], [TOP - 0.1, foot], color=INK, lw=1.2, ls=":", clip_on=False)
     axes.plot([LEFT, LEFT + 27 * UNIT], [foot, foot], color=INK, lw=0.8, clip_on=False)

@@ -37,7 +37,7 @@ def boxes(axes: Axes, places: Iterable[Place], **look: object) -> None:
 
 
 def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] = ()) -> None:
-    """Draw pieces as `show.drawing.cell` does: one stripe for each rank in a piece."""
+    """Draw pieces as `show.drawing.draw_cell` does: one stripe for each rank in a piece."""
     listed = list(held)
     fills: dict[str, list[Place]] = {}
     for (x, y, wide, high), ranks in listed:
@@ -55,7 +55,7 @@ def cells(axes: Axes, held: Iterable[tuple[Place, Cell]], new: Iterable[Place] =
 def keep(figure: Figure, topic: str, number: int, alt: str) -> None:
     """Write the picture of a step as a small file."""
     path = HERE / f"{topic}_{number}.svg"
-    show.svg(figure, path, alt)
+    show.save_svg(figure, path, alt)
     path.write_text(small(path.read_text("utf-8")), "utf-8")
 
 

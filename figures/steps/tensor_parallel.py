@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sheet import Place, cells, keep
 
-from shardlab.common.show.drawing import Cell, canvas, title, words
+from shardlab.common.show.drawing import Cell, draw_text, draw_title, make_canvas
 
 RANKS = (0, 1)
 # Tensors from left to right: width, and cut by columns ("|"), by rows ("-") or not at all ("").
@@ -117,17 +117,17 @@ def holds(name: str, there: bool, summand: bool, rank: int, piece: int) -> Cell:
 
 
 def draw(number: int, moment: Moment) -> None:
-    figure, axes = canvas(3.46, 3.42)
-    title(axes, 1.73, 0.16, f"{number}. {moment.head}")
+    figure, axes = make_canvas(3.46, 3.42)
+    draw_title(axes, 1.73, 0.16, f"{number}. {moment.head}")
     held, new = [], []
     for top, what, here in zip(
         TOPS, ("values", "gradients"), (moment.values + "12", moment.gradients), strict=True
     ):
         lower = what == "gradients"
-        words(axes, 0.05, top - 0.38, what, ha="left", weight="bold", fontsize=9)
+        draw_text(axes, 0.05, top - 0.38, what, ha="left", weight="bold", fontsize=9)
         for rank in RANKS:
             middle = top + rank * (HIGH + GAP) + HIGH / 2
-            words(axes, LEFT - 0.08, middle, f"rank {rank}", ha="right", fontsize=9)
+            draw_text(axes, LEFT - 0.08, middle, f"rank {rank}", ha="right", fontsize=9)
             for name, pieces in places(top, rank).items():
                 short = name[-1].translate({0x2081: "1", 0x2082: "2"})
                 current = short in moment.new and lower == bool(moment.gradients)
@@ -140,7 +140,7 @@ def draw(number: int, moment: Moment) -> None:
                 if not rank:
                     x, _, wide, _ = pieces[0]
                     middle = x + wide * len(pieces) / 2 if TENSORS[name][1] == "|" else x + wide / 2
-                    words(axes, middle, top - 0.14, f"d{name}" if lower else name)
+                    draw_text(axes, middle, top - 0.14, f"d{name}" if lower else name)
     cells(axes, held, new)
     keep(figure, "tensor_parallel", number, moment.alt)
 

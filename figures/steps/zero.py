@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sheet import Place, cells, keep
 
-from shardlab.common.show.drawing import Cell, canvas, names, title, words
+from shardlab.common.show.drawing import Cell, draw_rank_names, draw_text, draw_title, make_canvas
 
 RANKS, BLOCKS = 4, (1, 2, 3)
 ALL = tuple(range(RANKS))
@@ -136,24 +136,24 @@ def gradients(moment: Moment, block: int, rank: int, piece: int) -> Cell:
 
 
 def draw(number: int, moment: Moment) -> None:
-    figure, axes = canvas(3.42, 3.7)
+    figure, axes = make_canvas(3.42, 3.7)
     pieces = [(b, r, p) for b in BLOCKS for r in ALL for p in ALL]
-    title(axes, 1.71, 0.16, f"{number}. {moment.head}")
+    draw_title(axes, 1.71, 0.16, f"{number}. {moment.head}")
     for top, what, holds, said in (
         (WEIGHTS, "weights", weights, moment.does),
         (GRADIENTS, "gradients", gradients, moment.gradients),
     ):
-        words(axes, 0.05, top - 0.34, what, ha="left", weight="bold")
-        names(axes, LEFT - 0.08, top, HIGH, GAP)
+        draw_text(axes, 0.05, top - 0.34, what, ha="left", weight="bold")
+        draw_rank_names(axes, LEFT - 0.08, top, HIGH, GAP)
         for block in BLOCKS:
             x, _, _, _ = place(top, block, 0, 0)
             middle = x + RANKS * WIDE / 2
             does = said.get(block, "")
             weight = "bold" if does in ("forward", "backward") else "normal"
             y = top - (0.34 if top == WEIGHTS else 0.14)
-            words(axes, middle, y, does, weight=weight)
+            draw_text(axes, middle, y, does, weight=weight)
             if top == WEIGHTS:
-                words(axes, middle, top - 0.14, f"block {block}")
+                draw_text(axes, middle, top - 0.14, f"block {block}")
         held = [(place(top, *at), holds(moment, *at)) for at in pieces]
         # Newly arrived: other ranks' pieces, or the one piece that is now an average.
         new = [

@@ -66,8 +66,8 @@ SEEDS = [
     Seed(
         "a device for each rank, whether there is one or not",
         "shardlab/ranks/worker.py",
-        "gpu.module().set_device(local_rank % gpu.module().device_count())",
-        "gpu.module().set_device(local_rank)",
+        "gpu.get_device_module().set_device(local_rank % gpu.get_device_module().device_count())",
+        "gpu.get_device_module().set_device(local_rank)",
         "ranks.a_device_for_each",
         finding("ordinal"),
         gpus=1,
@@ -100,8 +100,8 @@ SEEDS = [
     Seed(
         "under torchrun, outside of a run, cuda:0 for all",
         "shardlab/ranks/__init__.py",
-        "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)",
-        "torch.device(gpu.kind(), local_rank_of(os.environ) % gpus if inside is not None else 0)",
+        "read_local_rank(os.environ) % gpus)",
+        "read_local_rank(os.environ) % gpus if inside is not None else 0)",
         "ranks.under_torchrun",
         "no line 'process 1 cuda:1'",
     ),

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardlab.common.show.timed import BUSY, UNSEEN
+from shardlab.common.show.timing import BUSY_TEXT, UNSEEN_PREFIX
 
 from . import facts
 from .key import Key, Opened, Reader, cell_hash, code_cells, notebook, reach, source
@@ -208,7 +208,7 @@ async def _run(
             again.append(number)
             cell.outputs = []
             await attempt(number, cell, tries - 1)
-        elif line and BUSY not in line:
+        elif line and BUSY_TEXT not in line:
             raise LessonError(_message(shown, number, cells, f"{TRIES} times: {line}"))
 
     path = source(name, root)
@@ -284,7 +284,7 @@ def _unseen(cell: nbformat.NotebookNode) -> str | None:
     """Return a cell's output line about a timing claim that did not hold; None if all held."""
     texts = (output.text for output in cell.outputs if output.output_type == "stream")
     lines = (line for text in texts for line in text.splitlines())
-    return next((line for line in lines if line.startswith(UNSEEN)), None)
+    return next((line for line in lines if line.startswith(UNSEEN_PREFIX)), None)
 
 
 def _message(path: str, number: int, cells: list[nbformat.NotebookNode], what: str) -> str:

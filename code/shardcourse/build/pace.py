@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shardlab.common.show.changes import changed
+from shardlab.common.show.diff import diff_lines
 
 from .key import read
 from .reading import Part, parts
@@ -106,20 +106,20 @@ def imported(cells: list[str]) -> dict[str, Any]:
 
 
 def shown(cell: str, names: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the non-blank lines (file, number) that a cell shows by show.source and `changes`."""
-    calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "changes(" in cell else []
+    """Yield the non-blank lines (file, number) that a cell shows by show.source and `show_diff`."""
+    calls = ast.walk(ast.parse(cell)) if "show.source" in cell or "show_diff(" in cell else []
     for node in calls:
         call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if call not in ("show.source", "changes"):
+        if call not in ("show.source", "show_diff"):
             continue
         try:
             things = [inspect.unwrap(eval(ast.unparse(thing), names)) for thing in node.args]
         except NameError:  # defined by an earlier cell of the page
             continue
-        if call == "changes":  # the new function's lines that differ from the old one's
+        if call == "show_diff":  # the new function's lines that differ from the old one's
             path = inspect.getsourcefile(things[1]) or ""
             yield from (
-                (path, n) for sign, n, code in changed(*things) if n and code and sign != "-"
+                (path, n) for sign, n, code in diff_lines(*things) if n and code and sign != "-"
             )
             continue
         for thing in things:

@@ -94,7 +94,7 @@ _MICRO, _PARTS, _RANKS, _STEPS = 1, 2, 2, 4
 
 
 def _batches(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    tokens, targets = text.batch(64, _MICRO * _PARTS, start=(step * _RANKS + rank) * _PARTS)
+    tokens, targets = text.get_batch(64, _MICRO * _PARTS, start=(step * _RANKS + rank) * _PARTS)
     return list(zip(tokens.chunk(_PARTS), targets.chunk(_PARTS), strict=True))
 
 

@@ -54,7 +54,7 @@ cases(
 def _toy() -> tuple[GPT, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
-    return (model, *text.batch(PRESETS["nano"].seq, 8))
+    return (model, *text.get_batch(PRESETS["nano"].seq, 8))
 
 
 @exercise("my_evaluate")

@@ -16,7 +16,7 @@ from shardtools import strategy
 _NEAR = 0.05  # tolerance of the two constants: measurements scatter by 1 %
 
 _MODEL, _GPUS, _BATCH = PRESETS["llama-3-70b"], 64, 256
-_GPU = replace(strategy.MACHINES["a100"], between=100e9 / 8 / 8)
+_GPU = replace(strategy.MACHINES["a100"], network_bandwidth=100e9 / 8 / 8)
 _SLOWER = 1.10  # largest time, relative to the fastest layout
 
 

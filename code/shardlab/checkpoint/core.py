@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardlab.common import folder_lock
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 
 from . import folder as files
 from .folder import MANIFEST, OLD_PREFIX, SAVING_PREFIX, CheckpointError, Members, describe_error
@@ -209,7 +209,7 @@ class Checkpoints:
         self.root = Path(folder)
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"folder={str(folder)!r}: must be a folder, but is a file")
-        check_whole(keep=keep)
+        check_integer(keep=keep)
         self.keep, self.writer = keep, writer
         self.members = Members(group)
         self.members.check_same(folder=os.path.abspath(self.root), keep=keep)
@@ -267,7 +267,7 @@ class Checkpoints:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
-                self._lock = folder_lock.hold(self.root, "a job that saves checkpoints")
+                self._lock = folder_lock.lock_folder(self.root, "a job that saves checkpoints")
             return begin_save(self.root, entries["step"])
         except OSError as error:
             raise CheckpointError(f"{self.root}: not saved: {describe_error(error)}") from None

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardlab import ranks
 from shardlab.common import gpu
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.data_parallel import DataParallel
 from shardlab.ranks.gather import gathered
 
@@ -70,7 +70,7 @@ def parse_step(path: Path) -> int:
 def select_checkpoint(root: Path, step: int | None) -> Path:
     """Return the current checkpoint in `root`, or the newest one of `step`."""
     if step is not None:
-        check_whole(0, step=step)
+        check_integer(0, step=step)
     found = list_checkpoints(root)
     if not found:
         raise CheckpointError(f"{root}: there is no complete checkpoint in this folder")
@@ -263,7 +263,7 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": gpu.module().get_rng_state(device) if gpu.is_on(device) else None,
+        "cuda": gpu.get_device_module().get_rng_state(device) if gpu.is_gpu(device) else None,
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), *rest),
     }
@@ -272,8 +272,8 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore the states of this rank's random generators."""
     torch.set_rng_state(state["torch"])
-    if gpu.is_on(device) and state["cuda"] is not None:
-        gpu.module().set_rng_state(state["cuda"], device)
+    if gpu.is_gpu(device) and state["cuda"] is not None:
+        gpu.get_device_module().set_rng_state(state["cuda"], device)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config
 from shardlab.layout.boxes import Box, Piece, elements, shape, spanned, whole
@@ -215,7 +215,7 @@ def save_hub(
 
     Raises ValueError for an existing folder; CheckpointError on all ranks if the save fails.
     """
-    check_whole(shard_bytes=shard_bytes)
+    check_integer(shard_bytes=shard_bytes)
     folder, template = Path(folder), Path(template)
     with closing(Members(group)) as members:
         paths = {"folder": os.path.abspath(folder), "template": os.path.abspath(template)}

@@ -17,7 +17,7 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab.common.arguments import SIZES, check_number, check_one_of, check_whole
+from shardlab.common.arguments import MAX_SIZE, check_integer, check_number, check_one_of
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config, Yarn
 from shardlab.layout.boxes import Box, whole
@@ -215,7 +215,7 @@ _OPTIONAL_FIELDS = {
     "kv_heads": "key_value_heads",
     "ffn": "ffn_width",
     "expert_ffn": "expert_width",
-    "head": "content_size",
+    "head": "nope_head_size",
     "value": "value_size",
 }
 
@@ -329,11 +329,11 @@ def _build_rope_parameters(yarn: Yarn | None) -> dict[str, Any]:
         "rope_type": "yarn",
         "factor": yarn.factor,
         "original_max_position_embeddings": yarn.seq,
-        "beta_fast": yarn.fast,
-        "beta_slow": yarn.slow,
-        "attention_factor": yarn.turned,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "attention_factor": yarn.attention_factor,
     }
-    return found | ({"mscale_all_dim": yarn.sharper} if yarn.sharper else {})
+    return found | ({"mscale_all_dim": yarn.mscale} if yarn.mscale else {})
 
 
 def _parse_yarn(scaling: Mapping[str, Any], given: Mapping[str, Any], latent: bool) -> Yarn:
@@ -344,7 +344,7 @@ def _parse_yarn(scaling: Mapping[str, Any], given: Mapping[str, Any], latent: bo
     if not scaling.get("truncate", True):
         raise ValueError(f"truncate={scaling['truncate']!r}: must be True")
     original = scaling.get("original_max_position_embeddings")
-    check_whole(1, SIZES, original_max_position_embeddings=original)
+    check_integer(1, MAX_SIZE, original_max_position_embeddings=original)
     factor = scaling.get("factor")
     if factor is None and isinstance(longest := given.get("max_position_embeddings"), int):
         factor = longest / original

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-NAME = ".lock"
+LOCK_FILE = ".lock"
 
 
-def hold(folder: Path, what: str) -> FileLock:
-    """Lock the existing `folder` until `release` of the result. what: for the message ("a job").
+def lock_folder(folder: Path, owner: str) -> FileLock:
+    """Lock the existing `folder` until `release` of the result. owner: for the message ("a job").
 
     Raises ValueError, which names the folder, if this or another process holds the lock already;
     OSError if no file can be created in the folder.
     """
-    lock = FileLock(folder / NAME, thread_local=False)  # another thread may release it
+    lock = FileLock(folder / LOCK_FILE, thread_local=False)  # another thread may release it
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        allowed = "allowed is a folder of its own, or to wait for its end"
         raise ValueError(
-            f"folder={str(folder)!r}: another process writes into it, as {what} would; {allowed}"
+            f"folder={str(folder)!r}: must not be in use, and another process writes into it; wait"
+            f" for that process, or give {owner} another folder"
         ) from None
     return lock

@@ -10,25 +10,25 @@ from types import ModuleType
 import torch
 
 # The torch.distributed backend of each device type, for ranks with a GPU each.
-CARRIERS = {"cuda": "nccl", "xpu": "xccl"}
+GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
-def kind() -> str:
+def get_device_type() -> str:
     """Return the device type of this machine's GPUs; "cuda" if there are none."""
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in CARRIERS else "cuda"
+    device = torch.accelerator.current_accelerator()
+    return device.type if device is not None and device.type in GPU_BACKENDS else "cuda"
 
 
-def module() -> ModuleType:
+def get_device_module() -> ModuleType:
     """Return torch.cuda or torch.xpu; its device_count() does not prevent a later fork."""
-    return torch.get_device_module(kind())
+    return torch.get_device_module(get_device_type())
 
 
-def carries(backend: str) -> bool:
+def is_gpu_backend(backend: str) -> bool:
     """Return True if a backend sends only GPU tensors, as NCCL does."""
-    return backend in CARRIERS.values()
+    return backend in GPU_BACKENDS.values()
 
 
-def is_on(device: torch.device) -> bool:
+def is_gpu(device: torch.device) -> bool:
     """Return True if a device is a GPU."""
-    return device.type in CARRIERS
+    return device.type in GPU_BACKENDS

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from math import ceil, log
 
 from shardlab.common.arguments import (
-    LAYERS,
-    RANKS,
-    SIZES,
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_SIZE,
+    check_integer,
     check_number,
     check_one_of,
-    check_whole,
-    given,
+    drop_none,
 )
 
 
@@ -28,19 +28,19 @@ class Yarn:
 
     factor: float  # the speed of slow pairs is divided by it
     seq: int  # tokens of the original, shorter sequences
-    fast: float = 32.0  # pairs with at least this many turns in `seq` tokens keep their speed
-    slow: float = 1.0  # pairs with at most this many turns rotate `factor` times as slowly
-    turned: float = 1.0  # factor on cosines and sines (transformers' attention_factor)
-    sharper: float = 0.0  # latent attention: factor (0.1 sharper ln factor + 1)^2 on the scores
+    beta_fast: float = 32.0  # pairs with at least this many turns in `seq` tokens keep their speed
+    beta_slow: float = 1.0  # pairs with at most this many turns rotate `factor` times as slowly
+    attention_factor: float = 1.0  # factor on cosines and sines
+    mscale: float = 0.0  # latent attention: factor (0.1 mscale ln factor + 1)^2 on the scores
 
     def __post_init__(self) -> None:
         check_number(1, factor=self.factor)
-        check_whole(1, SIZES, seq=self.seq)
+        check_integer(1, MAX_SIZE, seq=self.seq)
 
     @property
-    def scores(self) -> float:
-        """Factor on latent attention's scores: mscale^2 of DeepSeek and transformers."""
-        return (0.1 * self.sharper * log(self.factor) + 1) ** 2
+    def score_scale(self) -> float:
+        """Factor on latent attention's scores, as in DeepSeek's code and in transformers."""
+        return (0.1 * self.mscale * log(self.factor) + 1) ** 2
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,20 @@ class Config:
 
     def __post_init__(self) -> None:
         sizes = {"vocab": self.vocab, "seq": self.seq, "hidden": self.hidden}
-        check_whole(1, SIZES, **sizes, **given(ffn=self.ffn, expert_ffn=self.expert_ffn))
-        check_whole(1, LAYERS, layers=self.layers, heads=self.heads)
-        check_whole(1, self.heads, **given(kv_heads=self.kv_heads))
+        check_integer(1, MAX_SIZE, **sizes, **drop_none(ffn=self.ffn, expert_ffn=self.expert_ffn))
+        check_integer(1, MAX_LAYERS, layers=self.layers, heads=self.heads)
+        check_integer(1, self.heads, **drop_none(kv_heads=self.kv_heads))
         check_number(0, 1, dropout=self.dropout)
         check_number(rotary_base=self.rotary_base)
         check_one_of(("gelu", "swiglu"), mlp=self.mlp)
         check_one_of(("layer", "rms"), norm=self.norm)
-        check_whole(0, LAYERS, experts=self.experts)
+        check_integer(0, MAX_LAYERS, experts=self.experts)
         if self.head is None and self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden={self.hidden}: allowed are multiples of {2 * self.heads}")
+            raise ValueError(
+                f"hidden={self.hidden}: must be a multiple of 2 * heads ({2 * self.heads})"
+            )
         if self.heads % self.key_value_heads:
-            raise ValueError(f"kv_heads={self.kv_heads}: allowed are divisors of {self.heads}")
+            raise ValueError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         self._check_attention()
         if self.experts:
             self._check_experts()
@@ -102,59 +104,61 @@ class Config:
     def _check_attention(self) -> None:
         optional = {"head": self.head, "latent": self.latent, "rotary": self.rotary}
         optional |= {"query_latent": self.query_latent, "value": self.value}
-        check_whole(1, SIZES, **given(window=self.window, **optional))
-        check_whole(1, LAYERS, **given(full_every=self.full_every))
+        check_integer(1, MAX_SIZE, **drop_none(window=self.window, **optional))
+        check_integer(1, MAX_LAYERS, **drop_none(full_every=self.full_every))
         check_number(norm_eps=self.norm_eps)
         for name in ("query_latent", "rotary", "value") if self.latent is None else ():
             if optional[name] is not None:
-                raise ValueError(f"{name}={optional[name]}: allowed is None without latent")
+                raise ValueError(f"{name}={optional[name]}: must be None unless latent is set")
         if self.latent is not None:
             for name, only in (("kv_heads", None), ("qk_norm", False), ("bias", False)):
                 if getattr(self, name) is not only:
                     value = getattr(self, name)
-                    raise ValueError(f"{name}={value!r}: allowed with latent attention is {only}")
+                    raise ValueError(f"{name}={value!r}: must be {only} with latent attention")
             if self.rotary is None:
-                raise ValueError("rotary=None: allowed with latent attention are even sizes")
+                raise ValueError("rotary=None: must be an even size with latent attention")
         for name in ("head", "rotary"):  # rotary positions rotate pairs of features
             if (size := optional[name]) and size % 2:
-                raise ValueError(f"{name}={size}: allowed are even sizes")
+                raise ValueError(f"{name}={size}: must be even")
 
     def _check_experts(self) -> None:
-        check_whole(1, RANKS // self.layers, experts=self.experts)  # bounds layers * experts
-        check_whole(1, self.experts, experts_per_token=self.experts_per_token)
-        check_whole(0, LAYERS, shared_experts=self.shared_experts)
-        check_whole(0, self.layers - 1, dense_layers=self.dense_layers)
+        check_integer(1, MAX_COUNT // self.layers, experts=self.experts)  # bounds layers * experts
+        check_integer(1, self.experts, experts_per_token=self.experts_per_token)
+        check_integer(0, MAX_LAYERS, shared_experts=self.shared_experts)
+        check_integer(0, self.layers - 1, dense_layers=self.dense_layers)
         check_one_of(("softmax", "sigmoid"), router=self.router)
-        check_number(**given(capacity=self.capacity))
+        check_number(**drop_none(capacity=self.capacity))
         check_number(routed_scale=self.routed_scale)
-        check_whole(1, self.experts, expert_groups=self.expert_groups)
-        check_whole(1, self.expert_groups, groups_per_token=self.groups_per_token)
+        check_integer(1, self.experts, expert_groups=self.expert_groups)
+        check_integer(1, self.expert_groups, groups_per_token=self.groups_per_token)
         if self.expert_groups == 1:
             return
         each, rest = divmod(self.experts, self.expert_groups)
         if rest or each < 2:  # a group's score is the sum of its best two experts' scores
-            allowed = f"those that leave groups of 2 and more, all equal, of experts={self.experts}"
-            raise ValueError(f"expert_groups={self.expert_groups}: allowed are {allowed}")
-        if self.experts_per_token > (there := each * self.groups_per_token):
-            allowed = f"up to the {there} of {self.groups_per_token} groups"
-            raise ValueError(f"experts_per_token={self.experts_per_token}: allowed are {allowed}")
+            rule = f"must divide experts={self.experts} into groups of at least 2"
+            raise ValueError(f"expert_groups={self.expert_groups}: {rule}")
+        if self.experts_per_token > (most := each * self.groups_per_token):
+            rule = (
+                f"must be at most {most}, the experts in groups_per_token={self.groups_per_token}"
+            )
+            raise ValueError(f"experts_per_token={self.experts_per_token}: {rule} groups")
 
     @property
-    def content_size(self) -> int:
+    def nope_head_size(self) -> int:
         """Width of one head, without latent attention's position features."""
         return self.hidden // self.heads if self.head is None else self.head
 
     @property
     def head_size(self) -> int:
         """Width of one head of queries or keys."""
-        return self.content_size + (self.rotary or 0)
+        return self.nope_head_size + (self.rotary or 0)
 
     @property
     def value_size(self) -> int:
         """Width of one head of values."""
-        return self.content_size if self.value is None else self.value
+        return self.nope_head_size if self.value is None else self.value
 
-    def window_of(self, layer: int) -> int | None:
+    def get_window(self, layer: int) -> int | None:
         """Return the sliding window of a layer, in tokens; None: no window."""
         full = self.full_every is not None and (layer + 1) % self.full_every == 0
         return None if full else self.window
@@ -175,11 +179,11 @@ class Config:
         return self.ffn_width if self.expert_ffn is None else self.expert_ffn
 
     @property
-    def chosen_width(self) -> int:
+    def active_expert_width(self) -> int:
         """Total width of the experts that process one token, chosen and shared ones."""
         return (self.experts_per_token + self.shared_experts) * self.expert_width
 
-    def places(self, seq: int) -> int | None:
+    def get_expert_capacity(self, seq: int) -> int | None:
         """Return an expert's capacity, in tokens of a sequence of `seq` tokens; None: no limit.
 
         It is `capacity` times the fair share, seq * k / E, rounded up.

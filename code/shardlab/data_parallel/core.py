@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.data_parallel import buckets
 from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
 
@@ -43,7 +43,7 @@ def assign_buckets(
 
     Backward computes the last parameter's gradient first. Default sizes: Li, section 3.2.2.
     """
-    check_whole(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+    check_integer(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
     trained = [p for p in parameters if p.requires_grad]
     return buckets.deal(reversed(trained), bucket_bytes, first_bytes)
 
@@ -150,7 +150,7 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
     ):
         super().__init__()
-        check_whole(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
+        check_integer(bucket_bytes=bucket_bytes, first_bytes=first_bytes)
         sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
         ranks.check_model(module, group, **sizes, broadcast_buffers=broadcast_buffers)
         self.module, self.group, self.broadcast_buffers = module, group, broadcast_buffers

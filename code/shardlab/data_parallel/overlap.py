@@ -41,7 +41,7 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
     dealt = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)
     buckets = [Bucket(parameters, wire) for parameters in dealt]
     optimizers = {model: torch.optim.AdamW(model.parameters()) for model in (plain, hooked)}
-    tokens, targets = text.batch(128, batch, start=batch * dist.get_rank())
+    tokens, targets = text.get_batch(128, batch, start=batch * dist.get_rank())
 
     def step(model: torch.nn.Module) -> Run:
         dist.barrier()
@@ -77,7 +77,7 @@ def middle(runs: list[Run]) -> Run:
 
 def timeline(without: Run, with_overlap: Run) -> Figure:
     """Draw one rank's computation and communication, without and with overlap, over time."""
-    show.style()
+    show.set_style()
     figure, panels = plt.subplots(2, 1, figsize=(4.7, 3.9), sharex=True)
     figure.subplots_adjust(hspace=0.42)
     longest = max(without["step"], with_overlap["step"])

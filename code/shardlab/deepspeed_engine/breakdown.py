@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from shardlab.common import show
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.layout import Layout
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Task:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        check_whole(**vars(self))
+        check_integer(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def inference_moved(shape: Any, task: Task, layout: Layout, read: int, number: i
 
 def table(
     reports: Sequence[Report], failed: Mapping[str, str] | None = None, caption: str = ""
-) -> show.Shown:
+) -> show.DisplayResult:
     """Show a table with a row for each report, and for each way that `failed`, with its cause."""
     head = ["work", "way", "ranks", "tokens", "total time (s)", "tokens/s", "TFLOP/s"]
     head += ["FLOP/byte", "held to build (MB)"]
@@ -179,7 +179,7 @@ def picture(reports: Sequence[Report]) -> Figure:
     """Draw speed and intensity of each way: a row for inference and one for training."""
     import matplotlib.pyplot as plt
 
-    show.style()
+    show.set_style()
     kinds = [work for work in WORK if any(r.work == work for r in reports)]
     figure, panels = plt.subplots(len(kinds), 2, figsize=(6.6, 1.9 * len(kinds)), squeeze=False)
     figure.subplots_adjust(wspace=0.18, hspace=0.75)

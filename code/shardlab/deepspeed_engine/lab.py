@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_number, check_one_of, check_whole, given
+from shardlab.common.arguments import check_integer, check_number, check_one_of, drop_none
 from shardlab.layout import Layout
 from shardlab.measure.count import clock, held
 
@@ -243,10 +243,10 @@ def run(
     """
     task = task or Task()
     size = 1 if way == "one" else size
-    check_whole(size=size)
+    check_integer(size=size)
     check_one_of(WAYS, way=way)
     check_one_of(NUMBERS, precision=precision)
-    check_number(**given(memory=memory, price=price))
+    check_number(**drop_none(memory=memory, price=price))
     layout = _layout(way, size, task.batch)
     if way != "one":
         prepare()  # import DeepSpeed once here, rather than in each forked rank

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab import ranks
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.gpt.model import GPT, loss
 
 from .start import prepare, quiet
@@ -68,7 +68,7 @@ def pipeline(model: GPT, stages: int) -> Any:
     from deepspeed.pipe import PipelineModule
 
     world = dist.get_world_size()
-    check_whole(stages=stages)
+    check_integer(stages=stages)
     if world % stages:
         raise ValueError(f"stages={stages!r}: allowed are divisors of the {world} ranks")
     if ranks.device().type == "cuda" and dist.get_backend() == "gloo":

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardlab import ranks
-from shardlab.common.arguments import check_kind, check_number, check_one_of
+from shardlab.common.arguments import check_number, check_one_of, check_type
 from shardlab.layout import Layout
 
 from .start import prepare, quiet
@@ -38,7 +38,7 @@ _FILLED = (*_SIZES, "gradient_clipping", "optimizer.", "scheduler.", "fp16.", "b
 
 def check_together(layout: Layout, precision: str, clipping: float, device: str) -> None:
     """Raise ValueError for arguments that DeepSpeed cannot combine or `config` does not support."""
-    check_kind(Layout, layout=layout)
+    check_type(Layout, layout=layout)
     check_one_of(PRECISIONS, precision=precision)
     check_number(0, clipping=clipping)
     zero, tp, pp = layout.zero, layout.tp, layout.pp

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardlab.common.arguments import PROCESSES, RANKS, check_number, check_whole
+from shardlab.common.arguments import MAX_COUNT, MAX_PROCESSES, check_integer, check_number
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
             raise ValueError(f"command={self.command!r}: must be a program and its arguments")
-        check_whole(1, PROCESSES, ranks=self.ranks)
-        check_whole(0, restarts=self.restarts)
+        check_integer(1, MAX_PROCESSES, ranks=self.ranks)
+        check_integer(0, restarts=self.restarts)
         check_number(patience=self.patience, join=self.join)
         check_number(0, last_call=self.last_call, grace=self.grace)
         least, most = self.nodes
-        if not 1 <= least <= most <= RANKS:
-            raise ValueError(f"nodes={least}:{most}: must be LEAST:MOST, from 1 to {RANKS:,}")
+        if not 1 <= least <= most <= MAX_COUNT:
+            raise ValueError(
+                f"nodes={least}:{most}: must be LEAST:MOST, from 1 to {MAX_COUNT:,}"
+            )
         host, _, port = self.at.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"at={self.at!r}: must be HOST:PORT, with a port from 1 to 65535")

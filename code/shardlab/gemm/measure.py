@@ -48,7 +48,7 @@ def stopwatch(
 
 def _wire_device(group: Group) -> torch.device:
     """Return the device of tensors that `group` can send: NCCL sends only GPU tensors."""
-    return ranks.device() if gpu.carries(dist.get_backend(group)) else torch.device("cpu")
+    return ranks.device() if gpu.is_gpu_backend(dist.get_backend(group)) else torch.device("cpu")
 
 
 def measure(
@@ -68,7 +68,7 @@ def measure(
     """
     _, number = check_group(group)
     device = ranks.device() if device is None else device
-    side = (8192 if gpu.is_on(device) else 768) if side is None else side
+    side = (8192 if gpu.is_gpu(device) else 768) if side is None else side
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
     product = stopwatch(lambda: a @ b, group, repeats, min)  # [side, side] @ [side, side]
     flops = 2 * side**3 / product

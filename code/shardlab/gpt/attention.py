@@ -87,7 +87,7 @@ def rotate(
     angles_SD = torch.outer(positions_S.to(torch.float32), speeds_D)  # [S, D/2]
     cos_SD, sin_SD = angles_SD.cos(), angles_SD.sin()
     if yarn is not None:
-        cos_SD, sin_SD = yarn.turned * cos_SD, yarn.turned * sin_SD
+        cos_SD, sin_SD = yarn.attention_factor * cos_SD, yarn.attention_factor * sin_SD
     cos_SD, sin_SD = cos_SD.to(x_BASD.dtype), sin_SD.to(x_BASD.dtype)
     a, b = x_BASD.chunk(2, dim=-1)  # each [B, A, S, D/2]
     return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)
@@ -106,7 +106,10 @@ def stretched(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
     def pair(turns: float) -> float:  # index of the pair with `turns` turns in the old length
         return len(speeds_D) * log(yarn.seq / (2 * pi * turns)) / log(base)
 
-    first, last = max(floor(pair(yarn.fast)), 0), min(ceil(pair(yarn.slow)), 2 * len(speeds_D) - 1)
+    first, last = (
+        max(floor(pair(yarn.beta_fast)), 0),
+        min(ceil(pair(yarn.beta_slow)), 2 * len(speeds_D) - 1),
+    )
     numbers_D = torch.arange(len(speeds_D), device=speeds_D.device, dtype=torch.float32)
     part_D = ((numbers_D - first) / max(last - first, 1e-3)).clamp(0, 1)
     return speeds_D * (1 - part_D) + speeds_D / yarn.factor * part_D

@@ -39,7 +39,7 @@ class LatentAttention(nn.Module):
         self.query = linear(rank or hidden, heads * config.head_size)  # A*D
         self.down = linear(hidden, config.latent + config.rotary)  # L+P
         self.down_norm = nn.RMSNorm(config.latent, config.norm_eps)
-        self.key_value = linear(config.latent, heads * (config.content_size + config.value_size))
+        self.key_value = linear(config.latent, heads * (config.nope_head_size + config.value_size))
         self.out = linear(heads * config.value_size, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -63,19 +63,19 @@ class LatentAttention(nn.Module):
             linear(x).unflatten(-1, (-1, size)).transpose(1, 2)
             for linear, x, size in (
                 (self.query, q_BSQ, c.head_size),
-                (self.key_value, latent_BSL, c.content_size + c.value_size),
+                (self.key_value, latent_BSL, c.nope_head_size + c.value_size),
             )
         )
-        q_BASN, q_BASP = q_BASD.split([c.content_size, c.rotary], -1)
-        k_BASN, v_BASX = kv_BASX.split([c.content_size, c.value_size], -1)
+        q_BASN, q_BASP = q_BASD.split([c.nope_head_size, c.rotary], -1)
+        k_BASN, v_BASX = kv_BASX.split([c.nope_head_size, c.value_size], -1)
         q_BASP, k_B1SP = (
             rotate(neighbours_apart(x), c.rotary_base, yarn=c.yarn)
             for x in (q_BASP, position_BSP[:, None])
         )
         k_BASP = k_B1SP.expand(-1, k_BASN.shape[1], -1, -1)
         q_BASD, k_BASD = torch.cat((q_BASN, q_BASP), -1), torch.cat((k_BASN, k_BASP), -1)
-        if c.yarn is not None and c.yarn.sharper:  # longer sequences need sharper attention
-            q_BASD = q_BASD * c.yarn.scores
+        if c.yarn is not None and c.yarn.mscale:  # longer sequences need sharper attention
+            q_BASD = q_BASD * c.yarn.score_scale
         dropout = c.dropout if self.training else 0.0
         y_BASX = attend(q_BASD, k_BASD, v_BASX, dropout, self.window)
         return self.out(y_BASX.transpose(1, 2).flatten(-2))  # [B, S, A*X] @ [A*X, H]

@@ -70,7 +70,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = _norm(config)
         mixed = Attention if config.latent is None else LatentAttention
-        self.attention = mixed(config, config.window_of(layer))
+        self.attention = mixed(config, config.get_window(layer))
         self.ffn_norm = _norm(config)
         sparse = config.experts and layer >= config.dense_layers
         self.ffn = Experts(config) if sparse else FeedForward(config)

@@ -83,7 +83,7 @@ class Router(nn.Module):
 
     def admit(self, chosen_BSC: Tensor) -> Tensor:
         """Return the choices, with -1 where the chosen expert is full."""
-        places = self.config.places(chosen_BSC.shape[1])
+        places = self.config.get_expert_capacity(chosen_BSC.shape[1])
         return chosen_BSC if places is None else drop(chosen_BSC, self.config.experts, places)
 
 

@@ -19,9 +19,9 @@ from itertools import permutations, product
 from shardlab.common.arguments import (
     check_count,
     check_one_of,
-    given,
-    listed,
-    told,
+    drop_none,
+    join_names,
+    shorten_repr,
 )
 from shardlab.common.shapes import Config
 
@@ -61,7 +61,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_count(**{name: getattr(self, name) for name in _DEGREES})
-        check_count(ranks=self.ranks, **given(etp=self.etp))
+        check_count(ranks=self.ranks, **drop_none(etp=self.etp))
         self._check_order()
         check_one_of((0, 1, 2, 3), zero=self.zero)
         check_one_of(OFFLOADS, offload=self.offload)
@@ -77,7 +77,7 @@ class Layout:
         if not once or not {*wide} <= {*self.order} <= {*AXES}:
             needs = f", with {', '.join(wide)} among them" if wide else ""
             allowed = f"dp, pp, cp and tp, each once at most{needs}"
-            raise ValueError(f"order={told(self.order)}: allowed are {allowed}")
+            raise ValueError(f"order={shorten_repr(self.order)}: allowed are {allowed}")
 
     def _check_copies(self) -> None:
         if self.dp % self.replicas:
@@ -133,7 +133,7 @@ class Layout:
             context = f", cp={self.cp}" if self.cp > 1 else ""
             degrees = f"dp={self.dp}, pp={self.pp}{context} and tp={self.tp}"
             allowed = f"{self.ranks}, the product of {degrees}"
-            raise ValueError(f"ranks={told(ranks)}: allowed is {allowed}")
+            raise ValueError(f"ranks={shorten_repr(ranks)}: allowed is {allowed}")
 
     def place(self, rank: int) -> dict[str, int]:
         """Return a rank's position along each axis: the digits of its number."""
@@ -247,7 +247,7 @@ def computed_again(recompute: str) -> frozenset[str]:
         return frozenset()
     named = ["attention"] if recompute == "selective" else str(recompute).split("+")
     if len(set(named) & set(OPERATORS)) < len(named):
-        some = f"some of {listed(OPERATORS)} joined by '+'"
+        some = f"some of {join_names(OPERATORS)} joined by '+'"
         allowed = f"'none', 'selective' and 'full', and {some}"
         raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
     return frozenset(named)

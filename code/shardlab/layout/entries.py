@@ -136,7 +136,7 @@ def _latent_attention(c: Config) -> Iterator[Entry]:
         enters = c.query_latent
         yield Entry("attention.query_down.weight", (enters, c.hidden), "attention", partly=True)
         yield Entry("attention.query_norm.weight", (enters,), "norms", partly=True)
-    wide, width = c.heads * c.head_size, c.content_size + c.value_size
+    wide, width = c.heads * c.head_size, c.nope_head_size + c.value_size
     cut = {"tp": 0, "along": "heads", "units": c.heads}
     yield Entry("attention.query.weight", (wide, enters), "attention", **cut)
     down = c.latent + c.rotary

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.arguments import check_one_of, is_whole, told
+from shardlab.common.arguments import check_one_of, is_integer, shorten_repr
 from shardlab.common.shapes import Config
 
 from .entries import Entry, in_layer, outside
@@ -134,9 +134,9 @@ def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
         check_one_of(STAGE_RULES, stages=rule)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
-    if not counts or not all(map(is_whole, rule)):
+    if not counts or not all(map(is_integer, rule)):
         allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={pp} whole numbers"
-        raise ValueError(f"stages={told(rule)}: allowed are {allowed}")
+        raise ValueError(f"stages={shorten_repr(rule)}: allowed are {allowed}")
 
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from shardlab.common.arguments import told
+from shardlab.common.arguments import shorten_repr
 from shardlab.common.shapes import Config
 
 from .entries import COPIED, Entry, of_kind, outside
@@ -218,7 +218,7 @@ def of_config(config: Config) -> Structure:
     order = []
     for layer in range(config.layers):
         sparse = config.experts > 0 and layer >= config.dense_layers
-        order.append(found.setdefault((sparse, config.window_of(layer)), len(found)))
+        order.append(found.setdefault((sparse, config.get_window(layer)), len(found)))
     kinds = tuple(_kind(config, *what) for what in found)
     ends = config.hidden, config.vocab, config.seq
     return Structure(*ends, kinds, tuple(order), outside(config), config.tied, own=config)
@@ -248,7 +248,7 @@ def own_config(config: Config | Structure, **asked: object) -> Config:
     """
     found = structure(config)
     if found.own is None:
-        words = ", ".join(f"{name}={told(value)}" for name, value in asked.items())
+        words = ", ".join(f"{name}={shorten_repr(value)}" for name, value in asked.items())
         allowed = f"models that the course's own GPT can be, which no {found.model_type} is"
         raise ValueError(f"{words}: allowed are {allowed}")
     return found.own

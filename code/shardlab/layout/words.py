@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardlab.common.arguments import told
+from shardlab.common.arguments import shorten_repr
 
 from .core import AXES, OFFLOADS, Layout
 from .stages import SCHEDULES, STAGE_RULES
@@ -45,7 +45,11 @@ def read(text: str) -> Layout:
     for part in filter(None, (part.strip() for part in text.split(","))):
         found = _field(part)
         if not found or found.keys() & fields:
-            said = f"{told(part)} is said twice" if found else f"{told(part)} is no part of one"
+            said = (
+                f"{shorten_repr(part)} is said twice"
+                if found
+                else f"{shorten_repr(part)} is no part of one"
+            )
             raise ValueError(f"layout: {said}; allowed are words as in {EXAMPLE!r}")
         fields |= found
     chunks = {"zb-v": 2}.get(fields.get("schedule", ""))

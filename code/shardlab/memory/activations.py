@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.arguments import check_one_of, check_whole
+from shardlab.common.arguments import check_integer, check_one_of
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, Layout, computed_again, structure
 
@@ -173,7 +173,7 @@ def activations(
     less = 0 if recompute == "full" or not config.experts else dense * (layer - plain)
     # Plain scores add the mask without keeping it.
     masked = kind == "fused" and recompute != "full" and "attention" not in again
-    windowed = sum(config.window_of(layer) is not None for layer in here.numbers)
+    windowed = sum(config.get_window(layer) is not None for layer in here.numbers)
     masks = z.mask * windowed if masked else 0
     working = {moment: size - shared for moment, size in backward.items()}
     last = here.head
@@ -203,7 +203,7 @@ def tokens_of(seq: int, layout: Layout) -> int:
 
     Raises ValueError for no tokens, and if the degrees do not divide them.
     """
-    check_whole(seq=seq)
+    check_integer(seq=seq)
     if seq % layout.cp:
         raise ValueError(f"cp={layout.cp}: allowed are divisors of seq={seq}")
     seq //= layout.cp

@@ -198,7 +198,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
     stream, edge = tokens * h * element, b_s * h * element if sequence and tp > 1 else 0
     few = -(-config.key_value_heads // tp)  # ranks may hold copies of the same head
     size, values = config.head_size, config.value_size
-    beside = config.content_size if config.latent else 0  # keys in the values' tensor
+    beside = config.nope_head_size if config.latent else 0  # keys in the values' tensor
     as_is = element == 4 and 1 in (batch, config.heads // tp)  # else a product copies the tensor
     return Sizes(
         stream=stream,
@@ -219,7 +219,7 @@ def sizes(config: Config, batch: int, seq: int, element: int, tp: int, sequence:
         rows=b_s * config.heads * 4 // tp,
         rows_of_a_head=b_s * 4,
         wide=b_s * config.ffn_width * element // tp,
-        chosen=b_s * config.chosen_width * element // tp,
+        chosen=b_s * config.active_expert_width * element // tp,
         tables=4 * seq * ((config.rotary or size) // 2) * element,
         logits_fp32=b_s * -(-config.vocab // tp) * 4,
         element=element,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardlab.common.arguments import check_whole, given
+from shardlab.common.arguments import check_integer, drop_none
 from shardlab.common.shapes import Config
 from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
 from shardlab.layout.entries import Entry
@@ -30,7 +30,7 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
     if isinstance(stage, Stage):
         return stage
     found = layout.parts(config)
-    check_whole(0, layout.pp - 1, **given(stage=stage))
+    check_integer(0, layout.pp - 1, **drop_none(stage=stage))
     return found[-1 if stage is None else stage]
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import pipeline, sequence_parallel, tensor_parallel, zero
-from shardlab.common.arguments import check_kind
+from shardlab.common.arguments import check_type
 from shardlab.data_parallel.buckets import add_up, clip_by_joint_norm
 from shardlab.gpt.model import GPT, IGNORED
 from shardlab.layout import Layout
@@ -116,7 +116,7 @@ class Parallel(nn.Module):
 
     def __init__(self, model: GPT, groups: Groups, layout: Layout, seed: int = 0):
         super().__init__()
-        check_kind(GPT, model=model)
+        check_type(GPT, model=model)
         check_cuts(model.config, layout)
         check_same(*groups, config=model.config, layout=layout, seed=seed)
         for axis, group in zip(AXES, groups, strict=True):

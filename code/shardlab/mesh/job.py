@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlab import ranks
 from shardlab.common import text
-from shardlab.common.arguments import check_kind, check_whole
+from shardlab.common.arguments import check_integer, check_type
 from shardlab.common.shapes import Config
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
@@ -41,9 +41,9 @@ class Job:
     steps: int = 5
 
     def __post_init__(self) -> None:
-        check_whole(3, steps=self.steps)
-        check_kind(Config, config=self.config)
-        check_kind(Layout, layout=self.layout)
+        check_integer(3, steps=self.steps)
+        check_type(Config, config=self.config)
+        check_type(Layout, layout=self.layout)
         check_cuts(self.config, self.layout, self.config.seq)
         if (size := self.layout.ranks) > (most := ranks.max_ranks()):
             raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
@@ -59,7 +59,7 @@ class Job:
 
 def batch_of(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of all replicas in a step, [batch, seq] each."""
-    tokens, targets = text.batch(config.seq, batch, start=step * batch)
+    tokens, targets = text.get_batch(config.seq, batch, start=step * batch)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 

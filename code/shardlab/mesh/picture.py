@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from shardlab.common import show
-from shardlab.common.show.drawing import canvas, on, title, words
+from shardlab.common.show.drawing import draw_text, draw_title, make_canvas, pick_text_color
 from shardlab.layout import Layout
 
 from .groups import panels, said
@@ -35,10 +35,10 @@ def draw(layout: Layout, node: int) -> Figure:
         {axis: said(layout, axis, node) for axis in shown},
         *((26, 6) if few else (10, 3)),
     )
-    figure, axes = canvas(found.wide / PIXELS, found.high / PIXELS)
+    figure, axes = make_canvas(found.wide / PIXELS, found.high / PIXELS)
     axes.set(xlim=(0, found.wide), ylim=(found.high, 0))
     for x, y, text, place in found.words:
-        put = title if place == "start" else words
+        put = draw_title if place == "start" else draw_text
         put(axes, x, y, text, ha={"start": "left"}.get(place, "center"), fontsize=9)
     for x, y, wide, high in found.frames:
         look = {"fill": False, "ec": show.INK, "lw": 0.8, "alpha": 0.5}
@@ -51,7 +51,7 @@ def draw(layout: Layout, node: int) -> Figure:
         look = {"fc": color, "ec": show.INK, "lw": 0.8}
         axes.add_patch(Rectangle((x, y), found.size, found.size, **look))
         if few:
-            words(axes, x + half, y + half, str(rank), color=on(color), fontsize=9)
+            draw_text(axes, x + half, y + half, str(rank), color=pick_text_color(color), fontsize=9)
     return figure
 
 

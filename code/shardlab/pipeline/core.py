@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardlab import ranks
 from shardlab.common import gpu
-from shardlab.common.arguments import given
+from shardlab.common.arguments import drop_none
 from shardlab.data_parallel.buckets import average_gradients, copy_from_rank_0
 from shardlab.gpt.model import IGNORED
 from shardlab.ranks import agree, p2p
@@ -122,7 +122,7 @@ def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
     All ranks of `group` call this together.
     """
-    if not gpu.carries(p2p.carrier(device, group)):
+    if not gpu.is_gpu_backend(p2p.carrier(device, group)):
         return group
     if group not in _ways_back:
         members = dist.get_process_group_ranks(group)
@@ -317,7 +317,7 @@ class Pipeline(Held):
         back: dist.ProcessGroup | None = None,
         check: bool = True,
     ):
-        for name, other in given(replicas=replicas, back=back).items():
+        for name, other in drop_none(replicas=replicas, back=back).items():
             ranks.check_group(other, name)
         copies = None if replicas is None else dist.get_world_size(replicas)
         super().__init__(parts, schedule, group, between, check, record=record, replicas=copies)

@@ -21,7 +21,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from shardlab.common.show import INK, RANK_COLORS
-from shardlab.common.show.drawing import canvas, on, title
+from shardlab.common.show.drawing import draw_title, make_canvas, pick_text_color
 
 from .simulate import Span, Timeline
 
@@ -71,9 +71,9 @@ def draw(
         y += timeline.schedule.stages * (TALL + GAP) + 0.1
     entries = _entries(shown, left, width)
     height = y + 0.3 + max([down + LINE for _, down, _, _ in entries], default=0)
-    figure, axes = canvas(width, height)
+    figure, axes = make_canvas(width, height)
     for i, (timeline, top) in enumerate(zip(shown, tops, strict=True)):
-        title(axes, left, top - 0.16, titles[i], ha="left", fontsize=10.5)
+        draw_title(axes, left, top - 0.16, titles[i], ha="left", fontsize=10.5)
         rows(axes, timeline, left, top, unit)
         if heads:
             place = width - right + 0.1
@@ -162,7 +162,7 @@ def _number(axes: Axes, x: float, y: float, wide: float, span: Span, chunks: int
     top = foot - LOW * TALL if span.kind == "W" else y
     # Centred by hand: matplotlib would centre the line with its room for descenders.
     base = (top + foot) / 2 + 0.35 * size / 72
-    color = on(shade(span.kind, span.chunk, chunks))
+    color = pick_text_color(shade(span.kind, span.chunk, chunks))
     axes.text(x + wide / 2, base, words, color=color, ha="center", va="baseline", fontsize=size)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardlab.common.arguments import RANKS, check_count, check_whole, told
+from shardlab.common.arguments import MAX_COUNT, check_count, check_integer, shorten_repr
 
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("RF", "SF", "RB", "SB")
@@ -105,7 +105,7 @@ def vee(stages: int) -> tuple[tuple[int, ...], ...]:
 def check_size(stages: int, microbatches: int, chunks: int = 1) -> None:
     """Raise ValueError for numbers below 1, and for more passes than the course allows."""
     check_count(stages=stages, microbatches=microbatches, chunks=chunks)
-    check_whole(1, RANKS // (stages * chunks), microbatches=microbatches)
+    check_integer(1, MAX_COUNT // (stages * chunks), microbatches=microbatches)
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
@@ -117,12 +117,12 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int | None = Non
     Raises ValueError for an unknown name, numbers below 1, and chunks that a schedule cannot have.
     """
     if name not in NAMES:
-        raise ValueError(f"schedule={told(name)}: allowed are {', '.join(NAMES)}")
+        raise ValueError(f"schedule={shorten_repr(name)}: allowed are {', '.join(NAMES)}")
     if name == "interleaved":
         return interleaved(stages, microbatches, 2 if chunks is None else chunks)
     fixed = 2 if name == "zb-v" else 1
     if chunks is not None and chunks != fixed:
-        raise ValueError(f"chunks={told(chunks)}: allowed for {name} is {fixed}")
+        raise ValueError(f"chunks={shorten_repr(chunks)}: allowed for {name} is {fixed}")
     of_one_chunk = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
     split = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}
     return (of_one_chunk | split)[name](stages, microbatches)

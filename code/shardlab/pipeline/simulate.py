@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 
 from .schedules import Action, Schedule
 from .validate import before, live, result, validate
@@ -155,7 +155,7 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 
     Raises ValueError for costs below 0 or not finite, and for fewer layers than parts.
     """
-    check_whole(1, len(costs), parts=parts)
+    check_integer(1, len(costs), parts=parts)
     # Integers in a common unit: rounded sums would make equal cuts differ, and so would the
     # rounding of 4/7 to a float. So costs are the nearest simple fractions of the largest one.
     largest = max(costs) or 1

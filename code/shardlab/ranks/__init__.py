@@ -34,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardlab.common import gpu, stale
-from shardlab.common.arguments import check_number, check_one_of, check_whole
-from shardlab.common.launcher import local_rank_of
-from shardlab.common.show.timed import slowdown
+from shardlab.common import gpu, stale_code
+from shardlab.common.arguments import check_integer, check_number, check_one_of
+from shardlab.common.launcher import read_local_rank
+from shardlab.common.show.timing import measure_slowdown
 
 from . import blame, stacks, start, torchrun, worker
 from .agree import check_group, check_model, check_same, check_same_once, check_trained
@@ -102,14 +102,14 @@ def place(world_size: int, device: str = "auto") -> tuple[str, str]:
 
 def _place(here: int, device: str) -> tuple[str, str]:
     """Return backend and device for `here` ranks on this machine, whoever starts them."""
-    check_one_of(("auto", "cpu", *gpu.CARRIERS), device=device)
-    kind, gpus = gpu.kind(), gpu.module().device_count()
-    if device in gpu.CARRIERS and (device != kind or not gpus):
+    check_one_of(("auto", "cpu", *gpu.GPU_BACKENDS), device=device)
+    kind, gpus = gpu.get_device_type(), gpu.get_device_module().device_count()
+    if device in gpu.GPU_BACKENDS and (device != kind or not gpus):
         raise ValueError(f"device={device!r}: there is none here; allowed are 'auto' and 'cpu'")
     if device == "cpu" or not gpus:
         return "gloo", "cpu"
     if gpus >= here:
-        return f"cpu:gloo,{kind}:{gpu.CARRIERS[kind]}", kind
+        return f"cpu:gloo,{kind}:{gpu.GPU_BACKENDS[kind]}", kind
     if device == "xpu":
         words = f"{here} ranks want a GPU each, of {gpus}; allowed are 'auto' and 'cpu'"
         raise ValueError(f"device='xpu': {words}")
@@ -118,10 +118,10 @@ def _place(here: int, device: str) -> tuple[str, str]:
 
 def device() -> torch.device:
     """Return this rank's device; outside a run, the device that a single rank would get."""
-    inside, gpus = worker._inside, gpu.module().device_count()
+    inside, gpus = worker._inside, gpu.get_device_module().device_count()
     if not gpus or (inside is not None and inside.device == "cpu"):
         return torch.device("cpu")
-    return torch.device(gpu.kind(), local_rank_of(os.environ) % gpus)
+    return torch.device(gpu.get_device_type(), read_local_rank(os.environ) % gpus)
 
 
 def run(
@@ -154,7 +154,7 @@ def run(
     Raises RankError when a rank fails, dies, hangs or leaves; ValueError or TypeError, before any
     process starts, for invalid arguments.
     """
-    stale.notice()
+    stale_code.warn_stale_modules()
     under_torchrun = torchrun.launched()
     if under_torchrun:
         torchrun.enter()
@@ -175,8 +175,8 @@ def run(
     history[backend, device, world_size] += 1
     if method == "auto":
         # A former rank of torchrun has stale caches in torch and DTensor offsets.
-        spoilt = gpu.module().is_initialized() or under_torchrun
-        spoilt = spoilt or (device in gpu.CARRIERS and not start.gpus_survive_fork())
+        spoilt = gpu.get_device_module().is_initialized() or under_torchrun
+        spoilt = spoilt or (device in gpu.GPU_BACKENDS and not start.gpus_survive_fork())
         method = "fresh" if spoilt or not hasattr(os, "fork") else "fork"
     worker.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as directory:
@@ -197,7 +197,7 @@ def pretend(
     large data (`torch._subclasses.FakeTensorMode`). Returns the result of `fn`, whose tensors need
     data. Raises ValueError for an invalid world size; RankError as `run` does.
     """
-    check_whole(world_size=world_size)
+    check_integer(world_size=world_size)
     return run(_alone, 1, fn, world_size, args, timeout=timeout, device="cpu")[0]
 
 
@@ -259,7 +259,7 @@ def _check(fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method
         raise TypeError(f"fn={fn!r}: run needs a function, fn(*args)")
     if worker._inside is not None:
         raise ValueError("run was called inside a rank; only the caller of ranks may start them")
-    check_whole(1, max_ranks(), world_size=world_size)
+    check_integer(1, max_ranks(), world_size=world_size)
     check_number(timeout=timeout)
     check_one_of(("auto", "fork", "fresh"), method=method)
     try:
@@ -285,7 +285,7 @@ def _wait(processes: list[start.Process], timeout: float, scaled: bool) -> float
             left = deadline - time.monotonic()
             if left <= 0 and extend:
                 extend = False
-                deadline += limit * (min(slowdown(), worker.MAX_SLOWDOWN) - 1)
+                deadline += limit * (min(measure_slowdown(), worker.MAX_SLOWDOWN) - 1)
             elif left <= 0:
                 return limit
             # 50 ms: a death closes the pipe at once, unless a helper process of the rank holds it

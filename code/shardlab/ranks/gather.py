@@ -90,7 +90,7 @@ def reduce_scatter(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     equal = rows is None or len(set(rows)) == 1
     m = len(x) // size if rows is None else rows[rank]
-    if gpu.carries(carrier(x.device, group)) and equal:
+    if gpu.is_gpu_backend(carrier(x.device, group)) and equal:
         total = x.new_empty((m, *x.shape[1:]))
         work = reduce_scatter_single(total, x, group=group, async_op=True)
         return lambda: (work.wait(), total)[1]

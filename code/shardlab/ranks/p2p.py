@@ -120,7 +120,7 @@ def carrier(device: torch.device, group: dist.ProcessGroup | None = None) -> str
 
 
 def _through_host(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    return gpu.is_on(tensor.device) and not gpu.carries(carrier(tensor.device, group))
+    return gpu.is_gpu(tensor.device) and not gpu.is_gpu_backend(carrier(tensor.device, group))
 
 
 def _global(peer: int, group: dist.ProcessGroup | None) -> int:

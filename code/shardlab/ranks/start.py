@@ -73,7 +73,7 @@ def gpus_survive_fork() -> bool:
     """
     pid = _fork()
     if not pid:
-        os._exit(int(gpu.module()._is_in_bad_fork()))
+        os._exit(int(gpu.get_device_module()._is_in_bad_fork()))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

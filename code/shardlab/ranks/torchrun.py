@@ -303,8 +303,8 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
 def _as_if_alone(job: worker.Job) -> Iterator[None]:
     """Set up the state that `run` gives to a rank it starts, and restore this process's own."""
     threads, hook = torch.get_num_threads(), sys.excepthook
-    gpus = [] if job.device == "cpu" else [gpu.module().current_device()]
-    with torch.random.fork_rng(gpus, device_type=gpu.kind()), warnings.catch_warnings():
+    gpus = [] if job.device == "cpu" else [gpu.get_device_module().current_device()]
+    with torch.random.fork_rng(gpus, device_type=gpu.get_device_type()), warnings.catch_warnings():
         torch.set_rng_state(job.rng_state)
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")

@@ -59,7 +59,7 @@ class Job:
     @property
     def by_nccl(self) -> bool:
         """True if nccl or xccl moves the tensors: then `wait` blocks the GPU, not the process."""
-        return self.device != "cpu" and gpu.CARRIERS[self.device] in self.backend
+        return self.device != "cpu" and gpu.GPU_BACKENDS[self.device] in self.backend
 
     def file(self, kind: str, rank: int | None = None) -> Path:
         """Return a file in the run's folder: the run's own, or that of one rank."""
@@ -168,8 +168,8 @@ def use_gpu(local_rank: int) -> None:
 
     This takes seconds, so it happens before the clock of a run starts.
     """
-    gpu.module().set_device(local_rank % gpu.module().device_count())
-    one = torch.ones(1, 1, device=gpu.kind())
+    gpu.get_device_module().set_device(local_rank % gpu.get_device_module().device_count())
+    one = torch.ones(1, 1, device=gpu.get_device_type())
     one @ one
 
 
@@ -180,7 +180,7 @@ def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
     """
     value = fn(*args)
     if job.device != "cpu":
-        gpu.module().synchronize()
+        gpu.get_device_module().synchronize()
     return value
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.common.arguments import check_kind
+from shardlab.common.arguments import check_type
 from shardlab.gpt.latent import LatentAttention
 from shardlab.gpt.model import GPT, Attention, FeedForward
 from shardlab.layout.entries import COPIED
@@ -310,7 +310,7 @@ def parallelize(model: GPT, group: Group, edges: Edges = REPLICATED) -> GPT:
     its sizes; and on every rank when models or arguments differ.
     """
     _, ranks = check_group(group)
-    check_kind(GPT, model=model)
+    check_type(GPT, model=model)
     if hasattr(model, "tensor_group"):
         raise ValueError("model: it is parallelized already; allowed is a plain GPT")
     check_degree(model.config, ranks)

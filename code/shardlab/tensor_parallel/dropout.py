@@ -42,8 +42,8 @@ def own_seed(group: Group, device: torch.device) -> Iterator[None]:
     # the generator's state first, and so draws the same number again.
     seed = int(torch.randint(2**62, (), device="cpu")) + dist.get_rank(group)
     generator = torch.default_generator
-    if gpu.is_on(device):
-        generator = gpu.module().default_generators[device.index]
+    if gpu.is_gpu(device):
+        generator = gpu.get_device_module().default_generators[device.index]
     state = generator.get_state()
     generator.manual_seed(seed)
     try:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlab import ranks
-from shardlab.common.arguments import RANKS, check_whole
+from shardlab.common.arguments import MAX_COUNT, check_integer
 
 from .core import checking
 from .messages import Mismatch
@@ -56,7 +56,7 @@ def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> V
     Raises ValueError before anything starts for degrees that are not whole numbers of at least 2,
     and for a step that does not take these axes. Other errors of `step` are raised as RankError.
     """
-    check_whole(2, RANKS, **degrees)
+    check_integer(2, MAX_COUNT, **degrees)
     try:
         inspect.signature(step).bind(**dict.fromkeys(degrees))
     except TypeError as error:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from shardlab.common.text import Windows, parts
+from shardlab.common.text import TokenWindows, load_splits
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train.one_gpu import generate, parse_options
 
@@ -52,8 +52,8 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     done, best, losses = 0, (math.inf, math.inf), []
 
-    texts = parts()
-    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
+    texts = load_splits()
+    train, validation, test = (TokenWindows(config.seq, part[: limit or None]) for part in texts)
     sampler = DistributedSampler(train, world, rank, seed=seed, drop_last=True)
     loader = DataLoader(train, batch // world, sampler=sampler, drop_last=True)
 

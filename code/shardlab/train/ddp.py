@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
-from shardlab.common.text import Windows, parts
+from shardlab.common.text import TokenWindows, load_splits
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train.one_gpu import evaluate, generate, parse_options
 
@@ -51,8 +51,8 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     done, best, losses = 0, (math.inf, math.inf), []
 
-    texts = parts()
-    train, validation, test = (Windows(config.seq, part[: limit or None]) for part in texts)
+    texts = load_splits()
+    train, validation, test = (TokenWindows(config.seq, part[: limit or None]) for part in texts)
     order = torch.Generator()
     sampler = RandomSampler(train, generator=order)
     loader = DataLoader(train, batch, sampler=sampler, drop_last=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from shardlab.common.text import Windows, parts
+from shardlab.common.text import TokenWindows, load_splits
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     for name, default in {"steps": 400, "every": 100, "batch": 16, "limit": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    train, validation, _ = (Windows(64, part[: args.limit or None]) for part in parts())
+    train, validation, _ = (TokenWindows(64, part[: args.limit or None]) for part in load_splits())
     trainer = build_trainer(args.folder, args.nodes, args.steps, args.every)
     per_rank, rest = divmod(args.batch, trainer.world_size)  # a DataLoader's batch size is per rank
     if per_rank < 1 or rest:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset
 
 from shardlab.common import show
 from shardlab.common.arguments import check_one_of
-from shardlab.common.text import Windows
+from shardlab.common.text import TokenWindows
 
 from .core import LitGPT
 
@@ -103,7 +103,7 @@ def fit_on_ranks(
         enable_model_summary=False,
     )
     model = LitGPT(strategy == "fsdp2")
-    data = Subset(Windows(64), range(windows))
+    data = Subset(TokenWindows(64), range(windows))
     trainer.fit(model, DataLoader(data, batch_size=batch // size))
     weights = {name: gather_full_tensor(w).clone() for name, w in model.net.state_dict().items()}
     return recorder.losses, recorder.norms, weights
@@ -114,6 +114,6 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def show_batch_file() -> show.Shown:
+def show_batch_file() -> show.DisplayResult:
     """Show the file lightning.sbatch."""
     return show.file(Path(__file__).with_name("lightning.sbatch"), "bash")

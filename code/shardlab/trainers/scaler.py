@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlab.common.arguments import check_number, check_whole
+from shardlab.common.arguments import check_integer, check_number
 from shardlab.ranks import check_group
 
 
@@ -43,7 +43,7 @@ class LossScaler:
         group: dist.ProcessGroup | None = None,
     ):
         check_number(scale=scale)
-        check_whole(interval=interval)
+        check_integer(interval=interval)
         if group is not None:
             check_group(group)
         self.scale, self.interval, self.group = float(scale), interval, group

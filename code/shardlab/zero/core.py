@@ -25,7 +25,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.data_parallel.buckets import MIB, copy_from_rank_0, in_backward
 
 from .flat import Flat, Gradients, Reducer
@@ -61,7 +61,7 @@ class Zero1(Sharded):
         late: bool = False,
     ):
         sizes = {"bucket_bytes": bucket_bytes, "first_bytes": first_bytes}
-        check_whole(**sizes)
+        check_integer(**sizes)
         super().__init__(module, group, compute_dtype, reduction, late=late, **sizes)
         trained = [p for p in module.parameters() if p.requires_grad]
         self._shard(reversed(trained), True, bucket_bytes, first_bytes)

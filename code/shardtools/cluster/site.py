@@ -17,7 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from shardlab.common.arguments import is_whole, told
+from shardlab.common.arguments import is_integer, shorten_repr
 from shardlab.common.files import read_text
 from shardtools import options
 
@@ -98,7 +98,7 @@ class Site:
             value, kind = getattr(self, field.name), type(field.default)
             form, allowed = FORMS.get(field.name, ("", "true and false"))
             if kind is int:
-                good, allowed = value == 0 or is_whole(value, 1, 64), "whole numbers, 1 to 64"
+                good, allowed = value == 0 or is_integer(value, 1, 64), "whole numbers, 1 to 64"
             elif kind is bool:
                 good = isinstance(value, bool)
             else:
@@ -107,7 +107,7 @@ class Site:
                     isinstance(one, str) and re.fullmatch(form, one) for one in each
                 )
             if value != field.default and not good:
-                raise ValueError(f"{field.name}={told(value)}: allowed: {allowed}")
+                raise ValueError(f"{field.name}={shorten_repr(value)}: allowed: {allowed}")
         if self.runtime != "apptainer --nv" and not self.container:
             raise ValueError(f"runtime={self.runtime!r}: allowed beside a container")
 
@@ -253,7 +253,7 @@ def read(given: str | Path, name: str = "site") -> Site:
     """Read a site's file. Raises ValueError for a bad file, key or value."""
     import yaml  # imported here: no other command needs it
 
-    text = read_text(name, given, "YAML files")
+    text = read_text(name, given, "a YAML file")
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -273,7 +273,7 @@ def of(found: Mapping[Any, Any]) -> Site:
     for key in found:
         if key not in names:
             near = options.nearest(str(key), names)
-            raise ValueError(f"key {told(key)}{near}: allowed are {', '.join(names)}")
+            raise ValueError(f"key {shorten_repr(key)}{near}: allowed are {', '.join(names)}")
     return Site(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import memory
-from shardlab.common.arguments import check_one_of, check_whole
+from shardlab.common.arguments import check_integer, check_one_of
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure, structure
 from shardtools import options
@@ -93,8 +93,8 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     layout = _layout(settings)
     if ranks is not None:
         layout.check(ranks)
-    check_whole(seq=settings.get("seq", 1))
-    check_whole(0, layout.pp - 1, stage=settings.get("stage", 0))
+    check_integer(seq=settings.get("seq", 1))
+    check_integer(0, layout.pp - 1, stage=settings.get("stage", 0))
     more: dict[str, Any] = {}
     unknown = ""
     if "model" in settings:
@@ -145,7 +145,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
     """
     fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
     if "batch" in settings:
-        check_whole(batch=settings["batch"])
+        check_integer(batch=settings["batch"])
         fields["micro_batch"] = settings.pop("batch")
     if fields.get("pp", 1) != 1:
         many = 1 if fields.get("schedule") == "gpipe" else 2

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardlab.common.arguments import check_number, check_whole
+from shardlab.common.arguments import check_integer, check_number
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
 from shardlab.mesh.groups import said
@@ -95,7 +95,7 @@ def _main(chosen: argparse.Namespace) -> int:
 def _groups(chosen: argparse.Namespace) -> str:
     """Format the groups of each axis, and which of them leave a node."""
     mesh, node = Layout(**_fields(chosen)), chosen.node
-    check_whole(node=node)
+    check_integer(node=node)
     if mesh.ranks % node:
         raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
     if mesh.ranks > MOST:
@@ -133,7 +133,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
     if fields.get("schedule") == "interleaved" and given["pp"] != 1:
         fields.setdefault("chunks", 2)
     layout = Layout(**fields)
-    check_whole(batch=batch)
+    check_integer(batch=batch)
     if batch % layout.batch:
         allowed = f"multiples of dp={layout.dp} copies times {layout.microbatches} micro-batches"
         raise ValueError(f"batch={batch}: allowed are {allowed}")

@@ -22,7 +22,7 @@ import shutil
 import sys
 from functools import partial
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.pipeline.schedules import NAMES, schedule
 from shardlab.pipeline.simulate import Timeline, simulate
 from shardlab.pipeline.terminal import text
@@ -55,8 +55,8 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.name not in NAMES:
         raise ValueError(f"schedule={chosen.name!r}: allowed are {', '.join(NAMES)}")
     whole = {"stages": "", "microbatches": ""} | {n: given[n] for n in WHOLE if n in given}
-    check_whole(**whole)
-    check_whole(1, MOST_STAGES, stages=whole["stages"])
+    check_integer(**whole)
+    check_integer(1, MOST_STAGES, stages=whole["stages"])
     passes = math.prod(whole.values()) * (2 if chosen.name == "zb-v" else 1)
     if passes > MOST:
         what = ", ".join(f"{name}={value}" for name, value in whole.items())

@@ -14,7 +14,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardtools import options
 
 PARTS = "data_parallel", "zero", "tensor_parallel", "pipeline", "experts"
@@ -51,7 +51,7 @@ def _main(chosen: argparse.Namespace) -> int:
         near = options.nearest(chosen.part, PARTS)
         raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
     seed = 0 if chosen.seed is None else chosen.seed
-    check_whole(0, seed=seed)
+    check_integer(0, seed=seed)
     folder = options.place("folder", chosen.folder)
     if not folder.is_dir():
         raise ValueError(f"folder={chosen.folder!r}: allowed are folders; --start makes one")

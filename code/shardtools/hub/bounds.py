@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from shardlab.common.arguments import LAYERS, is_whole, told
+from shardlab.common.arguments import MAX_LAYERS, is_integer, shorten_repr
 
 BYTES = 10**6  # most bytes of a file; the longest published one has 32,000
 SIZES = 10**8  # largest width, vocabulary or kernel
@@ -49,11 +49,11 @@ def read(text: str) -> tuple[dict[str, Any], str]:
         raise ValueError("allowed are files with a JSON object")
     kind = given.get("model_type")
     if not isinstance(kind, str) or not re.fullmatch(r"[\w.-]{1,80}", kind):
-        raise ValueError(f"model_type={told(kind)}: allowed is a name")
+        raise ValueError(f"model_type={shorten_repr(kind)}: allowed is a name")
     parts = (given, *(value for value in given.values() if isinstance(value, dict)))
     stored = [f"{key} ({part[key].get('quant_method')})"
               for part in parts for key in STORED if isinstance(part.get(key), dict)]  # fmt: skip
-    return _without(given), told(stored[0])[1:-1] if stored else ""
+    return _without(given), shorten_repr(stored[0])[1:-1] if stored else ""
 
 
 def _constant(text: str) -> float:
@@ -77,18 +77,20 @@ def _check(key: str, value: Any) -> None:
             if inner not in DROPPED:
                 _check(inner, one)
     elif isinstance(value, list):
-        if len(value) > LAYERS:
-            raise ValueError(f"{key}: a list of {len(value)} entries, allowed are {LAYERS}")
+        if len(value) > MAX_LAYERS:
+            raise ValueError(f"{key}: a list of {len(value)} entries, allowed are {MAX_LAYERS}")
         for one in value:
             _check(key, one)
     elif _NEEDED.match(key):
-        most = LAYERS if _MANY.search(key) else SIZES
-        if value is not None and not is_whole(value, 1, most):  # None: the class's default
-            raise ValueError(f"{key}={told(value)}: allowed are whole numbers, 1 to {most:,}")
+        most = MAX_LAYERS if _MANY.search(key) else SIZES
+        if value is not None and not is_integer(value, 1, most):  # None: the class's default
+            raise ValueError(
+                f"{key}={shorten_repr(value)}: allowed are whole numbers, 1 to {most:,}"
+            )
     elif isinstance(value, int | float) and abs(value) != float("inf"):
         wide, many = _WIDE.search(key), _MANY.search(key)
         least = -1 if wide else 0 if many else -NUMBERS  # -1: some files use it for "none"
-        most = SIZES if wide else LAYERS if many else NUMBERS
+        most = SIZES if wide else MAX_LAYERS if many else NUMBERS
         if not least <= value <= most:
             words = f"allowed are numbers from {least} to {most:,}"
-            raise ValueError(f"{key}={told(value)}: {words}")
+            raise ValueError(f"{key}={shorten_repr(value)}: {words}")

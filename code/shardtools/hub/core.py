@@ -19,7 +19,7 @@ def read(path: str | Path, name: str = "config") -> Structure:
     name: the argument's name in messages. Equal content is built once in a process.
     Raises ValueError for a file that is no config, and for a model that is not counted.
     """
-    text = read_text(name, path, "JSON files", bounds.BYTES)
+    text = read_text(name, path, "a JSON file", bounds.BYTES)
     try:
         return _read(text)
     except ValueError as error:

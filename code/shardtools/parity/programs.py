@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import ranks as launch
-from shardlab.common.arguments import PROCESSES, check_whole
+from shardlab.common.arguments import MAX_PROCESSES, check_integer
 
 from .comparison import Comparison
 from .core import Matcher
@@ -53,7 +53,7 @@ def check(
     Raises ValueError for programs that cannot be compared: they take no step, or another number of
     them, train nothing, draw other numbers each time, or name their parameters differently.
     """
-    check_whole(1, PROCESSES, ranks=ranks)
+    check_integer(1, MAX_PROCESSES, ranks=ranks)
     begin = time.perf_counter()
     record = _record_plain("plain", plain, draws, folder, False, timeout)
     middle = time.perf_counter()
@@ -98,7 +98,7 @@ def check_resume(
     """
     pair = ranks if isinstance(ranks, tuple) else (ranks, ranks)
     for number in pair:
-        check_whole(1, PROCESSES, ranks=number)
+        check_integer(1, MAX_PROCESSES, ranks=number)
     record = _record_plain("full_run", full_run, draws, folder, True, timeout)
     with tempfile.TemporaryDirectory(prefix="resume-") as name:
 
@@ -125,7 +125,7 @@ def keep_first_layers(model: nn.Module, layers: int = 2) -> nn.Module:
 
     Raises ValueError for a model that has no list of more layers of one class.
     """
-    check_whole(1, layers=layers)
+    check_integer(1, layers=layers)
     inside: tuple[str, ...] = ()
     total = 0
     for name, each in list(model.named_modules()):
@@ -158,7 +158,7 @@ def _record_plain(
     timeout: float,
 ) -> Record:
     """Return the plain program's record, made in a process of its own."""
-    check_whole(1, 100, draws=draws)
+    check_integer(1, 100, draws=draws)
     where = None if folder is None else create_folder(Path(folder))
     (record,) = launch.run(record_program, 1, plain, draws, where, every_step, timeout=timeout)
     check_plain_run(record, who)

@@ -73,8 +73,8 @@ def _get_rank_and_size() -> tuple[int, int]:
     """Return this process's rank, and the number of ranks."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    place = launcher.place(os.environ)
-    return (place.rank, place.size) if place else (0, 1)
+    place = launcher.read_launch_info(os.environ)
+    return (place.rank, place.world_size) if place else (0, 1)
 
 
 def compare_scripts(plain: list[str], parallel: list[str], folder: Path, draws: int) -> Report:

@@ -213,7 +213,7 @@ def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tupl
         backward.products += sum(shard_seconds(job, rates, p) for p in kind.raised)
     both = _Work(
         launches=_launch_seconds(job, rates, kind, forward.total + backward.total),
-        tensor=rates.extra_node * (ceil(job.layout.tp / job.machine.per_node) - 1),
+        tensor=rates.extra_node * (ceil(job.layout.tp / job.machine.gpus_per_node) - 1),
     )
     forward = forward.add_scaled(both, FORWARD_SHARE)
     return forward, backward.add_scaled(both, 1 - FORWARD_SHARE)
@@ -242,7 +242,7 @@ def _scan_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
 def _stream_seconds(job: Job, rates: RateValues, size: float) -> float:
     """Return the seconds to move `size` bytes per number of the residual stream."""
     taken = size * job.tokens * job.model.hidden / job.sequence_shards
-    return taken / (rates.memory * job.machine.stream)
+    return taken / (rates.memory * job.machine.memory_bandwidth)
 
 
 def _launch_seconds(job: Job, rates: RateValues, kind: Kind, gpu: float) -> float:
@@ -285,14 +285,14 @@ def _all_to_all_seconds(job: Job, rates: RateValues, routed: Routed | None) -> f
     tokens = job.tokens / job.sequence_shards
     sent = ELEMENT_BYTES * tokens * routed.chosen * routed.inputs / e  # bytes to each rank
     stride = layout.cut if layout.etp is not None else layout.tp * layout.cp
-    here = min(e, max(1, machine.per_node // stride))
-    inside = (here - 1) * sent / (rates.node * machine.inside)
+    here = min(e, max(1, machine.gpus_per_node // stride))
+    inside = (here - 1) * sent / (rates.node * machine.node_bandwidth)
     far = (e - here) * sent
     if job.profile.sends_tokens_once and e > here:  # a node gets one copy of each token
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
         far = ELEMENT_BYTES * tokens * routed.inputs * reached
-    return 2 * max(inside, rates.exposed_all_to_all * far / (rates.network * machine.between))
+    return 2 * max(inside, rates.exposed_all_to_all * far / (rates.network * machine.network_bandwidth))
 
 
 def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
@@ -300,9 +300,9 @@ def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
     t, machine = job.layout.tp, job.machine
     if t == 1:
         return 0.0
-    rate = rates.node * machine.inside
-    if t > machine.per_node:  # a ring over full nodes uses every network card of a node
-        rate = min(rate, rates.network * machine.between * machine.per_node)
+    rate = rates.node * machine.node_bandwidth
+    if t > machine.gpus_per_node:  # a ring over full nodes uses every network card of a node
+        rate = min(rate, rates.network * machine.network_bandwidth * machine.gpus_per_node)
     return 2 * 2 * (t - 1) / t * job.stream_bytes / rate
 
 
@@ -311,9 +311,13 @@ def _context_seconds(job: Job, rates: RateValues, core: Core | None, attention: 
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
         return 0.0
-    near = c * layout.tp <= job.machine.per_node
+    near = c * layout.tp <= job.machine.gpus_per_node
     machine = job.machine
-    rate = rates.node * machine.inside if near else rates.network * machine.between
+    rate = (
+        rates.node * machine.node_bandwidth
+        if near
+        else rates.network * machine.network_bandwidth
+    )
     taken = (c - 1) * ELEMENT_BYTES * job.tokens * core.pairs(layout.tp) / rate
     return max(0.0, taken - attention) if job.profile.overlaps_context else taken
 
@@ -323,7 +327,7 @@ def _head_work(job: Job, rates: RateValues) -> _Work:
     model, t = job.model, job.layout.tp
     forward = matmul_seconds(job, rates, model.vocab / t, model.hidden, in_16_bits=True)
     logits = job.tokens * model.vocab / t
-    read = job.profile.loss_bytes * logits / (rates.memory * job.machine.stream)
+    read = job.profile.loss_bytes * logits / (rates.memory * job.machine.memory_bandwidth)
     return _Work(products=(1 + BACKWARD_RATIO) * forward, elementwise=read)
 
 
@@ -337,7 +341,11 @@ def _message_seconds(job: Job, rates: RateValues, busy: float) -> float:
     if layout.pp == 1:
         return 0.0
     far, machine = job.nodes > 1, job.machine
-    rate = rates.network * machine.between if far else rates.node * machine.inside
+    rate = (
+        rates.network * machine.network_bandwidth
+        if far
+        else rates.node * machine.node_bandwidth
+    )
     each = rates.message_latency + job.stream_bytes / layout.tp / rate
     ends = 2 * layout.chunks * each * (layout.pp - 1)
     every = ends + 2 * layout.chunks * each * (layout.microbatches - 1)
@@ -350,4 +358,4 @@ def _optimizer_seconds(job: Job, rates: RateValues, params: float, own_params: f
     layout, profile = job.layout, job.profile
     update = profile.update_bytes * own_params if layout.offload == "none" else 0.0
     read = update + profile.accumulate_bytes * params * layout.microbatches
-    return rates.step + read / (rates.memory * job.machine.stream)
+    return rates.step + read / (rates.memory * job.machine.memory_bandwidth)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlab import memory
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Stage, Structure, structure
@@ -134,7 +134,7 @@ def compute_floor(
     Raises ValueError for a model that cannot be divided so.
     """
     seq = config.seq if seq is None else seq
-    check_whole(seq=seq)
+    check_integer(seq=seq)
     stages = layout.parts(config)
     check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
@@ -144,15 +144,19 @@ def compute_floor(
     tokens = layout.micro_batch * seq * layout.microbatches / layout.cp
     stream = tokens * config.hidden * ELEMENT_BYTES
     reduces = (6 if layout.recompute == "full" else 4) * len(structure(config).order) / layout.pp
-    near = machine.inside
-    if layout.tp > machine.per_node:
-        near = min(near, machine.between * machine.per_node)
+    near = machine.node_bandwidth
+    if layout.tp > machine.gpus_per_node:
+        near = min(near, machine.network_bandwidth * machine.gpus_per_node)
     tensor = reduces * 2 * (layout.tp - 1) / layout.tp * stream / near
     bubble = bubble_ratio(layout) * max(arithmetic, tensor)
 
     messages = 0.0
     if layout.pp > 1:
-        link = machine.inside if layout.ranks <= machine.per_node else machine.between
+        link = (
+            machine.node_bandwidth
+            if layout.ranks <= machine.gpus_per_node
+            else machine.network_bandwidth
+        )
         messages = 2 * layout.chunks * stream / layout.tp / link
     data = _data_seconds(config, machine, layout, stages)
     return Floor(arithmetic, tensor, bubble, data, messages)
@@ -183,10 +187,10 @@ def _data_seconds(
 
 def _ring_seconds(machine: Machine, volume: float, ranks: int, stride: int) -> float:
     """Return the seconds to send `volume` (n-1)/n bytes around n ranks, `stride` GPUs apart."""
-    here = min(ranks, max(1, machine.per_node // stride))  # ranks in one node
+    here = min(ranks, max(1, machine.gpus_per_node // stride))  # ranks in one node
     nodes = ceil_div(ranks, here)
-    inside = (here - 1) / here * volume / machine.inside
-    return max(inside, (nodes - 1) / nodes * volume / here / machine.between)
+    inside = (here - 1) / here * volume / machine.node_bandwidth
+    return max(inside, (nodes - 1) / nodes * volume / here / machine.network_bandwidth)
 
 
 def training_days(params: float, tokens: float, gpus: int, flops: float) -> float:

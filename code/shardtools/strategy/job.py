@@ -72,7 +72,7 @@ class Job:
     @property
     def nodes(self) -> int:
         """Nodes that the job takes."""
-        return ceil(self.layout.ranks / self.machine.per_node)
+        return ceil(self.layout.ranks / self.machine.gpus_per_node)
 
     @property
     def is_captured(self) -> bool:

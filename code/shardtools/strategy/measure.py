@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardlab import ranks
-from shardlab.common.machines import Machine, named
+from shardlab.common.machines import Machine, find_machine
 from shardlab.common.shapes import Config
 from shardlab.gpt.model import Block
 from shardlab.measure.count import clock
@@ -50,12 +50,12 @@ def measure_rates(profile: str = "course") -> Rates:
         torch.set_num_threads(threads)
     if node := _measure_node_link(on_gpu):
         measured_values["node"] = node
-    machine = named(name) or _make_machine(name, measured_values)
+    machine = find_machine(name) or _make_machine(name, measured_values)
     sheet = {
         "products": machine.flops,
         "attention": machine.flops,
-        "memory": machine.stream,
-        "node": machine.inside,
+        "memory": machine.memory_bandwidth,
+        "node": machine.node_bandwidth,
         "launch": 1.0,
     }
     rates = load_rates(profile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlab.common.arguments import check_whole
+from shardlab.common.arguments import check_integer
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
@@ -55,7 +55,7 @@ def predict(
     cut or distributed so, and for rates of another profile.
     """
     seq = config.seq if seq is None else seq
-    check_whole(seq=seq)
+    check_integer(seq=seq)
     job = Job(config, machine, layout, profile, seq)
     return predict_job(job, check_rates(profile, rates).to_values())
 

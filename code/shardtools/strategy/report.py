@@ -101,8 +101,8 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
     best = plan.feasible[0]
     lines = [
         f"{name} of {plan.config.total / 1e9:.3g} billion parameters on {plan.gpus} "
-        f"{plan.machine.name} ({plan.machine.per_node} to a node), {plan.batch} sequences of "
-        f"{plan.seq:,} tokens in a step; profile {plan.profile.name}: "
+        f"{plan.machine.name} ({plan.machine.gpus_per_node} to a node), {plan.batch} sequences "
+        f"of {plan.seq:,} tokens in a step; profile {plan.profile.name}: "
         f"{_describe_guesses(plan.rates)}",
         *["", *align_columns(table), ""],
         *[explain_first(plan), *describe_offload(plan, best)],
@@ -158,8 +158,8 @@ def describe_offload(plan: Plan, candidate: Candidate) -> list[str]:
     parts, size = candidate.prediction.seconds, candidate.prediction.host_bytes
     if not size:
         return []
-    gpus = min(plan.gpus, plan.machine.per_node)
-    link = HOST_LINK_SHARE * plan.machine.host
+    gpus = min(plan.gpus, plan.machine.gpus_per_node)
+    link = HOST_LINK_SHARE * plan.machine.host_bandwidth
     what = "the optimizer's states"
     if candidate.layout.offload == "parameters":
         what = f"weights and {what}"

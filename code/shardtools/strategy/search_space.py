@@ -34,7 +34,7 @@ def iter_base_layouts(plan: Plan, rejections: Counter[str]) -> Iterator[Layout]:
     rejections: gets the counts of impossible layouts by reason.
     """
     config, gpus, batch, seq = plan.config, plan.gpus, plan.batch, plan.seq
-    for tp in list_divisors(min(gpus, plan.machine.per_node)):
+    for tp in list_divisors(min(gpus, plan.machine.gpus_per_node)):
         if gpus % tp or plan.constraints.get("tp", tp) != tp:
             continue
         if seq % tp or not can_split_model(config, tp, plan.profile.replicates_kv_heads):

@@ -77,8 +77,8 @@ def clock(device: torch.device) -> float:
 
     A GPU runs asynchronously: without the wait, only the launches would be timed.
     """
-    if gpu.is_on(device):
-        gpu.module().synchronize(device)
+    if gpu.is_gpu(device):
+        gpu.get_device_module().synchronize(device)
     return time.perf_counter()
 
 
@@ -99,7 +99,7 @@ def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None
     Takes a fraction of a second on two cores. Returns the best of five: the machine's capability.
     """
     device = device or torch.device("cpu")
-    side, size = (8192, 2**30) if gpu.is_on(device) else (1024, 2**27)
+    side, size = (8192, 2**30) if gpu.is_gpu(device) else (1024, 2**27)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

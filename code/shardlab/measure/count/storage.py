@@ -102,17 +102,19 @@ class _HeldOnGPU(Held):
     def __init__(self, start: int, device: torch.device, limit: float = math.inf):
         self.device = device
         if limit < math.inf:
-            total = gpu.module().get_device_properties(device).total_memory
-            most = (gpu.module().memory_reserved(device) + limit - start) / total
-            gpu.module().set_per_process_memory_fraction(min(1.0, max(0.0, most)), device)
+            total = gpu.get_device_module().get_device_properties(device).total_memory
+            most = (gpu.get_device_module().memory_reserved(device) + limit - start) / total
+            gpu.get_device_module().set_per_process_memory_fraction(
+                min(1.0, max(0.0, most)), device
+            )
         self.trace = None
         self.offset = 0
         self.offset = start - self.now
         self.reset_peak()
 
     def _stat(self, which: str) -> int:
-        gpu.module().synchronize(self.device)
-        stats = gpu.module().memory_stats(self.device)
+        gpu.get_device_module().synchronize(self.device)
+        stats = gpu.get_device_module().memory_stats(self.device)
         return stats[f"requested_bytes.all.{which}"] + self.offset
 
     @property
@@ -124,7 +126,7 @@ class _HeldOnGPU(Held):
         return self._stat("peak")
 
     def reset_peak(self) -> None:
-        gpu.module().reset_peak_memory_stats(self.device)
+        gpu.get_device_module().reset_peak_memory_stats(self.device)
 
 
 class _Watching(TorchDispatchMode):
@@ -188,14 +190,14 @@ def held(
     before = tensors_of(*existing)
     if device is None:
         device = before[0].device if before else torch.device("cpu")
-    if gpu.is_on(device):
+    if gpu.is_gpu(device):
         if trace:
             raise ValueError("trace=True: allowed on the CPU alone; a GPU's allocator keeps none")
         try:
-            yield _HeldOnGPU(bytes_of(t for t in before if gpu.is_on(t.device)), device, most)
+            yield _HeldOnGPU(bytes_of(t for t in before if gpu.is_gpu(t.device)), device, most)
         finally:
             if limit is not None:
-                gpu.module().set_per_process_memory_fraction(1.0, device)
+                gpu.get_device_module().set_per_process_memory_fraction(1.0, device)
         return
     result = Held(bytes_of(before), trace, most)
     watching = _Watching(result)

@@ -50,7 +50,7 @@ def slow(
     like any process group: with functions of torch.distributed, torch's DDP, and the course's code.
     """
     check_number(0, latency=latency)
-    check_number(most=math.inf, bandwidth=bandwidth)
+    check_number(maximum=math.inf, bandwidth=bandwidth)
     carrier = dist.group.WORLD if group is None else group
     check_group(carrier)
 
@@ -58,7 +58,7 @@ def slow(
         return SlowGroup(rank, size, carrier, latency, bandwidth)
 
     name = f"slow{next(_numbers)}"
-    dist.Backend.register_backend(name, create, devices=["cpu", gpu.kind()])
+    dist.Backend.register_backend(name, create, devices=["cpu", gpu.get_device_type()])
     return dist.new_group(dist.get_process_group_ranks(carrier), backend=name)
 
 
@@ -112,7 +112,7 @@ class _Held(dist._Work):
         """Return a future of the result, for callers such as torch's DDP."""
         if self._future is None:
             devices = sorted(
-                {t.device for t in tree_leaves(self._result) if gpu.is_on(t.device)}, key=str
+                {t.device for t in tree_leaves(self._result) if gpu.is_gpu(t.device)}, key=str
             )
             self._future = torch.futures.Future(devices=devices or None)
             self._group.complete_later(self, self._future, self._result)
@@ -268,4 +268,4 @@ for _name in (*_COLLECTIVES, *_RENAMED):
 
 def _tag(tensor: torch.Tensor, tag: int) -> int:
     """Return a tag for the note: GPU notes are sent later, and must not match other messages."""
-    return tag + _NOTES if gpu.is_on(tensor.device) else tag
+    return tag + _NOTES if gpu.is_gpu(tensor.device) else tag

@@ -31,10 +31,10 @@ class Moment:
 
     def __init__(self, tensors: Any):
         self._now = time.monotonic()
-        device = next((t.device for t in tree_leaves(tensors) if gpu.is_on(t.device)), None)
+        device = next((t.device for t in tree_leaves(tensors) if gpu.is_gpu(t.device)), None)
         self.known = device is None
         if device is not None:
-            torch_gpu = gpu.module()
+            torch_gpu = gpu.get_device_module()
             with torch_gpu.device(device):
                 if device not in self._idle:
                     self._idle[device] = torch_gpu.Stream()

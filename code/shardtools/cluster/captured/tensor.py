@@ -24,7 +24,7 @@ else:
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for number in range(rank, SETTINGS["sequences"], size):
-    tokens, targets = text.batch(64, 1, start=number)
+    tokens, targets = text.get_batch(64, 1, start=number)
     value = loss(model(tokens), targets)
     value.backward()
     optimizer.step()

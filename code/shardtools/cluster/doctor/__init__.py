@@ -36,9 +36,9 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.common.arguments import check_number, check_one_of, check_whole
-from shardlab.common.launcher import Place, place
-from shardlab.common.machines import MACHINES, check_named, named
+from shardlab.common.arguments import check_integer, check_number, check_one_of
+from shardlab.common.launcher import LaunchInfo, read_launch_info
+from shardlab.common.machines import MACHINES, check_machine, find_machine
 from shardtools import options
 
 from . import checks, examine, folder, pairs
@@ -65,10 +65,10 @@ class Settings:
     def __post_init__(self) -> None:
         options.place("folder", self.folder)
         check_number(needs=self.needs)
-        check_number(most=LONGEST, timeout=self.timeout)
+        check_number(maximum=LONGEST, timeout=self.timeout)
         check_one_of(("auto", "cpu"), device=self.device)
         if self.machine:
-            check_named(machine=self.machine)
+            check_machine(machine=self.machine)
 
 
 # --- one rank: it works in a thread, so that its facts are known if it hangs
@@ -140,16 +140,18 @@ def _examine(meeting: Rendezvous, settings: Settings, group: Group, found: dict[
 # --- under a launcher, or with ranks started here
 
 
-def _launched(at: Place, settings: Settings) -> int:
+def _launched(at: LaunchInfo, settings: Settings) -> int:
     """Examine this process as one rank of a launched job, and exit."""
     os.environ["LOCAL_RANK"] = str(at.local_rank)
     store = open_store(at, settings.timeout)
-    meeting = Rendezvous(store, at.rank, at.size, settings.timeout)
+    meeting = Rendezvous(store, at.rank, at.world_size, settings.timeout)
 
     def group(backend: str) -> dist.ProcessGroup:
         own = dist.PrefixStore("group", store.clone())  # blocks; the main thread's store must not
         limit = timedelta(seconds=settings.timeout + 10)  # the doctor's own limit comes first
-        dist.init_process_group(backend, rank=at.rank, world_size=at.size, store=own, timeout=limit)
+        dist.init_process_group(
+            backend, rank=at.rank, world_size=at.world_size, store=own, timeout=limit
+        )
         return dist.group.WORLD
 
     findings = _consult(meeting, settings, group)
@@ -209,8 +211,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def _main(chosen: argparse.Namespace) -> int:
     settings = Settings(**options.given(chosen, Settings))
     number = torch.cuda.device_count() or 2 if chosen.ranks is None else chosen.ranks
-    check_whole(ranks=number)
-    if at := place(os.environ):
+    check_integer(ranks=number)
+    if at := read_launch_info(os.environ):
         if chosen.ranks is not None:
             words = "the launcher has started the ranks; leave --ranks out"
             raise ValueError(f"ranks={number}: {words}")
@@ -223,7 +225,7 @@ def _main(chosen: argparse.Namespace) -> int:
 def _show(settings: Settings, findings: Findings) -> int:
     """Print the verdict, and each row's evidence above its next step; return the exit status."""
     gpus = {gpu["name"] for gpu in findings.of("gpu").values()}
-    known = [named(name) for name in ([settings.machine] if settings.machine else gpus)]
+    known = [find_machine(name) for name in ([settings.machine] if settings.machine else gpus)]
     findings.machine = known[0] if len(known) == 1 else None
     rows = checks.verdicts(findings)
     bad = [row.check for row in rows if row.state == BAD]

@@ -243,7 +243,7 @@ def network(job: Findings) -> Judged:
         mine = [p for p in links if (host[p["pair"][0]] == host[p["pair"][1]]) == inside]
         if not mine:
             continue
-        assumed = getattr(job.machine, "inside" if inside else "between", 0)
+        assumed = getattr(job.machine, f"{'node' if inside else 'network'}_bandwidth", 0)
         enough = assumed * (FRACTION_INSIDE if inside else FRACTION)
         rates, waits = ([p[what] for p in mine] for what in ("bandwidth", "latency"))
         planner = f" (planner {size(assumed)}/s; {size(enough)}/s are enough)" if assumed else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardlab.common.launcher import Place
+from shardlab.common.launcher import LaunchInfo
 
 DONE, FAILED = "done", "failed"  # a rank's last step
 _TICK = 0.02  # seconds between two looks at the store
@@ -25,33 +25,36 @@ _LEAVE = 2.0  # seconds that rank 0, which may keep the store, waits for the oth
 _FAILED = 1.0  # seconds of silence after a rank has failed: others cannot go on without it
 
 
-def open_store(at: Place, patience: float) -> dist.Store:
+def open_store(at: LaunchInfo, patience: float) -> dist.Store:
     """Open the store at `at`, as its server on rank 0 unless the launcher keeps the store.
 
     The server listens only on rank 0's address, if that is an address of rank 0's host. Raises
     ValueError if no store answers there.
     """
     how: dict[str, Any] = {"timeout": timedelta(seconds=patience), "wait_for_workers": False}
-    if at.rank == 0 and not at.served:
+    if at.rank == 0 and not at.has_agent_store:
         how["is_master"] = True
         with suppress(OSError):
-            how["master_listen_fd"] = socket.create_server((at.address, at.port)).detach()
+            how["master_listen_fd"] = socket.create_server(
+                (at.master_addr, at.master_port)
+            ).detach()
     try:
-        return dist.PrefixStore("doctor", dist.TCPStore(at.address, at.port, **how))
+        return dist.PrefixStore("doctor", dist.TCPStore(at.master_addr, at.master_port, **how))
     except (dist.DistError, RuntimeError) as error:
         raise ValueError(
-            f"rank {at.rank} on {socket.gethostname()} found no store at {at.address}:{at.port} "
-            f"(MASTER_ADDR, MASTER_PORT) within {patience:g} s: rank 0 did not come, or cannot be "
+            f"rank {at.rank} on {socket.gethostname()} found no store at "
+            f"{at.master_addr}:{at.master_port} (MASTER_ADDR, MASTER_PORT) within "
+            f"{patience:g} s: rank 0 did not come, or cannot be "
             f"reached from here{loopback(at)} ({str(error).splitlines()[0]})"
         ) from None
 
 
-def loopback(at: Place) -> str:
+def loopback(at: LaunchInfo) -> str:
     """Explain that the rendezvous address is the loopback address ("" if it is not)."""
     with suppress(OSError):
-        address = str(socket.getaddrinfo(at.address, at.port)[0][4][0])
+        address = str(socket.getaddrinfo(at.master_addr, at.master_port)[0][4][0])
         if address.startswith("127.") or address == "::1":
-            words = f". MASTER_ADDR={at.address} is the loopback address: each host meets only "
+            words = f". MASTER_ADDR={at.master_addr} is the loopback address: each host meets only "
             return words + "itself there. Set the first node's name"
     return ""
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import psutil
 
-from shardlab.common.arguments import PROCESSES, check_whole
+from shardlab.common.arguments import MAX_PROCESSES, check_integer
 from shardtools import options
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
@@ -154,8 +154,8 @@ def start(folder: str | Path, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> B
     It runs until `stop(folder)`. Raises ValueError for a bad number, and for a folder where a Slurm
     runs or other files lie, SlurmError where Slurm is missing or fails.
     """
-    check_whole(1, PROCESSES, nodes=nodes)
-    check_whole(cpus=cpus)
+    check_integer(1, MAX_PROCESSES, nodes=nodes)
+    check_integer(cpus=cpus)
     folder = Path(folder).expanduser().resolve()
     allowed = ""
     if not re.fullmatch(r"(?a:[\w/.+-]{1,90})", str(folder)):  # a socket's name has at most 107

@@ -31,7 +31,7 @@ _WAITED = r"^srun: job \d+ (queued and waiting for|has been allocated) resources
 _OVERTAKEN = r"(srun: error: .*\n)(slurmstepd-.*\n)"
 
 
-def session(name: str, live: bool = True) -> show.Shown:
+def session(name: str, live: bool = True) -> show.DisplayResult:
     """Show a session: executed now, or, with `live=False` or without Slurm, as it was recorded.
 
     If the Slurm here does not run the session (slurmd needs mounted cgroups, for example), the
@@ -50,7 +50,7 @@ def session(name: str, live: bool = True) -> show.Shown:
     return show.terminal("".join(shown), caption)
 
 
-def job(name: str) -> show.Shown:
+def job(name: str) -> show.DisplayResult:
     """Show a file of jobs/ as it is."""
     return show.file(JOBS / name, "yaml" if name.endswith("yaml") else "bash")
 

@@ -36,7 +36,7 @@ def report(folder: str | Path) -> Figure:
         raise ValueError(f"folder={str(folder)!r}: allowed is a folder with samples-*.jsonl")
     metrics = Path(folder) / "metrics.jsonl"
     steps = [s for s in (lines(metrics) if metrics.exists() else ()) if "time" in s]
-    show.style()
+    show.set_style()
     figure, panels = plt.subplots(3 + bool(steps), 1, figsize=(6.4, 6.4), sharex=True)
     start = min(line["time"] for line in samples)
     gpus = any("gpu" in line for line in samples)

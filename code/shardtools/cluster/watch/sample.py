@@ -29,8 +29,8 @@ from typing import Any
 import psutil
 
 from shardlab.common import show
-from shardlab.common.arguments import check_whole
-from shardlab.common.launcher import local_rank_of, rank_of
+from shardlab.common.arguments import check_integer
+from shardlab.common.launcher import read_local_rank, read_rank
 from shardtools import options
 
 from .report import report
@@ -65,7 +65,7 @@ def find(launcher: int | None = None, job: int | None = None) -> dict[int, int]:
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
         with suppress(psutil.Error):  # ended meanwhile, or another user's
             environment, parent = process.environ(), process.ppid()
-            rank, step = rank_of(environment), environment.get("SLURM_STEP_ID", "")
+            rank, step = read_rank(environment), environment.get("SLURM_STEP_ID", "")
             if rank is None or (not top and environment.get("SLURM_JOB_ID") != str(job)):
                 continue
             if "RANK" in environment:
@@ -102,7 +102,7 @@ def _device(nvml: Any, environment: Mapping[str, str]) -> Any:
     visible = [name.strip() for name in listed.split(",") if name.strip()]
     if not visible:
         return None
-    name = visible[local_rank_of(environment) % len(visible)]
+    name = visible[read_local_rank(environment) % len(visible)]
     try:
         if name.isdigit():
             return nvml.nvmlDeviceGetHandleByIndex(int(name))
@@ -196,15 +196,15 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.draw:
         alt = "What each rank of the job used over time, and the duration of its steps."
         picture, path = report(chosen.folder), chosen.folder / "report.svg"
-        options.written("folder", path, lambda part: show.svg(picture, part, alt))
+        options.written("folder", path, lambda part: show.save_svg(picture, part, alt))
         print(path)
         return 0
     if (chosen.pid is None) == (chosen.job is None):
         raise ValueError(f"pid={chosen.pid}, job={chosen.job}: allowed is one of the two")
     if chosen.job is None:
-        check_whole(pid=chosen.pid)
+        check_integer(pid=chosen.pid)
     else:
-        check_whole(job=chosen.job)
+        check_integer(job=chosen.job)
     pids = find(chosen.pid, chosen.job)
     if not pids:
         raise ValueError(f"job={chosen.job}: no ranks")

@@ -76,7 +76,7 @@ def picture(found: Sequence[Arrival], durations: Mapping[int, Sequence[float]]) 
 
     durations: seconds of each step, as every rank measured them itself.
     """
-    show.style()
+    show.set_style()
     figure, panels = plt.subplots(2, 1, figsize=(6.2, 4.4), sharex=True)
     colors = show.RANK_COLORS
     for arrival in found:

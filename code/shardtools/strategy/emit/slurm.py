@@ -32,7 +32,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
 def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
     """Return the lines that request the plan's nodes and GPUs from Slurm for `time`."""
     n = target.ranks_per_node
-    nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.per_node}"
+    nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.gpus_per_node}"
     rows = [
         (True, "job-name=train", "name in squeue"),
         (True, f"nodes={target.nodes}", nodes),
@@ -42,7 +42,7 @@ def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
         (True, f"time={time}", "the job is killed after it; at most what the partition allows"),
         (True, "output=%x-%j.out", "x: the job's name, j: its number"),
         (True, "error=%x-%j.err", "errors in a file of their own"),
-        (n == target.machine.per_node, "exclusive",
+        (n == target.machine.gpus_per_node, "exclusive",
          "whole nodes: no traffic of other jobs"),
         (partition, f"partition={partition}", "a partition with such GPUs"),
     ]  # fmt: skip

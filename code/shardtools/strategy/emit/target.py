@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardlab.common.arguments import check_whole, listed
+from shardlab.common.arguments import check_integer, join_names
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
@@ -45,8 +45,8 @@ class Target:
         return cls(engine, own, machine, layout, own.seq if seq is None else seq)
 
     def __post_init__(self) -> None:
-        check_whole(seq=self.seq)
-        at, n = self.layout, self.machine.per_node
+        check_integer(seq=self.seq)
+        at, n = self.layout, self.machine.gpus_per_node
         check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
         if at.ranks > n and at.ranks % n:
             raise self.make_error(f"ranks={at.ranks}", f"be at most {n}, or a multiple of {n}")
@@ -57,7 +57,7 @@ class Target:
             self.check_allowed(experts=[0])
         if self.engine in ("torchtitan", "megatron", "course"):  # their files give the shape
             self.check_allowed(**{name: [only] for name, only in PLAIN_SHAPE.items()})
-            if self.config.content_size * self.config.heads != self.config.hidden:
+            if self.config.nope_head_size * self.config.heads != self.config.hidden:
                 raise self.make_error(f"head={self.config.head}", "be hidden / heads")
         if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of a sequence
             raise self.make_error(f"seq={self.seq}", f"be a multiple of 2·cp = {2 * at.cp}")
@@ -74,7 +74,7 @@ class Target:
         for name, values in allowed.items():
             value = getattr(self.layout if hasattr(self.layout, name) else self.config, name)
             if value not in values:
-                rule = f"be {'' if len(values) == 1 else 'one of '}{listed(values)}"
+                rule = f"be {'' if len(values) == 1 else 'one of '}{join_names(values)}"
                 raise self.make_error(f"{name}={value!r}", rule, when)
 
     def make_error(self, setting: str, rule: str, when: str = "") -> ValueError:
@@ -85,12 +85,12 @@ class Target:
     @property
     def nodes(self) -> int:
         """Number of nodes of the job."""
-        return -(-self.layout.ranks // self.machine.per_node)
+        return -(-self.layout.ranks // self.machine.gpus_per_node)
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each node."""
-        return min(self.layout.ranks, self.machine.per_node)
+        return min(self.layout.ranks, self.machine.gpus_per_node)
 
     @property
     def idle_percent(self) -> float:
@@ -130,7 +130,7 @@ class Target:
     @cached_property
     def reasons(self) -> dict[str, str]:
         """Reasons that several engines print, by the part of the layout that they explain."""
-        at, n = self.layout, self.machine.per_node
+        at, n = self.layout, self.machine.gpus_per_node
         tensor = "no matrix is cut: layers have no all-reduces"
         if at.tp > 1:
             inside = f"inside a node of {n}" if at.tp <= n else f"beyond a node of {n}: slow"

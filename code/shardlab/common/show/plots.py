@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from shardlab.common import show
 
-from .drawing import on
+from .drawing import pick_text_color
 
 if TYPE_CHECKING:
     from shardlab.measure import count
@@ -26,14 +26,14 @@ NO_RANK = [COLORS[i] for i in (4, 5, 7, 2)]  # colours that are easy to tell apa
 Trace = Sequence[tuple[float, int]]
 
 
-def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
+def plot_bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
     """Draw the bytes held over a training step, one panel for each run, on one scale.
 
     A run is (title, trace of `count.held`, the times at which forward began and forward, backward
     and step ended, bytes of weights, bytes of the optimizer's states). The x axis counts
     allocations and frees, whose order is equal in every run, because their times are not.
     """
-    show.style()
+    show.set_style()
     figure, panels = plt.subplots(
         len(runs), 1, figsize=(4.8, 2.7 * len(runs)), sharey=True, squeeze=False
     )
@@ -58,7 +58,7 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
             (0, states[0], "weights", WEIGHTS),
             (*states, "AdamW’s moments", MOMENTS),
         ):
-            style = {"va": "center", "fontsize": 9, "color": on(color)}
+            style = {"va": "center", "fontsize": 9, "color": pick_text_color(color)}
             axes.text(end / 60, (bottom + high) / 2, name, **style)
         first, second, last = (stop - begin + 1 for stop in ends)
         for name, at in (
@@ -66,7 +66,12 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
             ("gradients", (second + last) // 2),
         ):
             if sizes[at] - states[1] > 0.08 * top:  # high enough for the label
-                style = {"ha": "center", "va": "center", "fontsize": 9, "color": on(ACTIVATIONS)}
+                style = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 9,
+                    "color": pick_text_color(ACTIVATIONS),
+                }
                 axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
         start = 0
         for name, stop in zip(PHASES, ends, strict=True):
@@ -85,9 +90,9 @@ def bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> 
     return figure
 
 
-def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> Figure:
+def plot_roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> Figure:
     """Draw a machine's roofline with measured points (name, FLOP per byte, FLOP/s)."""
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(6.2, 3.6))
     left = min(intensity for _, intensity, _ in points) / 3
     right = max(intensity for _, intensity, _ in points) * 6
@@ -120,12 +125,12 @@ def roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]) -> 
     return figure
 
 
-def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
+def plot_layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
     """Draw a dot for each (GB of the fullest rank, seconds of a step, layout).
 
     The layout's `tp` and `pp` determine the dot's colour and shape.
     """
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(4.6, 3.2))
     cuts = {
         "copies": (lambda t, p: t == p == 1, "o"),
@@ -144,9 +149,9 @@ def layouts(points: Sequence[tuple[float, float, object]]) -> Figure:
     return figure
 
 
-def agreement(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+def plot_prediction_ratios(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     """Draw predicted / measured of each group's (predicted, measured) seconds, and a 10 % band."""
-    show.style()
+    show.set_style()
     figure, axes = plt.subplots(figsize=(4.6, 3.0))
     for (name, pairs), color, shape in zip(groups.items(), NO_RANK, "osD^", strict=False):
         style = {"color": color, "markersize": 6, "label": f"{name} ({len(pairs)})"}

@@ -205,8 +205,8 @@ def named(name: str, config: Config) -> str:
 def counted(text: str) -> int:
     """Parse a number of ranks or repeats from the command line."""
     value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= ranks.max_ranks():
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_ranks()}")
+    if not 1 <= value <= ranks.max_world_size():
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are 1 to {ranks.max_world_size()}")
     return value
 
 

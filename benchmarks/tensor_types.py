@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     for size in chosen.ranks if "loopback" in chosen.links else []:
         for layers, hidden in shapes:
             say(f"{layers} layers of {hidden}", f"{size} ranks")
-            found = ranks.pretend(measure, size, layers, hidden, rounds, timeout=600)
+            found = ranks.run_with_fake_group(measure, size, layers, hidden, rounds, timeout=600)
             times = {name: torch.tensor(seconds) for name, seconds in found.items()}
             given = f"{layers} layers, h = {hidden}", "spmd_types", size, "loopback", times
             rows.append(one_row(*given, chosen.repeats, lambda middle: middle["plain"]))

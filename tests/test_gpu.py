@@ -69,7 +69,7 @@ def test_a_hook_that_hangs_is_found():
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(work, 2, timeout=20)
     assert caught.value.ranks == [1] and "in stand_still" in str(caught.value)
-    assert "Rank 0 waits for it in all_reduce" in str(caught.value)
+    assert "Rank 0 waits for rank 1 in all_reduce" in str(caught.value)
 
 
 @pytest.mark.skipif(

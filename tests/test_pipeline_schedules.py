@@ -114,7 +114,7 @@ def torch_orders() -> tuple[list[tuple], int]:
 
 
 def test_interleaved_and_zb_v_are_torchs_own_orders() -> None:
-    found, refused = ranks.pretend(torch_orders, 8)
+    found, refused = ranks.run_with_fake_group(torch_orders, 8)
     assert len(found) > 200 and refused > 30  # torch refuses m that give no equal groups
     for name, p, m, v, theirs in found:
         made = schedule(name, p, m, v)

@@ -52,7 +52,7 @@ def refusals(chosen):
 
 def sound(number, seed):
     chosen = programs.draw(number, seed)
-    said = ranks.pretend(refusals, 2, chosen)
+    said = ranks.run_with_fake_group(refusals, 2, chosen)
     wrong = ranks.run(judged, 2, chosen, timeout=400, show=False)
     assert wrong[0] == wrong[1]
     passed = [names for names, why in zip(wrong[0], said, strict=True) if not why]

@@ -41,7 +41,7 @@ def both(chosen):
 
 def test_both_say_the_same_of_500_random_programs():
     chosen = programs.draw(500, seed=2)
-    said = ranks.pretend(both, 2, chosen)
+    said = ranks.run_with_fake_group(both, 2, chosen)
     differ = [
         p for p, (ours, theirs) in zip(chosen, said, strict=True) if bool(ours) != bool(theirs)
     ]

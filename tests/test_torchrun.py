@@ -72,10 +72,10 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
             print(error.ranks, str(error).splitlines()[0])
         print([x.tolist() for x in run(work, 4, 1)])  # more ranks than torchrun started
         try:
-            run(hangs, 2, timeout=2, apart=True)
+            run(hangs, 2, timeout=2, own_processes=True)
         except RankError as error:
             print(error.ranks)
-        print(ranks.pretend(dist.get_world_size, 512))
+        print(ranks.run_with_fake_group(dist.get_world_size, 512))
         print([x.tolist() for x in run(work, 3, 1)], flush=True)
 
         big = torch.arange(5_000_000.0)  # 20 MB; the launcher's store takes 8 MiB at once
@@ -89,10 +89,10 @@ def test_runs_of_every_kind_what_stands_between_them_and_an_error_at_the_end(
         """,
     )
     lines = done.stdout.splitlines()
-    beside = [line for line in lines if "beside" in line]  # one for each run elsewhere
-    assert [line.split(" beside")[0] for line in beside] == [
-        "[work on 4 ranks",
-        "[hangs on 2 ranks",
+    beside = [line for line in lines if "of its own" in line]  # one for each run elsewhere
+    assert [line.split(" of its own")[0] for line in beside] == [
+        "[work: starting 4 processes",
+        "[hangs: starting 2 processes",
     ]
     assert [line for line in lines if line not in beside] == [
         "[[1.0, 1.0], [1.0, 1.0], [30.0, 30.0], [30.0, 30.0], [30.0, 30.0]]",

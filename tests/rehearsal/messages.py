@@ -230,7 +230,7 @@ def _watched(name: str, original: Any) -> Any:
         if backend == CARRIER:
             connections.meet(self, name, args, kwargs)
         work = original(self, *args, **kwargs)
-        if work is not None and backend != "fake":  # whose messages move nothing (ranks.pretend)
+        if work is not None and backend != "fake":  # "fake" moves no data
             if any(device_of(t) != CPU for t in used):
                 HERE.launch()
             Flight(name, reads, writes, work).nccl = backend == CARRIER

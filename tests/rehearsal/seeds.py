@@ -75,8 +75,8 @@ SEEDS = [
     Seed(
         "a copy to the host that is read too early",
         "shardlab/ranks/p2p.py",
-        "return tensor.cpu() if _through_host(tensor, group) else tensor",
-        'return tensor.to("cpu", non_blocking=True) if _through_host(tensor, group) else tensor',
+        "return tensor.cpu() if _needs_host_copy(tensor, group) else tensor",
+        'return tensor.to("cpu", non_blocking=True) if _needs_host_copy(tensor, group) else tensor',
         "ranks.messages",
         finding("race"),
         gpus=1,
@@ -117,8 +117,8 @@ SEEDS = [
     Seed(
         "a ring in which all send first",
         "shardlab/ranks/p2p.py",
-        "dist.batch_isend_irecv(both) if both else []",
-        "[one.op(one.tensor, one.peer, one.group) for one in reversed(both)]",
+        "dist.batch_isend_irecv(operations) if operations else []",
+        "[one.op(one.tensor, one.peer, one.group) for one in reversed(operations)]",
         "collectives.shards",
         finding("connection"),
         gpus=4,

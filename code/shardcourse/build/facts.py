@@ -76,10 +76,10 @@ def device(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """Return the device, versions and runs of ranks that a recording stores."""
-    history = getattr(sys.modules.get("shardlab.ranks"), "history", {})
+    run_counts = getattr(sys.modules.get("shardlab.ranks"), "run_counts", {})
     ranks = [
         {"ranks": size, "backend": backend, "device": kind, "runs": runs}
-        for (backend, kind, size), runs in sorted(history.items())
+        for (backend, kind, size), runs in sorted(run_counts.items())
     ]
     return {"device": device(ranks), "versions": versions(), "ranks": ranks}
 

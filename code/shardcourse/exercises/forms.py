@@ -347,7 +347,7 @@ def run_answer(
     try:
         return ranks.run(fn, world_size, *args, timeout=timeout)
     except ranks.RankError as error:
-        waits = "did not come together" in str(error) or f"within {timeout:g} s" in str(error)
+        waits = "each waits for another" in str(error) or f"within {timeout:g} s" in str(error)
         more = f"\n{_WAITS}" if waits else ""
         raise Wrong(f"With {world_size} ranks, {error}{more}") from None
 

@@ -34,7 +34,7 @@ from shardlab import ranks
 from shardlab.common import gpu
 from shardlab.common.arguments import check_integer
 from shardlab.data_parallel import DataParallel
-from shardlab.ranks.gather import gathered
+from shardlab.ranks.gather import gather_objects
 
 FORMAT, VERSION = "shardlab checkpoint", 2
 MANIFEST = "manifest.json"
@@ -332,14 +332,14 @@ class Members:
         # With use_local_synchronization torch derives a group's name from its members. If such a
         # group is destroyed, creating it again under the same name would hang.
         self._destroy = len(global_ranks) == dist.get_world_size()
-        limit = ranks.agree.time_limit(group)
+        limit = ranks.checks.get_timeout(group)
         self.group = dist.new_group(
             global_ranks, limit, backend="gloo", use_local_synchronization=not self._destroy
         )
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All-gather `value`; return the values of all ranks."""
-        return [value] if self.group is None else gathered(value, self.group)
+        return [value] if self.group is None else gather_objects(value, self.group)
 
     def check_same(self, **given: Any) -> None:
         """Raise ValueError on all ranks unless all ranks pass equal arguments."""

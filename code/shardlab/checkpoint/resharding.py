@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardlab.layout.boxes import Box, Piece, common, elements, spanned, whole, within
 from shardlab.layout.entries import ledger
 from shardlab.ranks import check_group
-from shardlab.ranks.gather import gathered
+from shardlab.ranks.gather import gather_objects
 from shardlab.ranks.p2p import exchange_all
 from shardlab.zero.wrapper import Sharded
 
@@ -124,7 +124,7 @@ def transfer_weights(
     check_group(group)
     sources, targets = ([] if m is None else list_pieces(m) for m in (source, target))
     own_dtypes = {piece.name: piece.tensor.dtype for piece in targets}
-    reports = gathered((list_parts(sources), list_parts(targets), own_dtypes), group)
+    reports = gather_objects((list_parts(sources), list_parts(targets), own_dtypes), group)
     plans = plan_tensors([parts for parts, _, _ in reports], [parts for _, parts, _ in reports])
     dtypes = {name: dtype for *_, each in reports for name, dtype in each.items()}
     mine, wanted = group_by_name(sources), group_by_name(targets)

@@ -44,7 +44,7 @@ from shardlab.common.arguments import check_one_of
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Attention
 from shardlab.measure.count import clock
-from shardlab.ranks import check_group, check_same, check_same_once, check_trained, exchange
+from shardlab.ranks import check_group, check_same, check_same_once, check_trainable, exchange
 from shardlab.tensor_types.operator import Operator
 
 from .kernel import block_attention, block_gradients
@@ -313,7 +313,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     A rank's gradient is that of the mean loss over its own tokens. All ranks have equally many
     tokens, so the mean over the ranks is the gradient of the whole context's mean loss.
     """
-    check_trained(model, group)
+    check_trainable(model, group)
     buckets.average_gradients(model.parameters(), group, joined=True)
 
 

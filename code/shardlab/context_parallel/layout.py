@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.common.arguments import check_one_of
-from shardlab.ranks.agree import check_group, check_same_once
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.checks import check_group, check_same_once
+from shardlab.ranks.torch_compat import all_gather_single
 
 LAYOUTS = "contiguous", "zigzag"
 

@@ -32,7 +32,7 @@ from shardlab.data_parallel.buckets import MIB, Backward, copy_from_rank_0
 
 def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Step 1: average each gradient over `group`, after backward (Li, section 3.2.1)."""
-    ranks.check_trained(module, group)
+    ranks.check_trainable(module, group)
     buckets.average_gradients(module.parameters(), group)
 
 
@@ -238,7 +238,7 @@ def joined_mean(loss_sum: torch.Tensor, count: int, group: dist.ProcessGroup) ->
 @torch.no_grad()
 def drift(module: nn.Module, group: dist.ProcessGroup) -> float:
     """Return the largest parameter difference between a rank and rank 0: 0.0 if all are equal."""
-    ranks.check_trained(module, group)
+    ranks.check_trainable(module, group)
     gaps = []
     for parameter in module.parameters():
         first = parameter.detach().clone()

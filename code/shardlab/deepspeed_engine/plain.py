@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.ranks.gather import gathered
+from shardlab.ranks.gather import gather_objects
 
 from .core import folder_of
 from .pipe import full_names, is_pipeline
@@ -74,7 +74,7 @@ def _of_all_stages(engine: Any) -> dict[str, Tensor]:
     for name, parameter in engine.module.named_parameters():
         value = _master(engine, parameter, _on_cpu(parameter))
         mine.update(dict.fromkeys(full_names(engine.module, name), value))
-    stages = gathered(mine, dist.group.WORLD)
+    stages = gather_objects(mine, dist.group.WORLD)
     return {name: value for stage in stages for name, value in stage.items()}
 
 

@@ -56,7 +56,7 @@ def check_together(layout: Layout, precision: str, clipping: float, device: str)
         )
     if layout.offload == "optimizer" and zero == 0:
         raise ValueError("zero=0: with offload='optimizer' allowed are 1, 2 and 3")
-    if precision == "fp16" and ranks.place(1, device)[1] == "cpu":
+    if precision == "fp16" and ranks.choose_backend(1, device)[1] == "cpu":
         raise ValueError("precision='fp16': on a CPU DeepSpeed allows 'fp32' and 'bf16'")
 
 

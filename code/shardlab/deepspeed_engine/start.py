@@ -54,7 +54,7 @@ def prepare() -> Any:
             # The old stream is the importing process's and may be closed: setStream would flush it.
             handler.stream = sys.stderr
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    ranks.at_parting(_forget)
+    ranks.register_cleanup(_forget)
     return deepspeed
 
 

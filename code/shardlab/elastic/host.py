@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardlab.ranks.worker import VICTIM_WORDS
+from shardlab.ranks.worker import PEER_FAILURE_TEXTS
 
 from .job import Job
 
@@ -186,7 +186,7 @@ def describe_root_cause(reports: dict[int, Report]) -> str:
         return "a rank failed"
 
     def get_priority(failure: Failure) -> tuple[bool, bool, float]:
-        victim = any(words in failure.message.lower() for words in VICTIM_WORDS)
+        victim = any(words in failure.message.lower() for words in PEER_FAILURE_TEXTS)
         return not failure.killed, victim, failure.time
 
     first = min(failures, key=get_priority)

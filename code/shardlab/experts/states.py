@@ -14,8 +14,8 @@ from torch import Tensor
 from shardlab.data_parallel.buckets import clip_by_joint_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
-from shardlab.ranks.agree import check_state
-from shardlab.ranks.gather import named
+from shardlab.ranks.checks import check_state
+from shardlab.ranks.gather import gather_named_tensors
 
 from .core import ExpertParallel, _group, own_parameters
 
@@ -31,7 +31,9 @@ def full_state_dict(model: GPT) -> dict[str, Tensor]:
     rank, _ = check_group(group)
     mine = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     owners = {name: owner for name, (owner, _) in _names(model).items()}
-    dealt = named({name: mine[name] for name, owner in owners.items() if owner == rank}, group)
+    dealt = gather_named_tensors(
+        {name: mine[name] for name, owner in owners.items() if owner == rank}, group
+    )
     return {name: mine[name] if owner is None else dealt[name] for name, owner in owners.items()}
 
 

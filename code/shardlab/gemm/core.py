@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup as Group
 
 from shardlab.common.arguments import check_one_of
 from shardlab.ranks import check_group
-from shardlab.ranks.agree import time_limit
+from shardlab.ranks.checks import get_timeout
 from shardlab.ranks.gather import reduce_scatter
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.torch_compat import all_gather_single
 
 CUTS = "rows", "columns", "inner"
 
@@ -193,7 +193,7 @@ def grid(
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]
     # Local synchronization: ranks outside of `group` take no part in creating the new groups.
-    limit = time_limit(group)
+    limit = get_timeout(group)
     row_group, column_group = (
         dist.new_group(m, timeout=limit, use_local_synchronization=True) for m in along
     )

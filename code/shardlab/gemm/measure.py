@@ -17,7 +17,7 @@ from shardlab.common import gpu
 from shardlab.common.arguments import check_one_of
 from shardlab.measure.count import clock, speed
 from shardlab.ranks import check_group
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.torch_compat import all_gather_single
 
 from .core import CUTS, shard_sizes
 from .cost import Machine

@@ -35,8 +35,8 @@ from shardlab.layout import Layout
 from shardlab.layout.boxes import Piece, whole
 from shardlab.layout.entries import ledger
 from shardlab.pipeline import Part, Pipeline, Schedule
-from shardlab.ranks import agree, check_group, check_same, device
-from shardlab.ranks.gather import named
+from shardlab.ranks import check_group, check_same, checks, device
+from shardlab.ranks.gather import gather_named_tensors
 from shardlab.zero.flat import Flat
 from shardlab.zero.saved import pieces_of
 
@@ -72,7 +72,7 @@ def join(layout: Layout, world: Group) -> Groups:
         mine = next(group for group in layout.groups(axis) if rank in group)
         made[axis] = dist.new_group(
             [members[number] for number in mine],
-            timeout=agree.time_limit(world),
+            timeout=checks.get_timeout(world),
             use_local_synchronization=True,
         )
     return Groups(**made)
@@ -291,7 +291,7 @@ class Parallel(nn.Module):
         """Return the plain model's state dict on every rank; all call this."""
         found = states.full_tensors(self)
         if self.config.experts:
-            found |= named(self.untrained, self.groups.pp)
+            found |= gather_named_tensors(self.untrained, self.groups.pp)
         return found
 
     @property

@@ -45,7 +45,7 @@ class Job:
         check_type(Config, config=self.config)
         check_type(Layout, layout=self.layout)
         check_cuts(self.config, self.layout, self.config.seq)
-        if (size := self.layout.ranks) > (most := ranks.max_ranks()):
+        if (size := self.layout.ranks) > (most := ranks.max_world_size()):
             raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
 
     def states(self, rank: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardlab.layout.entries import ledger
 from shardlab.measure import count
-from shardlab.ranks.gather import joined, named
+from shardlab.ranks.gather import gather_named_tensors, gather_parts
 from shardlab.tensor_parallel.core import shard_slice, take
 from shardlab.zero.saved import assembled, deal_out, warm
 
@@ -54,9 +54,11 @@ def full_tensors(job: Parallel, of: Of = lambda piece: piece) -> dict[str, Tenso
     """
     mine = local(job, of)
     for name, tensor in mine.items():
-        mine[name] = joined(tensor, job.cuts[name], job.groups.tp, several=job.several[name])
+        mine[name] = gather_parts(
+            tensor, job.cuts[name], job.groups.tp, num_parts=job.several[name]
+        )
     places = {entry.name: place for place, entry in enumerate(ledger(job.config))}
-    found = named(mine, job.groups.pp, places)
+    found = gather_named_tensors(mine, job.groups.pp, places)
     if job.config.tied:
         found.setdefault("head.weight", found["embedding.weight"])
     return found
@@ -137,7 +139,7 @@ def _named(job: Parallel, mine: dict[str, Tensor], mesh: DeviceMesh) -> dict[str
     for name, tensor in mine.items():
         dimension, several = job.cuts[name], job.several[name]
         if 1 < mesh.size() != several and dimension is not None:
-            tensor = joined(tensor, dimension, job.groups.tp, several=several)
+            tensor = gather_parts(tensor, dimension, job.groups.tp, num_parts=several)
         elif dimension is not None and mesh.size() > 1:
             tensor = DTensor.from_local(tensor.clone(), mesh, [Shard(dimension)], run_check=False)
         found[name] = tensor

@@ -28,8 +28,8 @@ from shardlab.common import gpu
 from shardlab.common.arguments import drop_none
 from shardlab.data_parallel.buckets import average_gradients, copy_from_rank_0
 from shardlab.gpt.model import IGNORED
-from shardlab.ranks import agree, p2p
-from shardlab.ranks.gather import gathered
+from shardlab.ranks import checks, p2p
+from shardlab.ranks.gather import gather_objects
 
 from . import deferred
 from .parts import Form, Held
@@ -122,12 +122,12 @@ def way_back(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
     All ranks of `group` call this together.
     """
-    if not gpu.is_gpu_backend(p2p.carrier(device, group)):
+    if not gpu.is_gpu_backend(p2p.get_backend(device, group)):
         return group
     if group not in _ways_back:
         members = dist.get_process_group_ranks(group)
         _ways_back[group] = dist.new_group(
-            members, timeout=agree.time_limit(group), use_local_synchronization=True
+            members, timeout=checks.get_timeout(group), use_local_synchronization=True
         )
     return _ways_back[group]
 
@@ -140,7 +140,7 @@ class Message(NamedTuple):
 
     state: State
     tensor: Tensor | None = None
-    transfer: ranks.Message | None = None  # while POSTED or SENT
+    transfer: ranks.P2PWork | None = None  # while POSTED or SENT
 
 
 class Mail:
@@ -381,7 +381,9 @@ class Pipeline(Held):
 
     def timeline(self) -> Timeline:
         """Return the last step's timeline (record=True); all ranks call this."""
-        return Timeline(self.schedule, tuple(map(tuple, gathered(self.clock.spans(), self.group))))
+        return Timeline(
+            self.schedule, tuple(map(tuple, gather_objects(self.clock.spans(), self.group)))
+        )
 
     @torch.no_grad()
     def _start_equal(self) -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group, check_same
-from shardlab.ranks.gather import named
+from shardlab.ranks.gather import gather_named_tensors
 
 from .schedules import Schedule
 from .simulate import balance
@@ -119,7 +119,7 @@ class Held:
         wrong, actions = None, zlib.crc32(repr(schedule.actions).encode())
         if len(self.parts) != (chunks := schedule.chunks):
             wrong = f"parts has {len(self.parts)} modules: allowed is {chunks}, one for each chunk"
-        check_same(group, wrong=wrong, schedule=f"{schedule.name} ({actions:08x})", **given)
+        check_same(group, local_error=wrong, schedule=f"{schedule.name} ({actions:08x})", **given)
         self.numbers = schedule.placement[self.stage]  # the numbers of its parts
         tensors = (t for part in self.parts for t in (*part.parameters(), *part.buffers()))
         self.device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -151,7 +151,7 @@ class Held:
         mine = {name: value.detach().clone() for name, value in self.state_dict().items()}
         numbered = zip(self._named(), self.numbers, strict=True)
         places = {prefix + n: i for (part, prefix), i in numbered for n in part.state_dict()}
-        return named(mine, self.group, places)
+        return gather_named_tensors(mine, self.group, places)
 
     def _named(self) -> list[tuple[nn.Module, str]]:
         """Return the parts with the prefix of their names: "" if names are the model's own."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.gpt.model import GPT, loss
-from shardlab.ranks.agree import check_same
+from shardlab.ranks.checks import check_same
 
 from .core import Loss, Pipeline
 from .deferred import Task

@@ -1,4 +1,4 @@
-"""Gather from the ranks of a group: objects, tensors by name, parts of a tensor, and sums.
+"""Gather objects, named tensors and parts of a tensor from all ranks of a group, and sum tensors.
 
 Every rank of the group makes the same call.
 """
@@ -14,66 +14,66 @@ from torch import Tensor
 
 from shardlab.common import gpu
 
-from .p2p import carrier, irecv, isend
-from .renamed import all_gather_single, reduce_scatter_single
+from .p2p import get_backend, irecv, isend
+from .torch_compat import all_gather_single, reduce_scatter_single
 
 
-def gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return the objects of all ranks of `group`, in rank order; they must be picklable."""
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
-def named(
-    mine: Mapping[str, Tensor], group: dist.ProcessGroup, places: Mapping[str, int] | None = None
+def gather_named_tensors(
+    mine: Mapping[str, Tensor], group: dist.ProcessGroup, order: Mapping[str, int] | None = None
 ) -> dict[str, Tensor]:
-    """Return all ranks' tensors by name, on every rank; a rank's own are the tensors it gave.
+    """Return all ranks' tensors by name, on every rank, without copies of the rank's own tensors.
 
-    Each tensor is sent alone. If several ranks have a name, the first of them sends it. places: the
-    position of this rank's names in the result; without it the result is in rank order.
+    Each tensor is broadcast alone. If several ranks have a name, the first of them sends it. order:
+    sort keys of this rank's names for the result; None: the result is in rank order.
     """
     rank, device = dist.get_rank(group), next((t.device for t in mine.values()), None)
-    places = dict.fromkeys(mine, 0) if places is None else places
-    told = gathered([(places[n], n, t.shape, t.dtype) for n, t in mine.items()], group)
-    entries = [(source, *entry) for source, theirs in enumerate(told) for entry in theirs]
-    found: dict[str, Tensor] = {}
-    for source, _, name, shape, dtype in sorted(entries, key=lambda entry: entry[1]):
-        if name in found:
+    order = dict.fromkeys(mine, 0) if order is None else order
+    by_rank = gather_objects([(order[n], n, t.shape, t.dtype) for n, t in mine.items()], group)
+    entries = [(src, *entry) for src, entries in enumerate(by_rank) for entry in entries]
+    tensors: dict[str, Tensor] = {}
+    for src, _, name, shape, dtype in sorted(entries, key=lambda entry: entry[1]):
+        if name in tensors:
             continue
-        own = mine[name].contiguous() if source == rank else None
-        found[name] = torch.empty(shape, dtype=dtype, device=device) if own is None else own
-        dist.broadcast(found[name], dist.get_global_rank(group, source), group=group)
-    return found
+        own = mine[name].contiguous() if src == rank else None
+        tensors[name] = torch.empty(shape, dtype=dtype, device=device) if own is None else own
+        dist.broadcast(tensors[name], dist.get_global_rank(group, src), group=group)
+    return tensors
 
 
-def joined(
+def gather_parts(
     mine: Tensor,
     dimension: int | None,
     group: dist.ProcessGroup,
-    to: int | None = None,
-    several: int | None = None,
+    dst: int | None = None,
+    num_parts: int | None = None,
 ) -> Tensor | None:
     """Concatenate all ranks' equal parts along `dimension`; None: return a copy of `mine`.
 
-    to: the rank of the group that gets the tensor (the others get None); None: all ranks. several:
-    the number of parts, if neighbouring ranks hold the same part; None: one per rank.
+    dst: the rank of the group that gets the tensor (the others get None); None: all ranks.
+    num_parts: the number of parts, if neighbouring ranks hold the same part; None: one per rank.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if dimension is None or size == 1:
-        return mine.clone() if to in (None, rank) else None
+        return mine.clone() if dst in (None, rank) else None
     mine = mine.contiguous()
-    if to not in (None, rank):
-        isend(mine, to, group).wait()
+    if dst not in (None, rank):
+        isend(mine, dst, group).wait()
         return None
     parts = mine.new_empty((size, *mine.shape))
-    if to is None:
-        all_gather_single(parts.view(-1), mine.view(-1), group=group)  # a part to [t, part]
+    if dst is None:
+        all_gather_single(parts.view(-1), mine.view(-1), group=group)  # [part] to [t, part]
     else:
         parts[rank] = mine
-        for source in (r for r in range(size) if r != rank):
-            irecv(parts[source], source, group).wait()
-    return torch.cat(list(parts[:: size // (several or size)]), dimension)
+        for src in (r for r in range(size) if r != rank):
+            irecv(parts[src], src, group).wait()
+    return torch.cat(list(parts[:: size // (num_parts or size)]), dimension)
 
 
 def reduce_scatter(
@@ -90,7 +90,7 @@ def reduce_scatter(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     equal = rows is None or len(set(rows)) == 1
     m = len(x) // size if rows is None else rows[rank]
-    if gpu.is_gpu_backend(carrier(x.device, group)) and equal:
+    if gpu.is_gpu_backend(get_backend(x.device, group)) and equal:
         total = x.new_empty((m, *x.shape[1:]))
         work = reduce_scatter_single(total, x, group=group, async_op=True)
         return lambda: (work.wait(), total)[1]
@@ -98,7 +98,7 @@ def reduce_scatter(
     cuts = {} if rows is None else {"output_split_sizes": [m] * size, "input_split_sizes": rows}
     work = dist.all_to_all_single(received, x, group=group, async_op=True, **cuts)
 
-    def finish() -> Tensor:
+    def wait_and_sum() -> Tensor:
         work.wait()
         first, second, *others = received.view(size, m, *x.shape[1:])
         total = first + second
@@ -106,4 +106,4 @@ def reduce_scatter(
             total += part
         return total
 
-    return finish
+    return wait_and_sum

@@ -31,119 +31,121 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardlab.common import gpu
 
-from . import start, worker
+from . import launch, worker
 
-_ARRIVAL = 300.0  # seconds for processes to reach their first run, in sequence
-_GRACE = 5.0  # seconds for the others once a rank has failed
-_FOR_EVER = timedelta(days=365)
-_CHUNK = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
-_FAILED = "failed"  # key in the store: a rank of this run has failed
+_ARRIVAL_TIMEOUT = 300.0  # seconds for all processes to reach their first run
+_GRACE = 5.0  # seconds for the other ranks to report once a rank has failed
+_NO_TIMEOUT = timedelta(days=365)
+_CHUNK_BYTES = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
+_FAILED_KEY = "failed"  # key in the store: a rank of this run has failed
 
-_numbers = count()  # numbers of the runs, equal in all processes
+_run_numbers = count()  # numbers of the runs, equal in all processes
 
-# Children of torchrun's processes inherit the environment, but are not torchrun's: this says whose
-# the environment is. A launcher started by one gives its processes another address.
-_MARK = "SHARDLAB_TORCHRUN_PROCESS"
+# Children of torchrun's processes inherit the environment, but torchrun does not know them. So this
+# variable names the process that owns the environment, and the rendezvous address, because a
+# launcher that is started by such a process gives its own processes another address.
+_OWNER_VARIABLE = "SHARDLAB_TORCHRUN_PROCESS"
 
 
-def _own() -> int | None:
-    """Return the id of this environment's process that torchrun started; None if there is none."""
+def _find_torchrun_process() -> int | None:
+    """Return the id of the process that torchrun gave this environment; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if os.environ.get(_MARK, "").split()[:1] != [address]:
-        os.environ[_MARK] = f"{address} {os.getpid()}"
-    return int(os.environ[_MARK].split()[1])
+    if os.environ.get(_OWNER_VARIABLE, "").split()[:1] != [address]:
+        os.environ[_OWNER_VARIABLE] = f"{address} {os.getpid()}"
+    return int(os.environ[_OWNER_VARIABLE].split()[1])
 
 
-_process = _own()
+_torchrun_pid = _find_torchrun_process()
 
-_parting: list[Callable[[], None]] = []
+_cleanups: list[Callable[[], None]] = []
 
 
-def at_parting(call: Callable[[], None]) -> None:
-    """Register `call()` for the end of this run, if this process goes on to another run.
+def register_cleanup(cleanup: Callable[[], None]) -> None:
+    """Register `cleanup()` for the end of this run, if this process goes on to another run.
 
     For libraries that keep a run's groups as long as the process lives. No effect outside a run.
     """
-    if worker._inside is not None and call not in _parting:
-        _parting.append(call)
+    if worker.current_job is not None and cleanup not in _cleanups:
+        _cleanups.append(cleanup)
 
 
-def launched() -> bool:
-    """Return True if torchrun, and not `run`, started this very process."""
-    return worker._inside is None and _process == os.getpid()
+def is_torchrun_process() -> bool:
+    """Return True if torchrun started this process (not `run`, not a fork)."""
+    return worker.current_job is None and _torchrun_pid == os.getpid()
 
 
-def world() -> tuple[int, int]:
+def get_rank_and_size() -> tuple[int, int]:
     """Return this process's rank among all of torchrun's processes, and their number."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 @cache
-def _store() -> dist.Store:
-    return next(iter(dist.rendezvous("env://", *world())))[0]
+def _get_store() -> dist.Store:
+    return next(iter(dist.rendezvous("env://", *get_rank_and_size())))[0]
 
 
-def _next_run() -> dist.Store:
-    return dist.PrefixStore(f"run{next(_numbers)}", _store())
+def _open_run_store() -> dist.Store:
+    return dist.PrefixStore(f"run{next(_run_numbers)}", _get_store())
 
 
-def enter() -> None:
-    """Enter a run: process 0 returns; the others stay here until process 0 ends."""
-    rank, _ = world()
+def enter_run() -> None:
+    """Enter a run: process 0 returns; the others serve its runs until process 0 ends."""
+    rank, _ = get_rank_and_size()
     if rank:
-        record(_serve)()  # torchrun's summary then has the error
+        record(_serve_runs)()  # torchrun's summary then has the error
         raise SystemExit(0)
-    _at_the_end()
+    _register_exit()
 
 
 @cache
-def _at_the_end() -> None:
-    atexit.register(_end_all)
+def _register_exit() -> None:
+    atexit.register(_end_processes)
 
 
-def _end_all() -> None:
-    if not launched():  # a process that this one forked
+def _end_processes() -> None:
+    if not is_torchrun_process():  # a process that this one forked
         return
-    _next_run().set("job", b"")
-    _await_all()
-    _, total = world()
-    _arrive(_store(), "left", total)
+    _open_run_store().set("job", b"")
+    _wait_for_processes()
+    _, total = get_rank_and_size()
+    _count_arrival(_get_store(), "left", total)
     try:
-        _store().wait(["all left"], timedelta(seconds=_GRACE))  # it may host the store: last out
+        # This process may host the store, so it leaves last.
+        _get_store().wait(["all left"], timedelta(seconds=_GRACE))
     except dist.DistStoreError:
         # After exit status 0, torchrun would wait for them.
-        hang = total - _store().add("left", 0)
-        print(f"{hang} of torchrun's {total} processes hang.", file=sys.stderr)
-        worker.flush()
+        hanging = total - _get_store().add("left", 0)
+        print(f"{hanging} of torchrun's {total} processes hang.", file=sys.stderr)
+        worker.flush_outputs()
         os._exit(1)
 
 
-def _arrive(store: dist.Store, what: str, total: int) -> None:
-    """Count this process among `total`; the last one sets the key `all …`."""
-    if store.add(what, 1) == total:
-        store.set(f"all {what}", b"")
+def _count_arrival(store: dist.Store, event: str, total: int) -> None:
+    """Count this process at `event`; the last of `total` processes sets the key `all {event}`."""
+    if store.add(event, 1) == total:
+        store.set(f"all {event}", b"")
 
 
 # Values of any size in torch's store.
 
 
-def _put(store: dist.Store, key: str, data: bytes) -> None:
+def _set_bytes(store: dist.Store, key: str, data: bytes) -> None:
     """Set `key` to `data`, in chunks."""
-    pieces = [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)]
-    for number, piece in enumerate(pieces):
-        store.set(f"{key}/{number}", piece)
-    store.set(key, str(len(pieces)))
+    chunks = [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)]
+    for number, chunk in enumerate(chunks):
+        store.set(f"{key}/{number}", chunk)
+    store.set(key, str(len(chunks)))
 
 
-def _take(store: dist.Store, key: str) -> bytes:
-    """Return the value of `key` that `_put` sets, waiting for it."""
+def _get_bytes(store: dist.Store, key: str) -> bytes:
+    """Return the value of `key` that `_set_bytes` sets, waiting for it."""
     return b"".join(store.get(f"{key}/{number}") for number in range(int(store.get(key))))
 
 
-def _drop(store: dist.Store, key: str) -> None:
-    """Free the memory of the value of `key` that `_put` has set."""
+def _delete_bytes(store: dist.Store, key: str) -> None:
+    """Free the memory of the value of `key` that `_set_bytes` has set."""
     for number in range(int(store.get(key))):
         store.delete_key(f"{key}/{number}")
 
@@ -151,7 +153,7 @@ def _drop(store: dist.Store, key: str) -> None:
 # Process 0.
 
 
-def run_joined(
+def run_on_processes(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     world_size: int,
@@ -161,84 +163,85 @@ def run_joined(
 ) -> list[worker.Report | None]:
     """Run `fn(*args)` on the first processes; None for a rank that did not finish in time."""
     job = worker.Job(world_size, backend, device, timeout, "", os.getpid(), torch.get_rng_state())
-    call = start.packed(fn, args)
-    _await_all()
-    store = _next_run()
-    _put(store, "call", call)
+    call = launch.pickle_call(fn, args)
+    _wait_for_processes()
+    store = _open_run_store()
+    _set_bytes(store, "call", call)
     store.set("job", pickle.dumps(job))
-    _meet(store, job)
-    limit = time.monotonic() + job.timeout + _GRACE
-    _take_part(store, job, 0)
+    _wait_for_gpus(store, job)
+    deadline = time.monotonic() + job.timeout + _GRACE
+    _run_and_report(store, job, 0)
     # torchrun notices a rank that died: it ends the others and names it.
-    while not store.check(["all reported"]) and time.monotonic() < limit:
-        if store.check([_FAILED]):
-            limit = min(limit, time.monotonic() + _GRACE)
+    while not store.check(["all reported"]) and time.monotonic() < deadline:
+        if store.check([_FAILED_KEY]):
+            deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.005)
     if store.check(["all reported"]):
-        _drop(store, "call")
-    reports = [_report_of(store, rank) for rank in range(job.world_size)]
-    store.set("heard", b"")
+        _delete_bytes(store, "call")
+    reports = [_read_report(store, rank) for rank in range(job.world_size)]
+    store.set("received", b"")
     return reports
 
 
-def _report_of(store: dist.Store, rank: int) -> worker.Report | None:
+def _read_report(store: dist.Store, rank: int) -> worker.Report | None:
     name = f"report{rank}"
     if not store.check([name]):
         return None
-    data = _take(store, name)
-    _drop(store, name)
+    data = _get_bytes(store, name)
+    _delete_bytes(store, name)
     return pickle.loads(data)
 
 
 @cache
-def _await_all() -> None:
+def _wait_for_processes() -> None:
     """Wait until all processes have reached their first run."""
-    _, total = world()
-    _arrive(_store(), "here", total)
+    _, total = get_rank_and_size()
+    _count_arrival(_get_store(), "arrived", total)
     try:
-        _store().wait(["all here"], timedelta(seconds=_ARRIVAL))
+        _get_store().wait(["all arrived"], timedelta(seconds=_ARRIVAL_TIMEOUT))
     except dist.DistStoreError:
-        there = f"{_store().add('here', 0)} of torchrun's {total} processes"
-        words = f"{there} came to a run within {_ARRIVAL:g} s: all of them have to"
-        raise RuntimeError(words) from None
+        raise RuntimeError(
+            f"{_get_store().add('arrived', 0)} of torchrun's {total} processes called run() within "
+            f"{_ARRIVAL_TIMEOUT:g} s: all processes must call it"
+        ) from None
 
 
 # All other processes.
 
 
-def _serve() -> None:
-    """Serve as a rank of every run of process 0 with a rank for this process, until that ends."""
-    rank, total = world()
-    _arrive(_store(), "here", total)
+def _serve_runs() -> None:
+    """Take part in every run of process 0 that needs this rank, until process 0 ends."""
+    rank, total = get_rank_and_size()
+    _count_arrival(_get_store(), "arrived", total)
     while True:
-        store = _next_run()
-        store.wait(["job"], _FOR_EVER)
-        order = store.get("job")
-        if not order:
-            _arrive(_store(), "left", total)
+        store = _open_run_store()
+        store.wait(["job"], _NO_TIMEOUT)
+        message = store.get("job")
+        if not message:
+            _count_arrival(_get_store(), "left", total)
             return
-        job = pickle.loads(order)
+        job = pickle.loads(message)
         if rank < job.world_size:
-            _meet(store, job)
-            report = _take_part(store, job, rank)
-            _make_sure_of_process_0(store, job, rank, report)
+            _wait_for_gpus(store, job)
+            report = _run_and_report(store, job, rank)
+            _check_on_process_0(store, job, rank, report)
 
 
-def _make_sure_of_process_0(
+def _check_on_process_0(
     store: dist.Store, job: worker.Job, rank: int, report: worker.Report
 ) -> None:
-    """End the job with the cause if process 0 hangs and so does not receive it.
+    """Raise the cause of a failure if process 0 hangs, and so cannot raise it.
 
     Under nccl, process 0 cannot return from a collective that this rank does not enter.
     """
-    cause = report.failed and not report.victim
-    patience = _GRACE if cause and job.by_nccl else job.timeout + 2 * _GRACE
+    is_cause = report.failed and not report.is_peer_failure
+    patience = _GRACE if is_cause and job.uses_nccl else job.timeout + 2 * _GRACE
     try:
-        store.wait(["heard"], timedelta(seconds=patience if cause else patience + _GRACE))
+        store.wait(["received"], timedelta(seconds=patience if is_cause else patience + _GRACE))
     except dist.DistStoreError:
-        if store.add("said", 1) > 1:
-            time.sleep(job.timeout)  # torchrun ends this process once the other one has raised
-        if cause:
+        if store.add("raised", 1) > 1:
+            time.sleep(job.timeout)  # torchrun ends this process once another one has raised
+        if is_cause:
             raise RuntimeError(f"rank {rank} of {job.world_size} raised {report.error}") from None
         raise RuntimeError(
             f"rank 0 of {job.world_size} did not finish within {job.timeout:g} s"
@@ -248,29 +251,29 @@ def _make_sure_of_process_0(
 # All processes.
 
 
-def _meet(store: dist.Store, job: worker.Job) -> None:
+def _wait_for_gpus(store: dist.Store, job: worker.Job) -> None:
     """Wait until all ranks have used their GPU; the run's time counts from then."""
     if job.device == "cpu":
         return
-    worker.use_gpu(int(os.environ["LOCAL_RANK"]))
-    _arrive(store, "met", job.world_size)
-    store.wait(["all met"], timedelta(seconds=worker.START))
+    worker.select_gpu(int(os.environ["LOCAL_RANK"]))
+    _count_arrival(store, "met", job.world_size)
+    store.wait(["all met"], timedelta(seconds=worker.START_TIMEOUT))
 
 
-def _take_part(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
+def _run_and_report(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
     """Run one job as `rank`, and put its report into the store."""
-    report = _reported(store, job, rank)
-    _put(store, f"report{rank}", pickle.dumps(report))
+    report = _execute_job(store, job, rank)
+    _set_bytes(store, f"report{rank}", pickle.dumps(report))
     if report.failed:
-        store.set(_FAILED, b"")
-    _arrive(store, "reported", job.world_size)
+        store.set(_FAILED_KEY, b"")
+    _count_arrival(store, "reported", job.world_size)
     return report
 
 
-def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
-    worker._inside = job
+def _execute_job(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
+    worker.current_job = job
     try:
-        with _as_if_alone(job):
+        with _isolate_state(job):
             dist.init_process_group(
                 job.backend,
                 rank=rank,
@@ -278,29 +281,32 @@ def _reported(store: dist.Store, job: worker.Job, rank: int) -> worker.Report:
                 store=store,
                 timeout=timedelta(seconds=job.timeout),
             )
-            report = worker._returned(worker.called(job, *pickle.loads(_take(store, "call"))))
-            dist.barrier()  # no rank leaves while a neighbour still needs its sockets
+            report = worker.make_report(
+                worker.call_and_synchronize(job, *pickle.loads(_get_bytes(store, "call")))
+            )
+            dist.barrier()  # no rank leaves while a peer still needs its sockets
             return report
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # process 0 must learn of every other error
-        report = worker._raised(error)
-        if not dist.is_initialized():  # then a neighbour's failure can only show as one of these
-            report.victim = any(words in report.error for words in ("onnect", "imed out", "imeout"))
+        report = worker.make_error_report(error)
+        if not dist.is_initialized():  # then a peer's failure can only show as one of these
+            texts = "onnect", "imed out", "imeout"
+            report.is_peer_failure = any(text in report.error for text in texts)
         return report
     finally:
-        while _parting:
-            _parting.pop()()
-        worker._inside = None
-        # Objects that use a group must go before it: torch's DDP, as the group's last owner, waits
-        # for gloo's threads while these wait for DDP, for ever.
+        while _cleanups:
+            _cleanups.pop()()
+        worker.current_job = None
+        # Objects that use a group must be freed before it: DDP, as the group's last owner, would
+        # wait for gloo's threads while these wait for DDP.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @contextmanager
-def _as_if_alone(job: worker.Job) -> Iterator[None]:
+def _isolate_state(job: worker.Job) -> Iterator[None]:
     """Set up the state that `run` gives to a rank it starts, and restore this process's own."""
     threads, hook = torch.get_num_threads(), sys.excepthook
     gpus = [] if job.device == "cpu" else [gpu.get_device_module().current_device()]

@@ -1,7 +1,7 @@
 """The life of one rank, from its first instruction to its last.
 
 A rank joins the process group, calls the function, reports back, and then waits to be dismissed, so
-that no rank leaves while a neighbour may still need its sockets.
+that no rank leaves while a peer may still need its sockets.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import torch.distributed as dist
 
 from shardlab.common import gpu
 
-from . import calls
+from . import collective_log
 
-# Error texts of gloo and nccl in a rank whose *neighbour* failed or called something else.
-VICTIM_WORDS = (
+# Parts of errors that gloo and nccl raise in a rank if a *peer* fails or calls something else.
+PEER_FAILURE_TEXTS = (
     *("gloo/gloo/", "nccl", "connection closed", "connection reset", "timed out"),
     "wait timeout",  # in torch's store
 )
 
-START = 120.0  # seconds for the ranks of a run to start and meet
-TIMEOUT = 120.0  # seconds for a run, unless its caller sets another limit
+START_TIMEOUT = 120.0  # seconds for the ranks of a run to start and join the process group
+RUN_TIMEOUT = 120.0  # seconds for a run, unless its caller sets another limit
 MAX_SLOWDOWN = 4.0  # factor by which both may grow on a slow machine
 
-_inside: Job | None = None  # set in a rank, None everywhere else
+current_job: Job | None = None  # the run of this process if it is a rank
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Job:
     device: str  # "cpu", "cuda" or "xpu"
     timeout: float  # seconds for the whole run
     directory: str  # the run's own folder: rendezvous file, outputs, stacks
-    parent: int  # process id of the caller
+    parent_pid: int  # process id of the caller
     rng_state: torch.Tensor = field(repr=False)  # the caller's: every rank starts from it
 
     @property
-    def by_nccl(self) -> bool:
+    def uses_nccl(self) -> bool:
         """True if nccl or xccl moves the tensors: then `wait` blocks the GPU, not the process."""
         return self.device != "cpu" and gpu.GPU_BACKENDS[self.device] in self.backend
 
-    def file(self, kind: str, rank: int | None = None) -> Path:
-        """Return a file in the run's folder: the run's own, or that of one rank."""
+    def get_path(self, kind: str, rank: int | None = None) -> Path:
+        """Return the path of a file in the run's folder, for the run or for one rank."""
         return Path(self.directory, kind if rank is None else f"{kind}.{rank}")
 
 
@@ -73,7 +73,7 @@ class Report:
     value: bytes = b""
     error: str = ""  # "ValueError: boom"; "" if it returned
     frames: list[tuple[str, int, str, str]] = field(default_factory=list)  # file, line, name, text
-    victim: bool = False  # True: the error is the consequence of a neighbour's failure
+    is_peer_failure: bool = False  # True: the error is the consequence of a peer's failure
 
     @property
     def failed(self) -> bool:
@@ -81,45 +81,45 @@ class Report:
         return self.error != ""
 
 
-def serve(rank: int, job: Job, load: Any, status: Connection, lifeline: int) -> None:
+def run_rank(rank: int, job: Job, load: Any, status: Connection, caller_pipe: int) -> None:
     """Run rank `rank` of `job`: call the function, report, wait for dismissal. Never returns.
 
     `load` returns the function and its arguments; its imports do not count as the run's time.
-    `lifeline` is the reading end of a pipe whose writing end the caller holds: it becomes readable
-    when the caller dismisses its ranks, and reads as closed when the caller dies.
+    `caller_pipe` is the reading end of a pipe whose writing end the caller holds: it becomes
+    readable when the caller dismisses its ranks, and reads as closed when the caller dies.
     """
-    global _inside
-    _settle_in(rank, job, lifeline)
-    _inside = job
+    global current_job
+    _set_up_process(rank, job, caller_pipe)
+    current_job = job
     try:
         fn, args = load()
-        _join(rank, job)
+        _join_group(rank, job)
         status.send(None)  # the caller's clock starts
-        report = _returned(called(job, fn, args))
+        report = make_report(call_and_synchronize(job, fn, args))
     except BaseException as error:  # the caller must learn of every error
-        report = _raised(error)
-    flush()
+        report = make_error_report(error)
+    flush_outputs()
     with suppress(OSError):  # the caller has died
         status.send(report)
-    _leave_with_caller(lifeline, job)
+    _exit_with_caller(caller_pipe, job)
 
 
-def _settle_in(rank: int, job: Job, lifeline: int) -> None:
+def _set_up_process(rank: int, job: Job, caller_pipe: int) -> None:
     """Give the rank its own session, output and signals; make it die with the caller."""
     os.setsid()  # the terminal's Ctrl-C reaches the caller alone, which stops its ranks
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
-        # The kernel signals the caller's death with SIGHUP, and C handles it with alarm(SIGHUP),
-        # where SIGHUP is 1: one second for the thread below, if Python is too busy to run it.
+        # The kernel signals the caller's death with SIGHUP, whose C handler calls alarm(SIGHUP).
+        # SIGHUP is 1, so the thread below has one second, even if Python is too busy to run it.
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
         libc.signal(signal.SIGHUP, ctypes.cast(libc.alarm, ctypes.c_void_p))
         libc.prctl(1, signal.SIGHUP, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != job.parent:
-        _leave(job, dismissed=False)
-    threading.Thread(target=_leave_with_caller, args=(lifeline, job), daemon=True).start()
-    output = os.open(job.file("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    if os.getppid() != job.parent_pid:
+        _kill_process_group(job, dismissed=False)
+    threading.Thread(target=_exit_with_caller, args=(caller_pipe, job), daemon=True).start()
+    output = os.open(job.get_path("out", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
@@ -127,7 +127,7 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     sys.stdin = open(0, closefd=False)
     sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(open(2, "wb", 0, closefd=False), "utf-8", write_through=True)
-    stacks = open(job.file("stack", rank), "w")
+    stacks = open(job.get_path("stack", rank), "w")
     faulthandler.enable(stacks, all_threads=False)
     # All threads: on a GPU, the hooks of a backward run in autograd's threads.
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -147,15 +147,17 @@ def _settle_in(rank: int, job: Job, lifeline: int) -> None:
     )
 
 
-def _leave_with_caller(lifeline: int, job: Job) -> None:
+def _exit_with_caller(caller_pipe: int, job: Job) -> None:
     """Wait until the caller dismisses its ranks or dies; then kill this rank's process group.
 
-    Not with sys.exit: gloo's threads abort a process that ends in the ordinary way.
+    sys.exit would not do: gloo's threads abort a process that ends in the ordinary way.
     """
-    _leave(job, dismissed=bool(os.read(lifeline, 1)))  # a caller that dies writes nothing
+    _kill_process_group(
+        job, dismissed=bool(os.read(caller_pipe, 1))
+    )  # a caller that dies writes nothing
 
 
-def _leave(job: Job, dismissed: bool) -> None:
+def _kill_process_group(job: Job, dismissed: bool) -> None:
     for _ in range(0 if dismissed else 100):  # another rank may still be writing there
         shutil.rmtree(job.directory, ignore_errors=True)
         if not os.path.exists(job.directory):
@@ -163,7 +165,7 @@ def _leave(job: Job, dismissed: bool) -> None:
     os.killpg(0, signal.SIGKILL)  # this process leads its group
 
 
-def use_gpu(local_rank: int) -> None:
+def select_gpu(local_rank: int) -> None:
     """Make this rank's GPU the current one, and run a product on it, which loads cuBLAS.
 
     This takes seconds, so it happens before the clock of a run starts.
@@ -173,10 +175,10 @@ def use_gpu(local_rank: int) -> None:
     one @ one
 
 
-def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
+def call_and_synchronize(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
     """Return the result of `fn(*args)`, once all its work on the GPU is done.
 
-    A collective that a neighbour does not enter hangs on the GPU, and not in `fn`.
+    A collective that a peer does not enter hangs on the GPU, and not in `fn`.
     """
     value = fn(*args)
     if job.device != "cpu":
@@ -184,44 +186,48 @@ def called(job: Job, fn: Any, args: tuple[Any, ...]) -> Any:
     return value
 
 
-def _join(rank: int, job: Job) -> None:
+def _join_group(rank: int, job: Job) -> None:
     if job.device != "cpu":
-        use_gpu(rank)
-    store = dist.FileStore(str(job.file("store")), job.world_size)
-    # The caller's clock decides: gloo's own must not expire first, in a rank that only waited.
-    limit = timedelta(seconds=MAX_SLOWDOWN * (START + job.timeout) + 30)
+        select_gpu(rank)
+    store = dist.FileStore(str(job.get_path("store")), job.world_size)
+    # The caller's timeout decides: gloo's must not expire first, in a rank that only waits.
+    limit = timedelta(seconds=MAX_SLOWDOWN * (START_TIMEOUT + job.timeout) + 30)
     dist.init_process_group(
         job.backend, rank=rank, world_size=job.world_size, store=store, timeout=limit
     )
     dist.barrier()
-    calls.log(job.file("calls", rank))
+    collective_log.start_logging(job.get_path("calls", rank))
 
 
-def _returned(value: Any) -> Report:
+def make_report(value: Any) -> Report:
+    """Return the report of a result: of an error if the result cannot be sent."""
     buffer = io.BytesIO()
     try:
         import cloudpickle
 
         torch.save(value, buffer, pickle_module=cloudpickle)
     except Exception as error:
-        what = f"its result, a {type(value).__qualname__}"
-        return _raised(TypeError(f"{what}, cannot be sent to the caller: {_describe(error)}"))
+        what = f"its result, a {type(value).__qualname__}, cannot be sent to the caller"
+        return make_error_report(TypeError(f"{what}: {_format_error(error)}"))
     return Report(buffer.getvalue())
 
 
-def _raised(error: BaseException) -> Report:
+def make_error_report(error: BaseException) -> Report:
+    """Return the report of an exception, with the frames of its traceback."""
     summary = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
-    text = _describe(error)
-    victim = isinstance(error, RuntimeError) and any(w in text.lower() for w in VICTIM_WORDS)
-    return Report(error=text, frames=frames, victim=victim)
+    text = _format_error(error)
+    is_peer_failure = isinstance(error, RuntimeError) and any(
+        part in text.lower() for part in PEER_FAILURE_TEXTS
+    )
+    return Report(error=text, frames=frames, is_peer_failure=is_peer_failure)
 
 
-def _describe(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def flush() -> None:
+def flush_outputs() -> None:
     """Flush this process's output streams, if they exist and are open."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
@@ -234,14 +240,15 @@ def _print_instead_of_display() -> None:
     shell = kernel.get_ipython() if kernel else None
     if shell is not None:
 
-        def publish(data: dict[str, Any], *_: Any, **__: Any) -> None:
+        def print_text(data: dict[str, Any], *_: Any, **__: Any) -> None:
             print(data.get("text/plain", ""))
 
-        shell.display_pub.publish = publish
+        shell.display_pub.publish = print_text
 
 
-def fresh(directory: str, rank: int, status: int, lifeline: int) -> None:
-    """Serve as a rank that starts as a fresh process (see `start.start`)."""
+def run_fresh_rank(directory: str, rank: int, status: int, caller_pipe: int) -> None:
+    """Run a rank in a fresh process (see `launch.start_processes`)."""
     job, payload, paths = torch.load(Path(directory, "job"), weights_only=False)
     sys.path[:] = paths
-    serve(rank, job, lambda: pickle.loads(payload), Connection(status, readable=False), lifeline)
+    connection = Connection(status, readable=False)
+    run_rank(rank, job, lambda: pickle.loads(payload), connection, caller_pipe)

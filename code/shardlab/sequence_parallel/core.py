@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from shardlab.data_parallel.buckets import add_up
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import reduce_scatter
-from shardlab.ranks.renamed import all_gather_single
+from shardlab.ranks.torch_compat import all_gather_single
 from shardlab.tensor_types.operator import Operator
 
 Finish = Callable[[], Tensor]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from shardlab.ranks import check_group
-from shardlab.ranks.gather import joined
+from shardlab.ranks.gather import gather_parts
 from shardlab.tensor_types.operator import Operator
 
 from .core import Group, shard_slice
@@ -42,7 +42,7 @@ class _GatherLast(Operator):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return joined(x, -1, group)
+        return gather_parts(x, -1, group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
@@ -59,4 +59,4 @@ class _SplitLast(Operator):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return joined(dx, -1, ctx.group), None
+        return gather_parts(dx, -1, ctx.group), None

@@ -15,8 +15,8 @@ from shardlab import ranks
 from shardlab.data_parallel.buckets import clip_by_joint_norm
 from shardlab.gpt.model import GPT
 from shardlab.ranks import check_group
-from shardlab.ranks.agree import check_state
-from shardlab.ranks.gather import joined
+from shardlab.ranks.checks import check_state
+from shardlab.ranks.gather import gather_parts
 
 from .core import ColumnLinear, Group, HeadNorm, RowLinear, VocabEmbedding, shard_slice, take
 
@@ -88,7 +88,7 @@ def full_state_dict(model: GPT, to: int | None = None) -> dict[str, Tensor]:
     group = _group(model)
     found: dict[str, Tensor] = {}
     for name, parameter, dimension, several in pieces(model):
-        full = joined(parameter.detach(), dimension, group, to, several)
+        full = gather_parts(parameter.detach(), dimension, group, to, several)
         if full is not None:
             found[name] = full
     if found:  # untrained buffers (a router's bias) are the same on all ranks

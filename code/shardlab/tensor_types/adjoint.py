@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import ranks
-from shardlab.ranks.gather import joined
+from shardlab.ranks.gather import gather_parts
 
 from .declared import DUAL, parse
 
@@ -92,4 +92,4 @@ def _value(word: str, x: Tensor, group: dist.ProcessGroup, dimension: int) -> Te
         total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
-    return joined(x, dimension, group)
+    return gather_parts(x, dimension, group)

@@ -61,7 +61,9 @@ def check(step: Callable[..., Any], timeout: float = 120.0, **degrees: int) -> V
         inspect.signature(step).bind(**dict.fromkeys(degrees))
     except TypeError as error:
         raise ValueError(f"step: {error}; allowed are the axes {', '.join(degrees)}") from None
-    return ranks.pretend(_followed, prod(degrees.values()), step, degrees, timeout=timeout)
+    return ranks.run_with_fake_group(
+        _followed, prod(degrees.values()), step, degrees, timeout=timeout
+    )
 
 
 def _followed(step: Callable[..., Any], degrees: dict[str, int]) -> Verdict:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.data_parallel.buckets import copy_from_rank_0
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.torch_compat import all_gather_single, reduce_scatter_single
 
 State = Literal["sharded", "gathering", "full"]  # the state of the parameters on this rank
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardlab.layout.boxes import Box, Piece, elements, shape, stretch
-from shardlab.ranks.gather import gathered
+from shardlab.ranks.gather import gather_objects
 
 from .flat import Flat, all_gather
 
@@ -67,7 +67,7 @@ def states(
             else:
                 as_rows = name in dealt and value.dim()
                 mine.setdefault(name, {})[key] = None if as_rows else value.cpu()
-    everyone = gathered((mine, wrong), group)
+    everyone = gather_objects((mine, wrong), group)
     if problems := [problem for _, problem in everyone if problem]:
         kind, allowed = type(optimizer).__name__, "allowed are those with no other states"
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardlab import ranks
 from shardlab.data_parallel.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
 from shardlab.layout.boxes import Box, Piece, whole
-from shardlab.ranks.agree import check_state
+from shardlab.ranks.checks import check_state
 
 from . import saved
 from .flat import Flat

@@ -96,7 +96,7 @@ def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str
 
     Raises RuntimeError as `ranks.run` does.
     """
-    job, left_out = shrink_job(model, layout, min(MAX_RANKS, ranks.max_ranks()))
+    job, left_out = shrink_job(model, layout, min(MAX_RANKS, ranks.max_world_size()))
     result = run(job)
     gaps = result["differences"]
     same = is_equivalent(gaps) or is_equivalent(gaps, rounding(job))

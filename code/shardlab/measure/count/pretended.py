@@ -1,9 +1,9 @@
 """Count the bytes that one rank of a large job would hold, on a laptop, without the job.
 
-The process group is simulated (`ranks.pretend`) and so are the tensors: they have shapes, dtypes
-and storage sizes, but no data. Torch's FSDP2 shards torch modules on them, and `held`, which counts
-real bytes, counts theirs. With real ranks and tensors the same step holds the same bytes;
-`tests/test_held.py` compares.
+The process group is simulated (`ranks.run_with_fake_group`) and so are the tensors: they have
+shapes, dtypes and storage sizes, but no data. Torch's FSDP2 shards torch modules on them, and
+`held`, which counts real bytes, counts theirs. With real ranks and tensors the same step holds the
+same bytes; `tests/test_held.py` compares.
 
 Not included: allocator fragmentation, nccl's buffers, CUDA's own memory, and tensors that
 asynchronous streams hold a moment longer.
@@ -45,7 +45,9 @@ def pretended_step(
     Raises ValueError for a world_size below 1.
     """
     seq = config.seq if seq is None else seq
-    return ranks.pretend(_step, world_size, config, batch, seq, recompute == "full", timeout=300)
+    return ranks.run_with_fake_group(
+        _step, world_size, config, batch, seq, recompute == "full", timeout=300
+    )
 
 
 def _step(config: Config, batch: int, seq: int, recompute: bool) -> dict[str, int]:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from shardlab.common.machines import Machine
-from shardlab.ranks import blame
+from shardlab.ranks import root_cause
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 UNMEASURED = "not measured"
@@ -313,7 +313,7 @@ def listed(ranks: list[int]) -> str:
     """Name ranks: "rank 3"; "ranks 0, 1 and 5"; of many only the first and their number."""
     if len(ranks) > LISTED:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:LISTED]))}, …)"
-    return blame.listed(ranks)
+    return root_cause.format_ranks(ranks)
 
 
 def size(amount: float, unit: str = "B") -> str:

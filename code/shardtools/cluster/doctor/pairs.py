@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardlab import ranks
 from shardlab.measure.count import clock
-from shardlab.ranks.p2p import carrier
+from shardlab.ranks.p2p import get_backend
 
 from .meet import Rendezvous
 
@@ -69,7 +69,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return this rank's links, of which it is the lower end: `pair`, `latency`, `bandwidth`."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    apart = device.type == "cpu" or carrier(device, group) != "nccl"
+    apart = device.type == "cpu" or get_backend(device, group) != "nccl"
     found = []
     for turn in turns(size, hosts, apart):
         mine = next((pair for pair in turn if rank in pair), None)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardlab.ranks import blame
+from shardlab.ranks import root_cause
 from shardtools import options
 
 from .flight import Call, read
@@ -40,7 +40,10 @@ class Finding:
     def __str__(self) -> str:
         call = self.call
         name = f"{call.op} #{call.number} of {call.group}, line {call.line} in {call.where}"
-        ranks, present = blame.listed([*self.ranks]), blame.listed([*self.waiting])
+        ranks, present = (
+            root_cause.format_ranks([*self.ranks]),
+            root_cause.format_ranks([*self.waiting]),
+        )
         waits = "wait" if len(self.waiting) > 1 else "waits"
         differs = f"{name}: called by {present}, while {ranks} called something else:\n  {call}"
         lines = {
@@ -129,7 +132,10 @@ def _main(chosen: argparse.Namespace) -> int:
     calls = read(chosen.folder)
     members = {rank for mine in calls.values() for call in mine for rank in call.members}
     if silent := sorted(members - set(calls)):
-        print(f"{blame.listed(silent)} left no record: dead, or stuck where Python cannot run")
+        print(
+            f"{root_cause.format_ranks(silent)} left no record: "
+            "dead, or stuck where Python cannot run"
+        )
     none = "no collective lacks a rank: look at sends and at GPUs with torchfrtrace, else at links"
     print(*explain(calls) or [none], sep="\n")
     return 0

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 def all_gather_single(*args: Any, **kwargs: Any) -> dist.Work | None:
     """Gather every rank's input, side by side, into the output."""
-    return _either("all_gather_single", "all_gather_into_tensor")(*args, **kwargs)
+    return _get_collective("all_gather_single", "all_gather_into_tensor")(*args, **kwargs)
 
 
 def reduce_scatter_single(*args: Any, **kwargs: Any) -> dist.Work | None:
     """Add up all ranks' inputs; each rank's output gets its part."""
-    return _either("reduce_scatter_single", "reduce_scatter_tensor")(*args, **kwargs)
+    return _get_collective("reduce_scatter_single", "reduce_scatter_tensor")(*args, **kwargs)
 
 
-def _either(name: str, older: str) -> Any:
-    return getattr(dist, name, None) or getattr(dist, older)
+def _get_collective(name: str, old_name: str) -> Any:
+    return getattr(dist, name, None) or getattr(dist, old_name)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlab.ranks import blame, stacks, worker
-from shardlab.ranks.calls import Call
+from shardlab.ranks import root_cause, stacks, worker
+from shardlab.ranks.collective_log import CollectiveCall
 
 OVER = "its function is over"
 READS = ["loss.item()", "x[mask].sum()", "torch.cuda.synchronize()"]
@@ -35,14 +35,14 @@ def explained(
     job = worker.Job(len(stands), backend, "cuda", 5.0, str(folder), 0, torch.empty(0))
     for rank, (line, names) in enumerate(zip(stands, entered, strict=True)):
         if line == OVER:
-            frame = f'  File "{worker.__file__}", line 1 in called\n'
+            frame = f'  File "{worker.__file__}", line 1 in call_and_synchronize\n'
         else:
             frame = f'  File "{script}", line {SCRIPT.index(line) + 1} in train\n'
         if line in (OVER, "torch.cuda.synchronize()"):
             frame = f'  File "{torch.cuda.__file__}", line 1 in synchronize\n' + frame
-        job.file("stack", rank).write_text(
+        job.get_path("stack", rank).write_text(
             "Thread 0x00007f0000000001 (most recent call first):\n"
-            f'  File "{worker.__file__}", line 1 in _leave_with_caller\n'
+            f'  File "{worker.__file__}", line 1 in _exit_with_caller\n'
             '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n\n'
             f"Current thread 0x00007f0000000000 (most recent call first):\n{frame}"
         )
@@ -51,10 +51,10 @@ def explained(
             members, _, name = call.rpartition(":")
             place = {"file": str(script), "line": "1", "function": "train"}
             where = f"[{members}]" if members else "all"
-            log += Call(where, name=name, sizes="float32[1]", **place).written()
-        job.file("calls", rank).write_text(log)
-    witnesses = [blame.witness(job, rank, None, None) for rank in range(len(stands))]
-    return blame.explain(witnesses, 5.0)
+            log += CollectiveCall(where, name=name, sizes="float32[1]", **place).to_line()
+        job.get_path("calls", rank).write_text(log)
+    outcomes = [root_cause.read_outcome(job, rank, None, None) for rank in range(len(stands))]
+    return root_cause.explain_failure(outcomes, 5.0)
 
 
 @pytest.mark.parametrize("read", READS)
@@ -64,14 +64,14 @@ def test_ranks_that_read_a_result_wait(read: str, tmp_path: Path):
     two = ["all_reduce", "all_reduce"]
     at_fault, message = explained(tmp_path, stands, [two, two, ["all_reduce"], two])
     assert at_fault == [2]
-    assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for it in all_reduce" in message
+    assert "rank 2 of 4" in message and "Ranks 0, 1 and 3 wait for rank 2 in all_reduce" in message
 
 
 def test_a_collective_that_hangs_when_its_function_is_over(tmp_path: Path):
     """No rank has read the result: the GPU still waits for rank 1, which has returned."""
     at_fault, message = explained(tmp_path, [OVER, OVER], [["all_reduce"] * 2, ["all_reduce"]])
     assert at_fault == [1]
-    assert "Rank 0 waits for it in all_reduce at" in message
+    assert "Rank 0 waits for rank 1 in all_reduce at" in message
     assert "script.py, line 1, in train" in message
 
 
@@ -100,12 +100,12 @@ def test_a_hook_stands_in_a_thread_of_autograd(tmp_path: Path):
         "Thread 0x00007f0000000003 (most recent call first):\n"
         f'  File "{script}", line 7 in hook\n\n'
         "Thread 0x00007f0000000002 (most recent call first):\n"
-        f'  File "{worker.__file__}", line 1 in _leave_with_caller\n'
+        f'  File "{worker.__file__}", line 1 in _exit_with_caller\n'
         f'  File "{threading.__file__}", line 1 in _bootstrap\n\n'
         "Current thread 0x00007f0000000001 (most recent call first):\n"
         f'  File "{graph.__file__}", line 1 in _engine_run_backward\n'
         f'  File "{script}", line 3 in train\n'
     )
-    found = stacks.read(dump)
+    found = stacks.parse_dump(dump)
     assert found[0] == (str(script), 7, "hook") and found[-1] == (str(script), 3, "train")
-    assert not any(name == "_leave_with_caller" for _, _, name in found)
+    assert not any(name == "_exit_with_caller" for _, _, name in found)

@@ -12,10 +12,10 @@ from shardlab.common import show, text
 def test_source_links_to_its_file_and_line(root):
     shown = show.source(text.get_batch)
     lines = (root / "code/shardlab/common/text.py").read_text().splitlines()
-    line = next(i for i, text_ in enumerate(lines, 1) if text_.startswith("def batch"))
+    line = next(i for i, text_ in enumerate(lines, 1) if text_.startswith("def get_batch"))
     assert f'href="../code/shardlab/common/text.py#L{line}"' in shown.html
     assert f"text.py, line {line}" in shown.html
-    assert "def batch(" in shown.text and 'class="highlight"' in shown.html
+    assert "def get_batch(" in shown.text and 'class="highlight"' in shown.html
 
 
 def test_files_that_are_not_python_and_what_a_terminal_said(tmp_path):

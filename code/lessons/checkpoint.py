@@ -86,7 +86,7 @@ from shardlab.layout import Layout
 from shardlab.measure import count
 from shardlab.mesh import Parallel, join, predicted_pieces
 
-show.style()
+show.set_style()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a page shows no progress bars
     import transformers
@@ -122,7 +122,7 @@ def train_steps(training, steps):
     rank, size, losses = dist.get_rank(), dist.get_world_size(), []
     each = BATCH_SIZE // size
     for _ in range(steps):
-        tokens, targets = text.batch(64, each, start=training.samples + rank * each)
+        tokens, targets = text.get_batch(64, each, start=training.samples + rank * each)
         training.optimizer.zero_grad()
         value = loss(training.model(tokens), targets)
         value.backward()
@@ -279,7 +279,7 @@ def train_rows(model, shards, done, steps):
         optimizer.state[shards[name][1]] = {"step": torch.tensor(float(done)), **state}
     gather_rows(model, shards)
     for step in range(done, done + steps):
-        tokens, targets = text.batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
+        tokens, targets = text.get_batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
         model.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -326,7 +326,7 @@ def train_in_one_process():
     model, losses = GPT(PRESETS["nano"]), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(6):
-        tokens, targets = text.batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
+        tokens, targets = text.get_batch(64, BATCH_SIZE, start=BATCH_SIZE * step)
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()
@@ -376,7 +376,7 @@ def load_values(path):
 for name, dies in (("half saved", True), ("flipped", False)):
     (FOLDER / name).mkdir()
     try:
-        run_on_cpu(save_twice, 2, FOLDER / name, dies, apart=True)
+        run_on_cpu(save_twice, 2, FOLDER / name, dies, own_processes=True)
     except ranks.RankError as error:
         print(error)
 flip_bit(FOLDER / "flipped/0.pt")
@@ -418,7 +418,7 @@ def load_weights(path):
 
 try:
     path = FOLDER / "half saved fully"
-    run_on_cpu(save_twice_with_checkpoints, 2, path, True, apart=True)
+    run_on_cpu(save_twice_with_checkpoints, 2, path, True, own_processes=True)
 except ranks.RankError:
     pass  # this was meant to happen
 half_saved = load_weights(FOLDER / "half saved fully")
@@ -585,7 +585,7 @@ def load_current(path):
 path, rows = FOLDER / "killed", []
 for delay, victims in KILLS.items():
     try:
-        run_on_cpu(save_until_killed, 2, path, victims, delay, apart=True)
+        run_on_cpu(save_until_killed, 2, path, victims, delay, own_processes=True)
     except ranks.RankError:
         pass  # this was meant to happen
     promised = int(Path(f"{path}.promised").read_text().split()[-1])
@@ -728,7 +728,7 @@ for wait in (True, False):
     assert all(same for _, same in results)
     times[wait] = min(seconds for seconds, _ in results)
 assert times[True] > 1  # the disk is made slow
-show.timed(times[False] < 0.5 * times[True], "in the background: less than half")
+show.check_timing(times[False] < 0.5 * times[True], "in the background: less than half")
 rows = [
     (
         name,
@@ -883,7 +883,7 @@ def train_and_export(path):
 _, (after,) = run_on_cpu(train_and_export, 4, FOLDER / "model.pt")[0]
 alone = GPT(PRESETS["nano"])
 alone.load_state_dict(torch.load(FOLDER / "model.pt", weights_only=True))
-tokens, targets = text.batch(64, 8, start=16)
+tokens, targets = text.get_batch(64, 8, start=16)
 value = loss(alone(tokens), targets).item()
 
 # %% [markdown]
@@ -1057,7 +1057,7 @@ def save_twice_into_one_folder(path):
 
 
 try:
-    run_on_cpu(save_twice_into_one_folder, 2, FOLDER / "in place", apart=True)
+    run_on_cpu(save_twice_into_one_folder, 2, FOLDER / "in place", own_processes=True)
 except ranks.RankError as error:
     print(error)
 state = {"model": nn.Linear(64, 64).state_dict()}
@@ -1101,14 +1101,14 @@ def build_run(state=None, optimizer_state=None):
 
 def train_and_evaluate(model, optimizer, steps, start=0):
     """Return held-out losses around each step, and how far the first step moves weights."""
-    tokens, targets = text.batch(64, 32, start=20_000)
+    tokens, targets = text.get_batch(64, 32, start=20_000)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     losses, moved = [], None
     for step in range(steps + 1):
         with torch.no_grad():
             losses.append(loss(model(tokens), targets).item())
         if step < steps:
-            x, y = text.batch(64, 8, start=8 * (start + step))
+            x, y = text.get_batch(64, 8, start=8 * (start + step))
             optimizer.zero_grad()
             loss(model(x), y).backward()
             optimizer.step()
@@ -1121,7 +1121,7 @@ def train_and_evaluate(model, optimizer, steps, start=0):
 def resume_both_ways():
     model, optimizer = build_run()
     for step in range(120):
-        x, y = text.batch(64, 8, start=8 * step)
+        x, y = text.get_batch(64, 8, start=8 * step)
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()

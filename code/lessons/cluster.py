@@ -58,7 +58,7 @@ from shardtools.cluster.doctor import checks, pairs
 from shardtools.cluster.slurm import sessions
 from shardtools.cluster.watch import flight, hang, report, sample, straggler
 
-show.style()
+show.set_style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="cluster-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 
@@ -413,7 +413,9 @@ def multiply(n, seconds=0.5):
 
 # CPU: cores are measured
 found = {n: ranks.run(multiply, 1, n, device="cpu")[0] for n in (16, 512)}
-show.timed(found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s")
+show.check_timing(
+    found[512][1] > 5 * found[16][1], "large products: five times the FLOP/s"
+)
 rows = [(n, f"{100 * b:.0f}", f"{f / 1e9:.1f}") for n, (b, f) in found.items()]
 show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 
@@ -461,7 +463,7 @@ show.table(rows, ["rows of the matrix", "core busy (% of time)", "GFLOP/s"])
 def watched(folder):
     rank, pids = dist.get_rank(), [None, None]
     model = torch.nn.parallel.DistributedDataParallel(GPT(PRESETS["nano"]))
-    tokens, targets = text.batch(64, 8, start=8 * rank)
+    tokens, targets = text.get_batch(64, 8, start=8 * rank)
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
         job = (folder, dict(enumerate(pids)), 0.1, 2.0)
@@ -481,7 +483,7 @@ ranks.run(watched, 2, folder, device="cpu")  # CPU: cores are sampled
 (samples,) = folder.glob("samples-*.jsonl")
 idle = [line for line in report.lines(samples) if line.get("cpu_percent", 100) < 40]
 both = {line["rank"] for line in idle} == {0, 1} and len(idle) >= 6
-show.timed(both, "both ranks idle for 0.7 s")
+show.check_timing(both, "both ranks idle for 0.7 s")
 alt = "Processor, memory and network of two ranks over two seconds. In the middle both "
 alt += "ranks' processors and the network fall to nothing for 0.7 s; memory stays."
 show.figure(report.report(folder), alt, "cluster-report")
@@ -518,9 +520,13 @@ def late(results):
 results = ranks.run(steps, 3, 1, device="cpu")  # CPU: times are gloo's
 arrivals = late(results)
 middle = [1e3 * median(seconds) for seconds, _ in results]
-show.timed(max(middle) < 1.2 * min(middle), "steps of all ranks take equally long")
+show.check_timing(
+    max(middle) < 1.2 * min(middle), "steps of all ranks take equally long"
+)
 slow = arrivals[1]
-show.timed(slow.late > 0.02 and slow.last > 0.8, "rank 1 is late in four of five steps")
+show.check_timing(
+    slow.late > 0.02 and slow.last > 0.8, "rank 1 is late in four of five steps"
+)
 rows = [
     (a.rank, f"{middle[a.rank]:.0f}", f"{1e3 * a.late:.0f}", f"{100 * a.last:.0f}")
     for a in arrivals
@@ -555,7 +561,7 @@ show.figure(straggler.picture(arrivals, durations), alt, "cluster-straggler")
 def traced(folder):
     """A step that averages gradients after backward, and one in which DDP does."""
     rank = dist.get_rank()
-    tokens, targets = text.batch(128, 2, start=2 * rank)
+    tokens, targets = text.get_batch(128, 2, start=2 * rank)
     plain = GPT(PRESETS["micro"])
     ddp = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=1)
     for name, model in (("after", plain), ("ddp", ddp)):
@@ -585,7 +591,9 @@ for name in ("after", "ddp"):
                 begins[event["name"]] = min(first, event, key=lambda e: e["ts"])
         backward, message = begins["backward"], begins["gloo:all_reduce"]
         share = (message["ts"] - backward["ts"]) / backward["dur"]
-        show.timed((share < 1) == (name == "ddp"), "DDP alone sends during backward")
+        show.check_timing(
+            (share < 1) == (name == "ddp"), "DDP alone sends during backward"
+        )
         rows.append((name, path.stem.removeprefix("rank"), f"{100 * share:.0f}"))
 show.table(rows, ["gradients", "rank", "first message begins (% of backward)"])
 
@@ -734,7 +742,7 @@ first, *others = sorted(os.sched_getaffinity(0))
 together = sum(ranks.run(on_cores, 2, [first, first], device="cpu"))
 # CPU: cores are measured
 apart = sum(ranks.run(on_cores, 2, [first, (others or [first])[0]], device="cpu"))
-show.timed(together < 1.1, "ranks on one core share it")
+show.check_timing(together < 1.1, "ranks on one core share it")
 rows = [("one core for both", f"{together:.2f}"), ("a core each", f"{apart:.2f}")]
 show.table(rows, ["binding", "cores that the two ranks got, together"])
 

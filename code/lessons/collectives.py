@@ -78,7 +78,7 @@ def best(times_by_rank):
     return min(max(ends) - min(begins) for begins, ends in repeats)
 
 
-style = show.style()
+style = show.set_style()
 
 
 # %% [markdown]
@@ -155,7 +155,9 @@ for way in WAYS:
     gap = f"{ms[way] / predicted - 1:+.0%}"
     rows.append((way, mb[0], mb[3], f"{predicted:.0f}", f"{ms[way]:.0f}", gap))
 # Predicted: 2.6 times as long. The rest of the way to 1.5 is for a busy machine.
-show.timed(ms["naive"] > 1.5 * ms["ring"], "naive takes 1.5 times the ring's time")
+show.check_timing(
+    ms["naive"] > 1.5 * ms["ring"], "naive takes 1.5 times the ring's time"
+)
 sends = ["rank 0 sends (MB)", "rank 3 sends (MB)"]
 show.table(rows, ["way", *sends, "predicted (ms)", "measured (ms)", "difference"])
 
@@ -717,9 +719,13 @@ for name in kinds:
     seen, gloos = ours[name] / (16 * MIB), theirs[name] / (16 * MIB)
     if seen:
         # Linux tells. Headers and others' traffic add: never less than the formula.
-        show.timed(formula <= seen < 1.25 * formula, f"{name}: the formula's bytes, +25 %")
+        show.check_timing(
+            formula <= seen < 1.25 * formula, f"{name}: the formula's bytes, +25 %"
+        )
         as_much = (gloos > 1.4) == (name in kinds[:2])
-        show.timed(as_much, f"{name}: gloo reduces by all-reduce, and gathers directly")
+        show.check_timing(
+            as_much, f"{name}: gloo reduces by all-reduce, and gathers directly"
+        )
     gap = f"{seen / formula - 1:+.1%}"
     rows.append((name, f"{formula:.3f}", f"{seen:.3f}", gap, f"{gloos:.3f}"))
 head = ["formula (S)", "ours, on the wire (S)", "difference", "gloo, on the wire (S)"]
@@ -813,9 +819,11 @@ for name, fit in fits.items():
 slow = fits["slow link"]
 typical = {name: sorted(map(abs, errors(name)))[6] for name in fits}
 off = abs(slow.latency / LATENCY - 1), abs(slow.bandwidth / BANDWIDTH - 1)
-show.timed(max(off) < 0.2, "the fit finds the slow link's two numbers within 20 %")
-show.timed(typical["slow link"] < 0.1, "the slow link is predicted within 10 %")
-show.timed(typical["loopback"] < 0.5, "loopback is predicted within 50 %")
+show.check_timing(
+    max(off) < 0.2, "the fit finds the slow link's two numbers within 20 %"
+)
+show.check_timing(typical["slow link"] < 0.1, "the slow link is predicted within 10 %")
+show.check_timing(typical["loopback"] < 0.5, "loopback is predicted within 50 %")
 show.table(rows, ["link", "α (µs)", "1/β (MB/s)", "typical error", "largest error"])
 
 # %% [markdown]
@@ -887,10 +895,16 @@ predicted = {
 # in half of the cases.
 over = sorted(timed[key] / predicted[key] for key in timed)
 assert over[0] > 0.99
-show.timed(over[len(over) // 2] < 1.25, "half of the cases within 25 % of the prediction")
+show.check_timing(
+    over[len(over) // 2] < 1.25, "half of the cases within 25 % of the prediction"
+)
 (small, large), ring, tree = (LENGTHS[0], LENGTHS[-1]), "ring", "tree"
-show.timed(timed[tree, small] < timed[ring, small], "small: the tree is faster")  # 0.68
-show.timed(timed[ring, large] < timed[tree, large], "large: the ring is faster")  # 0.49
+show.check_timing(
+    timed[tree, small] < timed[ring, small], "small: the tree is faster"
+)  # 0.68
+show.check_timing(
+    timed[ring, large] < timed[tree, large], "large: the ring is faster"
+)  # 0.49
 figure, axes = plt.subplots(figsize=(4.9, 3.4))
 for way, color in zip(collectives.ALL_REDUCE, show.RANK_COLORS, strict=False):
     axes.plot(
@@ -991,7 +1005,9 @@ for name in kinds:
         (name, f"{1e3 * mine:.0f}", f"{1e3 * gloos:.0f}", f"{mine / gloos:.2f}")
     )
 # In a reduce-scatter gloo moves twice our bytes, in an all-reduce the same.
-show.timed(float(rows[1][3]) < float(rows[0][3]), "we gain more in a reduce-scatter")
+show.check_timing(
+    float(rows[1][3]) < float(rows[0][3]), "we gain more in a reduce-scatter"
+)
 show.table(rows, ["collective", "ours (ms)", "torch with gloo (ms)", "ours / torch"])
 
 
@@ -1050,7 +1066,7 @@ def failure(function):
     """Run on four ranks and print what `ranks.run` says about the failure."""
     try:
         # CPU: gloo, whose ranks can be asked
-        ranks.run(function, 4, timeout=4, device="cpu", show=False, apart=True)
+        ranks.run(function, 4, timeout=4, device="cpu", show=False, own_processes=True)
     except ranks.RankError as error:
         for line in str(error).splitlines():
             print(textwrap.fill(line, 84))

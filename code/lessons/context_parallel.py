@@ -44,7 +44,7 @@ from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count, link
 
-show.style()
+show.set_style()
 
 SMALL = Config(seq=64, layers=2, heads=4, hidden=64)
 LLAMA = PRESETS["llama-3-8b"]
@@ -58,7 +58,7 @@ def plain(dtype=None):
 
 def batch(step=0, size=2):
     """The same windows of text on every rank: tokens, targets: [size, 64]."""
-    tokens, targets = text.batch(SMALL.seq, size, start=step * size)
+    tokens, targets = text.get_batch(SMALL.seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -332,7 +332,9 @@ for layout in cp.LAYOUTS:
         rows.append((layout, rank, f"{want:,}", f"{pairs:,}", fraction, took))
     slowest[layout] = max(result[layout][1] for result in WORK) / all_seconds
 even = slowest["contiguous"] > 0.36 > slowest["zigzag"]
-show.timed(even, "the slowest rank has over 36 % of the time, and less in zig-zag")
+show.check_timing(
+    even, "the slowest rank has over 36 % of the time, and less in zig-zag"
+)
 head = [
     "layout",
     "rank",
@@ -642,7 +644,9 @@ for local_seq, (without, plain_, slow) in TIMES.items():
         off = f"{100 * (took / want - 1):+.0f}"
         rows.append((local_seq, name, *cells, off, f"{took / without:.2f}"))
     ratios.append(slow / without)
-show.timed(ratios[0] > 1.2 * ratios[1], "with few tokens the link costs 1.2 times as much")
+show.check_timing(
+    ratios[0] > 1.2 * ratios[1], "with few tokens the link costs 1.2 times as much"
+)
 head = [
     "tokens on a rank",
     "ring",
@@ -717,7 +721,7 @@ for color, (name, (way, core, N)) in zip(show.RANK_COLORS, CORES.items(), strict
         assert kept == want["kept"], (name, kept, want)
         limit = 0.15 if way == "ulysses" else 0.02
         near = abs(peak / want["backward"] - 1) < limit
-        show.timed(near, f"{name}: the most in backward within {limit:.0%}")
+        show.check_timing(near, f"{name}: the most in backward within {limit:.0%}")
     for axes, lines, dots in zip(
         panels, zip(*wants, strict=True), zip(*measured, strict=True), strict=True
     ):
@@ -815,7 +819,7 @@ def beside_context_parallel():
 
 # %% tags=["hide-input"]
 # Runs torch's context_parallel beside ours, where there are two GPUs
-if ranks.place(2)[1] == "cuda" and torch.cuda.device_count() >= 2:
+if ranks.choose_backend(2)[1] == "cuda" and torch.cuda.device_count() >= 2:
     gaps = max(ranks.run(beside_context_parallel, 2))
     print(f"from one process: ours {gaps[0]:.0e}, torch's {gaps[1]:.0e}")
     assert max(gaps) < 0.05  # bfloat16 has three digits
@@ -840,7 +844,8 @@ def all_send_first():
 
 try:
     # CPU: gloo, whose ranks can be asked
-    ranks.run(all_send_first, 2, timeout=3, device="cpu", show=False, apart=True)
+    options = {"device": "cpu", "show": False, "own_processes": True}
+    ranks.run(all_send_first, 2, timeout=3, **options)
 except ranks.RankError as error:
     print(error)
 

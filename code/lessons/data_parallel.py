@@ -69,7 +69,7 @@ from shardlab.data_parallel.buckets import deal
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.measure import count, link
 
-show.style()
+show.set_style()
 
 
 def model_and_optimizer(lr=1e-3):
@@ -82,7 +82,7 @@ def model_and_optimizer(lr=1e-3):
 def local_batch(step, size=4, rank=None):
     """This rank's `size` windows of text for a step: tokens, targets: [size, 64]."""
     rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
-    tokens, targets = text.batch(64, size, start=(step * count_ + rank) * size)
+    tokens, targets = text.get_batch(64, size, start=(step * count_ + rank) * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -111,7 +111,7 @@ def train_alone(steps):
 
 # %% tags=["hide-input", "measured"]
 # Measures an epoch, and the drift of four ranks
-windows = len(text.Windows(64))
+windows = len(text.TokenWindows(64))
 (one_process, _) = ranks.run(train_alone, 1, 5)[0]
 (_, apart) = ranks.run(train_alone, 4, 5)[0]
 minutes = one_process * windows / 4 / 60
@@ -369,7 +369,7 @@ for sizes in ([4], [4, 4], [4, 4, 4, 4], [4, 4, 4, 1]):
         # decides which way a weight moves, by up to the learning rate. In float64
         # no gradient here is that small.
         assert found[3] < (1e-3 if dtype == torch.float32 else 1e-11), found
-        if len(sizes) <= 2 and ranks.place(len(sizes))[1] == "cpu":
+        if len(sizes) <= 2 and ranks.choose_backend(len(sizes))[1] == "cpu":
             # a + b is b + a, rounding included: equal to torch's bit for bit
             assert found[0] == 0.0
         cells = [f"{value:.0e}" if value else "0" for value in found]
@@ -409,7 +409,7 @@ def moved(kind, factor):
     model = GPT(PRESETS["nano"])
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
-    tokens, targets = text.batch(64, 4)
+    tokens, targets = text.get_batch(64, 4)
     (factor * loss(model(tokens), targets)).backward()
     optimizer.step()
     return largest([p.detach() for p in model.parameters()], before)
@@ -463,7 +463,7 @@ def sent_by(way):
     hooked = DataParallel(model, world, **SIZES) if way == "DataParallel" else model
     dealt = assign_buckets(model.parameters(), *SIZES.values())
     buckets = [Bucket(parameters, world) for parameters in dealt]
-    tokens, targets = text.batch(128, 1)
+    tokens, targets = text.get_batch(128, 1)
     loss(model(tokens) * 0, targets).backward()  # gradients exist from here on
     on_wire = []
     for _ in range(5):
@@ -497,7 +497,7 @@ for way in ("average_gradients", "average_in_buckets", "DataParallel"):
     # messages and more to small ones, and so does whatever else talks on this
     # machine meanwhile: hence up to 25 %.
     near = not on_wire or 0.99 < on_wire / N / ring < 1.25
-    show.timed(near, f"{way}: the formula's bytes, +25 %")
+    show.check_timing(near, f"{way}: the formula's bytes, +25 %")
     off = f"{100 * (on_wire / N / ring - 1):+.1f}"
     rows.append(
         (
@@ -535,7 +535,7 @@ def seconds_of(way):
     wire = link.slow(WIRE.latency, WIRE.bandwidth)
     model = GPT(PRESETS["micro"])
     buckets = [Bucket(dealt, wire) for dealt in assign_buckets(model.parameters())]
-    tokens, targets = text.batch(64, 1)
+    tokens, targets = text.get_batch(64, 1)
     loss(model(tokens), targets).backward()
     seconds = []
     for _ in range(3):
@@ -561,7 +561,9 @@ for way, sizes in messages.items():
     measured = max(ranks.run(seconds_of, 2, way, device="cpu"))
     # The wire's clock is exact; on top comes this machine's own work.
     assert measured > predicted * 0.99
-    show.timed(measured < predicted * 1.3 + 0.03, f"{way}: the wire's time, +30 %")
+    show.check_timing(
+        measured < predicted * 1.3 + 0.03, f"{way}: the wire's time, +30 %"
+    )
     rows.append(
         (
             way,
@@ -666,8 +668,10 @@ for name, run in runs.items():
     rows.append((name, *cells, f"{ratios[name]:.2f}"))
 # About 0.7 and 1 on a quiet machine. A busy one computes slower, and has less to hide.
 less = ratios["1 Gbit/s"]
-show.timed(less < 0.95, "at 1 Gbit/s overlap takes less than 95 % of the time")
-show.timed(less < ratios["loopback"], "overlap gains more at 1 Gbit/s than on loopback")
+show.check_timing(less < 0.95, "at 1 Gbit/s overlap takes less than 95 % of the time")
+show.check_timing(
+    less < ratios["loopback"], "overlap gains more at 1 Gbit/s than on loopback"
+)
 head = ["link", "without overlap (ms)", "with overlap (ms)", "with / without"]
 show.table(rows, head)
 
@@ -777,7 +781,9 @@ for growing in (False, True):
         )
         # Each of 32 sleeps ends 0.1 ms late; 25 % is for a busy machine.
         off = measured[growing, size] / predicted[growing, size]
-        show.timed(0.98 < off < 1.25, f"{size} ranks: a step within 25 % of the prediction")
+        show.check_timing(
+            0.98 < off < 1.25, f"{size} ranks: a step within 25 % of the prediction"
+        )
 
 # %% [markdown]
 # The table has both cases. The fixed batch soon stops gaining.
@@ -859,7 +865,7 @@ def side_by_side(rounds):
     plain = GPT(PRESETS["micro"])
     ours = DataParallel(copy.deepcopy(plain), dist.group.WORLD)
     torchs = DistributedDataParallel(copy.deepcopy(plain), gradient_as_bucket_view=True)
-    tokens, targets = text.batch(128, 4, start=4 * dist.get_rank())
+    tokens, targets = text.get_batch(128, 4, start=4 * dist.get_rank())
     models = {"ours": ours, "torch DDP": torchs}
     optimizers = {name: torch.optim.AdamW(m.parameters()) for name, m in models.items()}
     seconds = {name: [] for name in models}
@@ -883,7 +889,7 @@ def side_by_side(rounds):
 medians, equal = ranks.run(side_by_side, 2, 15, device="cpu")[0]
 ratio = medians["ours"] / medians["torch DDP"]
 assert equal == 0.0
-show.timed(0.75 < ratio < 1.33, "ours takes as long as torch's, within a third")
+show.check_timing(0.75 < ratio < 1.33, "ours takes as long as torch's, within a third")
 rows = [(name, f"{1e3 * value:.0f}") for name, value in medians.items()]
 rows.append(("ratio", f"{ratio:.2f}"))
 show.table(rows, ["two ranks, loopback", "median step (ms)"])
@@ -963,7 +969,7 @@ def train(folder):
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = model_and_optimizer()
     model = DataParallel(model, dist.group.WORLD)
-    data = Subset(text.Windows(64), range(128))
+    data = Subset(text.TokenWindows(64), range(128))
     sampler = DistributedSampler(data, size, rank)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -988,7 +994,7 @@ with tempfile.TemporaryDirectory() as folder:
     ranks.run(train, 2, folder)
     plain = GPT(PRESETS["nano"])
     plain.load_state_dict(torch.load(Path(folder, "model.pt"), map_location="cpu"))
-tokens, targets = text.batch(64, 8)
+tokens, targets = text.get_batch(64, 8)
 value = loss(plain(tokens), targets).item()
 print("in one process, from the file: loss", round(value, 1))
 
@@ -1208,7 +1214,7 @@ def skips_one():
 def failure(fn):
     """Run `fn` on two ranks, print what came of it, and say which ranks were named."""
     try:
-        ranks.run(fn, 2, timeout=4, apart=True)
+        ranks.run(fn, 2, timeout=4, own_processes=True)
     except ranks.RankError as error:
         print(error)
         return error.ranks

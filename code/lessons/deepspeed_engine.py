@@ -53,7 +53,7 @@ from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
 
-show.style()
+show.set_style()
 SHAPE, STEPS = PRESETS["nano"], 5
 de.prepare()  # imports DeepSpeed once, before any rank starts
 
@@ -67,7 +67,7 @@ def model():
 def local_batch(step, rank=None):
     """One rank's two windows of text for a step: tokens, targets: [2, 64]."""
     rank = dist.get_rank() if rank is None else rank
-    return text.batch(64, 2, start=(2 * step + rank) * 2)
+    return text.get_batch(64, 2, start=(2 * step + rank) * 2)
 
 
 def joined(step):
@@ -341,7 +341,9 @@ for name, (losses, weights, seconds) in found.items():
     assert gaps[0] < (0.02 if "bf16" in name else 1e-5), (name, gaps)
     assert gaps[1] < (0.02 if "bf16" in name else 1e-3), (name, gaps)
     rows.append((name, *map(digits, gaps), f"{1e3 * seconds:.0f}"))
-show.timed(found["stage 3"][2] > found["stage 1"][2], "stage 3 is slower than stage 1")
+show.check_timing(
+    found["stage 3"][2] > found["stage 1"][2], "stage 3 is slower than stage 1"
+)
 head = ["configuration", "losses differ by", "weights differ by", "ms per step"]
 show.table(
     rows, head, caption="DeepSpeed on two CPU ranks, from one process in float32"
@@ -563,7 +565,7 @@ assert says == {"tensor": 8, "pipeline": 4}
 def four_windows(step):
     """This rank's part of the step's four windows, on one, two or four ranks."""
     size = 4 // dist.get_world_size()
-    return text.batch(64, size, start=4 * step + size * dist.get_rank())
+    return text.get_batch(64, size, start=4 * step + size * dist.get_rank())
 
 
 def save_and_go_on(folder):
@@ -704,7 +706,7 @@ task = lab.Task(batch=4, prompt=32, new=8, seq=64, steps=3)
 ways = {way: lab.run(way, 2, task) for way in ("one", "data", "offload", "tensor")}
 reports = [ways[way][i] for i in range(2) for way in ways]
 slower = ways["offload"][0].rate < ways["data"][0].rate  # it gathers, for each token
-show.timed(slower, "ZeRO-3 is slower than copies")
+show.check_timing(slower, "ZeRO-3 is slower than copies")
 print(", ".join(f"{what}: {value}" for what, value in count.machine()))
 breakdown.table(reports, caption="Two ranks that share one machine")
 

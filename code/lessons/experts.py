@@ -51,7 +51,7 @@ from shardlab.gpt import router
 from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, parameter_count
 from shardlab.measure import count
 
-show.style()
+show.set_style()
 SMALL = Config(
     seq=32, layers=2, heads=4, hidden=64, mlp="swiglu", bias=False,
     experts=8, experts_per_token=2, expert_ffn=64,
@@ -66,7 +66,7 @@ def plain(config=SMALL, dtype=torch.float32):
 
 def batch(step, size=8):
     """`size` windows of text, the same on every rank: tokens, targets [size, 32]."""
-    tokens, targets = text.batch(SMALL.seq, size, start=step * size)
+    tokens, targets = text.get_batch(SMALL.seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -370,7 +370,7 @@ for capacity in (0.5, 1.0, 1.5, 2.0, None):
     found = [sum(ranks.run(dropped, N, capacity)) for N in (1, 4)]
     assert found[0] == found[1]
     kept[capacity] = found[0]
-    places = replace(SMALL, capacity=capacity).places(32)
+    places = replace(SMALL, capacity=capacity).get_expert_capacity(32)
     rows.append((capacity or "none", places or "as many as come", *found, f"{found[0] / CHOICES:.0%}"))
 assert kept[0.5] >= CHOICES // 2 and kept[None] == 0 < kept[2.0]
 head = ["capacity", "places in a sequence", "dropped, 1 rank", "4 ranks", f"of {CHOICES:,} choices"]
@@ -576,7 +576,8 @@ def layer_seconds(machine, tokens, k, h, f):
 H100, rows, times = MACHINES["h100"], [], {}
 for name, k, h, f in (("Mixtral 8x7B", 2, 4096, 14_336), ("DeepSeek-V3", 8, 7168, 2048)):
     products = layer_seconds(H100, 4096, k, h, f)
-    for N, speed, words in ((8, H100.inside, "NVLink"), (64, H100.between, "network")):
+    links = (8, H100.node_bandwidth, "NVLink"), (64, H100.network_bandwidth, "network")
+    for N, speed, words in links:
         out = layer_bytes(4096, k, h, N)
         times[name, N] = out / speed / products
         cells = f"{out / 1e6:,.0f}", f"{1e3 * out / speed:.2f}", f"{1e3 * products:.2f}"
@@ -625,8 +626,13 @@ for shift in SHIFTS:
     cells = [f"{1e3 * each:.0f}" for each in (*seconds, abs(seconds[0] - seconds[1]))]
     predicted = experts.wait(loads[shift], 2)
     rows.append((f"{sum(loads[shift][:4]):.0%}", *cells, f"{predicted:.2f}", f"{longer:.2f}"))
-show.timed(1.3 < longer < 2.4, "with all rows on one rank a step takes 1.3 to 2.4 times as long")
-show.timed(seconds[1] < 0.8 * seconds[0], "the other rank computes less than 80 % as long")
+show.check_timing(
+    1.3 < longer < 2.4,
+    "with all rows on one rank a step takes 1.3 to 2.4 times as long",
+)
+show.check_timing(
+    seconds[1] < 0.8 * seconds[0], "the other rank computes less than 80 % as long"
+)
 head = ["rows for rank 0", "rank 0 computes (ms)", "rank 1 (ms)", "one waits (ms)"]
 show.table(rows, [*head, "times as long as even, predicted", "measured"])
 
@@ -656,7 +662,9 @@ def rate(rows_R):
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 # CPU: times are gloo's
 RATES = ranks.run(lambda: [rate(n) for n in SIZES], 1, device="cpu")[0]
-show.timed(max(RATES) > 3 * RATES[0], "many rows reach three times the rate of one")
+show.check_timing(
+    max(RATES) > 3 * RATES[0], "many rows reach three times the rate of one"
+)
 figure, axes = plt.subplots(figsize=(4.6, 2.4))
 axes.semilogx(SIZES, [r / 1e9 for r in RATES], "o-", color=show.RANK_COLORS[4], base=2)
 axes.set(ylim=(0, None), xlabel="rows of an expert", ylabel="GFLOP/s")
@@ -669,7 +677,7 @@ show.figure(figure, alt, "experts-rows")
 # On this CPU some dozens of rows are enough. For a GPU it follows from the data sheet. In 16 bits a weight has two bytes, and each row takes two operations with it. So arithmetic takes as long as reading when there are as many rows as operations in the time of one byte: FLOP/s divided by bytes per second.
 
 # %%
-rows_needed = H100.flops / H100.stream  # operations a byte
+rows_needed = H100.flops / H100.memory_bandwidth  # operations a byte
 tokens = rows_needed * 256 / 8  # DeepSeek-V3: a token makes 8 rows, for 256 experts
 print(f"{rows_needed:.0f} rows of each expert, {tokens:,.0f} tokens for all ranks that share them")
 

@@ -46,11 +46,11 @@ from torch.nn import functional as F
 from shardcourse.exercises import check
 from shardlab import collectives, gemm, ranks
 from shardlab.common import show
-from shardlab.common.show import measured as pictures
+from shardlab.common.show import plots
 from shardlab.measure import count, link
 from shardlab.measure.count import speed
 
-show.style()
+show.set_style()
 
 
 def random(M, K, N, dtype=torch.float32):
@@ -99,7 +99,7 @@ def too_large():
     raise AssertionError("this was meant to fail")
 
 
-if ranks.place(1)[1] == "cuda":
+if ranks.choose_backend(1)[1] == "cuda":
     print(ranks.run(too_large, 1)[0])
 else:
     print("There is no GPU here: the budget stands in for it.")
@@ -348,7 +348,7 @@ peaks, pairs = ranks.run(plain_and_core, 4, device="cpu")[0]
 ms = [f"{1e3 * statistics.median(times):.0f}" for times in zip(*pairs, strict=True)]
 ratio = statistics.median(plain / core for plain, core in pairs)
 assert peaks[1] < peaks[0], peaks
-show.timed(ratio > 1.15, "the core is faster by 15 %")
+show.check_timing(ratio > 1.15, "the core is faster by 15 %")
 rows = [
     (name, f"{peak / 1e6:.2f}", time)
     for name, peak, time in zip(("plain", "core"), peaks, ms, strict=True)
@@ -486,7 +486,7 @@ for number, (way, full) in enumerate(CASES):
     seen = by_rank[0][number][1]
     # Headers add some percent, other traffic of the machine more; nothing takes away.
     near = not seen or 1 <= seen / cost.wire < 1.25
-    show.timed(near, f"{way}: the formula's bytes, +25 %")
+    show.check_timing(near, f"{way}: the formula's bytes, +25 %")
     name = f"{way}, C on all" if full else f"{way}, C cut"
     calls = ", ".join(
         f"{times} {what}" for what, (times, _) in cost.collectives.items()
@@ -611,10 +611,12 @@ machine, crossing, times = ranks.run(one_and_two, 2, device="cpu")[0]
 sides = list(times)
 gains = [split / alone for alone, split in times.values()]  # above 1: one is faster
 after = next((i for i, gain in enumerate(gains) if gain < 1), 0)
-show.timed(after > 0, "one rank is faster at half of the crossing, two at twice")
+show.check_timing(after > 0, "one rank is faster at half of the crossing, two at twice")
 low, high = gains[after - 1] - 1, 1 - gains[after]
 measured = sides[after - 1] + (sides[after] - sides[after - 1]) * low / (low + high)
-show.timed(0.6 < measured / crossing < 1.6, "the crossing within 60 % of the prediction")
+show.check_timing(
+    0.6 < measured / crossing < 1.6, "the crossing within 60 % of the prediction"
+)
 print(f"{machine.flops / 1e9:.0f} GFLOP/s, {1e6 * machine.latency:.0f} µs, ", end="")
 print(f"{machine.bandwidth / 1e6:.0f} MB/s: splitting pays from side {crossing:,}")
 print(f"measured: from side {measured:.0f}, {measured / crossing - 1:+.0%}")
@@ -704,9 +706,11 @@ for name, (flop, moved, work) in WORK.items():
 roof = raised(count.rates(torch.float32, device), points)
 reached = {name: rate for name, _, rate in points}
 memory_bound = max(reached["matrix × 1 column"], reached["addition"])
-show.timed(reached["large product"] > 3 * memory_bound, "a large product: three times the rate")
+show.check_timing(
+    reached["large product"] > 3 * memory_bound, "a large product: three times the rate"
+)
 show.figure(
-    pictures.roofline(roof, points),
+    plots.plot_roofline(roof, points),
     "The roofline of the machine that executed this page, and five pieces of work.",
     "gemm_roofline",
 )
@@ -767,7 +771,9 @@ for number, (name, intensity, rate) in enumerate(points):
     )
     rows.append((*name, *cells, f"{rate / first:.0%}"))
 thin = found["rows"]  # sixteen times fewer FLOP per byte: below half of the speed
-show.timed(thin[-1].flops < 0.8 * thin[0].flops, "thin shards lose a fifth of the rate")
+show.check_timing(
+    thin[-1].flops < 0.8 * thin[0].flops, "thin shards lose a fifth of the rate"
+)
 head = [
     "cut",
     "shard",
@@ -876,7 +882,9 @@ for side, pairs in zip(
     ms = (f"{1e3 * statistics.median(times):.2f}" for times in zip(*pairs, strict=True))
     rows.append((side, *ms, f"{middle:.2f} [{low:.2f}, {high:.2f}]"))
     if side == 64:
-        show.timed(middle < 0.95, "ours is 5 % faster than DTensor")  # 0.5 to 0.7 was seen
+        show.check_timing(
+            middle < 0.95, "ours is 5 % faster than DTensor"
+        )  # 0.5 to 0.7 was seen
 show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 
 

@@ -52,14 +52,14 @@ from torch.utils.checkpoint import checkpoint
 from shardcourse.exercises import check
 from shardlab import memory
 from shardlab.common import show, text
-from shardlab.common.show import measured as pictures
+from shardlab.common.show import plots
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
 from shardtools import hub
 from shardtools.commands.memory import add_command
 
-show.style()
+show.set_style()
 
 GPU = torch.cuda.is_available()
 MB, GB = 1e6, 1e9
@@ -76,7 +76,7 @@ def training(config=SHAPE, batch=2, device="cpu", dtype=torch.float32):
         model = GPT(config).to(dtype)
     # foreach=True, the default on a GPU, would copy some tensors during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tokens, targets = text.batch(config.seq, batch)
+    tokens, targets = text.get_batch(config.seq, batch)
     return model, optimizer, tokens.to(device), targets.to(device)
 
 
@@ -554,7 +554,7 @@ for words, job in jobs.items():
     weights = states["parameters"], states["optimizer"] + states["counters"]
     runs.append((words, trace, marks, *weights))
 show.figure(
-    pictures.bytes_held(runs),
+    plots.plot_bytes_held(runs),
     "Bytes held over one training step, measured by this page, with all activations "
     "kept and with each layer recomputed in backward.",
     "memory_timeline",
@@ -675,7 +675,7 @@ for how, job in jobs.items():
     pairs = [(want.saved, kept), (whole.peak, peak)]
     cells = [c for w, m in pairs for c in (f"{w / MB:.1f}", f"{m / MB:.1f}", off(m, w))]
     rows.append((how, *cells, "1" if how == "none" else f"{slower:.2f}"))
-show.timed(0.9 < slower < 2.5, "recomputing all takes about 4/3 of the time")
+show.check_timing(0.9 < slower < 2.5, "recomputing all takes about 4/3 of the time")
 head = ["recompute", "kept: predicted (MB)", "measured (MB)", "diff. (%)"]
 head += ["peak: predicted (MB)", "measured (MB)", "diff. (%)", "time of a step"]
 show.table(rows, head)

@@ -81,7 +81,7 @@ from shardlab.mesh import Parallel, picture
 from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
 from shardtools.commands.mesh import add_command
 
-show.style()
+show.set_style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32)
 EIGHT = Layout(dp=2, pp=2, tp=2, microbatches=2)
 GB = 1e9

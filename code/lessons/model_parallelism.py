@@ -52,10 +52,10 @@ from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.torch_compat import all_gather_single, reduce_scatter_single
 from shardtools import strategy
 
-show.style()
+show.set_style()
 GB = 1e9
 # Four layers and four heads, so that four ranks can divide either.
 SHAPE = Config(seq=64, layers=4, heads=4, hidden=128, bias=False, tied=False)
@@ -79,7 +79,7 @@ def step_alone(model, optimizer):
 
 def batch(step):
     """All of a step's text: tokens, targets: [8, 64]."""
-    tokens, targets = text.batch(SHAPE.seq, BATCH, start=step * BATCH)
+    tokens, targets = text.get_batch(SHAPE.seq, BATCH, start=step * BATCH)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -323,7 +323,8 @@ params, rows, SPEEDUP = memory.parameter_count(llama), [], {}
 # Seconds on one GPU, of which two thirds are backward
 compute = 6 * params * 4e6 / (0.4 * h100.flops)
 for n in (64, 512, 4096):
-    sending = 2 * (n - 1) / n * 2 * params / h100.between  # s; gradients of 2 bytes
+    # seconds, with gradients of 2 bytes
+    sending = 2 * (n - 1) / n * 2 * params / h100.network_bandwidth
     step = compute / n / 3 + max(2 * compute / n / 3, sending)
     SPEEDUP[n] = compute / step
     cells = 2e3 * compute / n / 3, 1e3 * sending, SPEEDUP[n]
@@ -466,7 +467,9 @@ for m in (1, 4, 8):
     found = ranks.run(busy, 4, m, device="cpu")[0]
     rows.append((m, f"{100 * m / (m + 3):.0f}", f"{100 * found:.0f}"))
     near = abs(found - m / (m + 3)) < 0.12  # sleeps end late on a busy machine
-    show.timed(near, f"{m} micro-batches: busy as the formula says, within 12 points")
+    show.check_timing(
+        near, f"{m} micro-batches: busy as the formula says, within 12 points"
+    )
 show.table(rows, ["micro-batches", "busy: formula (%)", "measured (%)"])
 
 

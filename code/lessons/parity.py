@@ -68,7 +68,7 @@ from shardtools.parity.hooks import Key
 from shardtools.parity.programs import build_report, match_program, record_program
 from shardtools.parity.record import Record
 
-show.style()
+show.set_style()
 SMALL = Config(vocab=256, seq=16, layers=2, heads=4, hidden=32, bias=False, tied=False)
 
 
@@ -93,7 +93,7 @@ def identity(x):
 
 def make_batch(step):
     """Return eight texts, and the letters that follow theirs."""
-    tokens, targets = text.batch(SMALL.seq, 8, start=8 * step)
+    tokens, targets = text.get_batch(SMALL.seq, 8, start=8 * step)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -1123,7 +1123,10 @@ rows = [
         report.seconds, alone, (4, 1), report.seconds.values(), strict=True
     )
 ]
-show.timed(sum(report.seconds.values()) < 60, "a check of a small model takes less than a minute")
+show.check_timing(
+    sum(report.seconds.values()) < 60,
+    "a check of a small model takes less than a minute",
+)
 show.table(rows, ["program", "alone (s)", "runs of it in a check", "its part of the check (s)"])
 
 # %% [markdown]

@@ -58,7 +58,7 @@ from shardlab.layout import Layout
 from shardlab.measure import count, link
 from shardlab.pipeline import core, deferred
 
-show.style()
+show.set_style()
 
 SHAPE = Config(seq=64, layers=8, heads=2, hidden=64, tied=False)
 
@@ -71,7 +71,7 @@ def plain(shape=SHAPE, device=None):
 
 def batch(size, step=0, seq=64):
     """`size` windows of text: tokens, targets: [size, seq]."""
-    tokens, targets = text.batch(seq, size, start=step * size)
+    tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -157,7 +157,7 @@ print("parameters on each rank:", [len(found) for found in gradients])
 # %% tags=["hide-input"]
 # Holds the plain pipeline's gradients against one process
 
-EXACT = ranks.place(4)[1] == "cpu"  # a GPU's kernels may add in another order
+EXACT = ranks.choose_backend(4)[1] == "cpu"  # a GPU's kernels may add in another order
 
 
 def alone(m):
@@ -239,7 +239,7 @@ at_once, looped = (ranks.run(naive, 4, m, device="cpu")[0] for m in (1, 4))
 busy = {m: 1 - timeline.bubble for m, timeline in ((1, at_once), (4, looped))}
 # One at a time is 25 % at most. What is missing are messages and a busy machine.
 assert max(busy.values()) < 0.26, busy
-show.timed(min(busy.values()) > 0.05, "a stage works 5 to 25 % of the step")
+show.check_timing(min(busy.values()) > 0.05, "a stage works 5 to 25 % of the step")
 print(f"a stage works {100 * busy[1]:.0f} % of the step with the batch at once,")
 print(f"and {100 * busy[4]:.0f} % with four micro-batches in a loop")
 show.figure(
@@ -315,7 +315,7 @@ print("gradients differ from one process by", apart)
 seconds = ranks.run(plain_seconds, 4, gpipe, 4, device="cpu")[0]
 busy = 4 * 3 * UNIT / seconds
 print(f"busy: claimed 75 %, predicted {400 / 7:.0f} %, measured {100 * busy:.0f} %")
-show.timed(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points")
+show.check_timing(abs(busy - 4 / 7) < 0.1, "busy for 4/7 of the step, within 10 points")
 
 
 # %% [markdown]
@@ -414,7 +414,9 @@ for name, order, slots, *kept in cases:
     first[order] = peaks[0]
     predicted = 3 * UNIT * slots
     off = seconds / predicted - 1  # sleeps end late
-    show.timed(-0.02 < off < 0.4, f"{name}: a step within 40 % of the prediction")
+    show.check_timing(
+        -0.02 < off < 0.4, f"{name}: a step within 40 % of the prediction"
+    )
     held = [f"{peaks[stage] / 1e6:.1f}" for stage in (0, 3)]
     times = [f"{1e3 * t:.0f}" for t in (predicted, seconds)]
     rows.append((name, kept[0], held[0], kept[1], held[1], *times))
@@ -870,7 +872,9 @@ for hop, timeline in cases:
     predicted = pipeline.simulate(timeline.schedule, UNIT, UNIT, UNIT, hop)
     off = timeline.cost / predicted.cost - 1
     # Some 30 sleeps in a row end late, and a busy machine delays messages.
-    show.timed(-0.02 < off < 0.4, f"{name}: a step within 40 % of the prediction")
+    show.check_timing(
+        -0.02 < off < 0.4, f"{name}: a step within 40 % of the prediction"
+    )
     cells = [f"{1e3 * t.cost:.0f}" for t in (predicted, timeline)]
     bubbles = [f"{100 * t.bubble:.0f}" for t in (predicted, timeline)]
     rows.append((name, f"{1e3 * hop:.0f}", *cells, f"{100 * off:+.1f}", *bubbles))
@@ -953,7 +957,7 @@ for stage in range(4):
     for name in ("gpipe", "1f1b"):
         want, got = predicted_peak(name, stage, 8, False), PEAKS[name, False][stage]
         near = abs(got / want - 1) < 0.06
-        show.timed(near, f"{name}, stage {stage}: the peak within 6 %")
+        show.check_timing(near, f"{name}, stage {stage}: the peak within 6 %")
         cells += [
             f"{want / 1e6:.2f}",
             f"{got / 1e6:.2f}",
@@ -973,7 +977,7 @@ show.table(rows, ["stage", *head], caption="Activations at the peak of a step, m
 rows = []
 for (name, again), peaks in PEAKS.items():
     want, got = predicted_peak(name, 0, 8, again), peaks[0]
-    show.timed(abs(got / want - 1) < 0.06, f"{name}: the peak within 6 %")
+    show.check_timing(abs(got / want - 1) < 0.06, f"{name}: the peak within 6 %")
     # With recomputation, the backward of the input begins with another forward.
     step_ = pipeline.simulate(pipeline.schedule(name, 4, 8), 1, 2 if again else 1, 1)
     what = "each block again in backward" if again else "everything kept"
@@ -1060,7 +1064,9 @@ for what, layers in cuts.items():
     # CPU: what sleeps needs no GPU
     measured = ranks.run(uneven_step, 4, stages, device="cpu")[0]
     off = measured / predicted.cost - 1
-    show.timed(-0.02 < off < 0.4, f"{what}: a step within 40 % of the prediction")
+    show.check_timing(
+        -0.02 < off < 0.4, f"{what}: a step within 40 % of the prediction"
+    )
     times = [
         f"{1e3 * predicted.cost:.0f}",
         f"{1e3 * measured:.0f}",
@@ -1194,7 +1200,9 @@ for i, (name, theirs) in enumerate(TORCHS.items()):
     apart = max(result[i][0] for result in results)
     ratio = results[0][i][1]
     assert apart == 0.0, (name, apart)
-    show.timed(0.4 < ratio < 1.6, f"{name}: ours takes 0.4 to 1.6 of torch's time")
+    show.check_timing(
+        0.4 < ratio < 1.6, f"{name}: ours takes 0.4 to 1.6 of torch's time"
+    )
     rows.append((name, f"Schedule{theirs}", f"{apart:.1f}", f"{ratio:.2f}"))
 head = [
     "ours",
@@ -1264,7 +1272,7 @@ def deepspeeds(zero):
 
 de.prepare()
 with torch.no_grad():
-    tokens, targets = text.batch(64, 4)
+    tokens, targets = text.get_batch(64, 4)
     alone = loss(plain(device="cpu")(tokens), targets).item()
 for zero in (0, 1, 2):
     # CPU: stages of a pipeline want a GPU each
@@ -1355,7 +1363,7 @@ def unchecked(schedule):
 
 try:
     # CPU: gloo, whose ranks can be asked
-    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu", apart=True)
+    ranks.run(unchecked, 2, mixed, timeout=5, device="cpu", own_processes=True)
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [0, 1]

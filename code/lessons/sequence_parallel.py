@@ -48,7 +48,7 @@ from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
 
-show.style()
+show.set_style()
 
 SHAPE = Config(seq=256, layers=4, heads=8, hidden=128)
 SMALL = Config(seq=64, layers=2, heads=4, hidden=64)
@@ -62,7 +62,7 @@ def plain(shape=SMALL, dtype=None):
 
 def batch(step=0, size=2, seq=SMALL.seq):
     """The same windows of text on every rank: tokens, targets: [size, seq]."""
-    tokens, targets = text.batch(seq, size, start=step * size)
+    tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -307,8 +307,8 @@ rows = [
 ]
 # Headers and whatever else talks on this machine come on top; nothing can be missing.
 assert not WIRE[1] or WIRE[1] > 0.99 * least
-show.timed(WIRE[1] < 1.3 * least, "the module sends what is needed, +30 %")
-show.timed(not WIRE[0] or WIRE[0] > 1.8 * least, "gloo's sends twice as much")
+show.check_timing(WIRE[1] < 1.3 * least, "the module sends what is needed, +30 %")
+show.check_timing(not WIRE[0] or WIRE[0] > 1.8 * least, "gloo's sends twice as much")
 show.table(rows, ["way", "needed (MB)", "sent by a rank (MB)", "times as much"])
 
 # %% [markdown]

@@ -44,7 +44,7 @@ from shardcourse.exercises import check
 from shardlab import memory, mesh, ranks
 from shardlab.common import show
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.common.show import measured
+from shardlab.common.show import plots
 from shardlab.gpt.model import GPT, loss
 from shardlab.measure import count
 from shardlab.measure.count import speed
@@ -58,7 +58,7 @@ from shardtools.strategy.measure import measure_rates
 from shardtools.strategy.predict import predict_rank0_bytes, predict_job
 from shardtools.strategy.rates import DATA_DIR, Rate, Rates, load_rates
 
-show.style()
+show.set_style()
 GB = 1e9
 
 
@@ -111,7 +111,7 @@ alt = (
     f"{best.reserved / GB:.0f} GB, copies alone {copies.seconds:.0f} s at "
     f"{copies.reserved / GB:.0f} GB, and others take up to {last.seconds:.0f} s."
 )
-show.figure(measured.layouts(points), alt, "strategy-layouts")
+show.figure(plots.plot_layouts(points), alt, "strategy-layouts")
 
 
 # %% [markdown]
@@ -139,8 +139,9 @@ def layer_limits(machine, config, tokens, t):
     weights = 2 * h * (h + kv) + 3 * h * f  # attention's, and the feed-forward network's
     return {
         "products": 6 * tokens * weights / t / machine.flops,  # 2 forward, 4 backward
-        "memory": 3 * 30 * tokens * h / t / machine.stream,  # norms and the like
-        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.inside,  # four all-reduces, in 16 bits
+        "memory": 3 * 30 * tokens * h / t / machine.memory_bandwidth,  # norms etc.
+        # four all-reduces, in 16 bits
+        "wire": 8 * (t - 1) / t * 2 * tokens * h / machine.node_bandwidth,
         "launches": 2e-3,  # PyTorch, neither compiled nor captured
     }
 
@@ -404,7 +405,7 @@ alt = (
     "Predicted over measured seconds of a step, from half a second to ten minutes. Of twenty rows "
     f"of the sweep {near} lie within a tenth of 1, and so do all nine steps of Megatron."
 )
-show.figure(measured.agreement(groups), alt, "strategy-agreement")
+show.figure(plots.plot_prediction_ratios(groups), alt, "strategy-agreement")
 
 
 # %% tags=["hide-input"]
@@ -759,7 +760,9 @@ for name, batch in (("micro", 8), ("mini", 4), ("mini", 8)):
     guess, taken = predict_and_measure(PRESETS[name], batch)
     ratios.append(guess / taken)
     rows.append([name, batch, f"{guess:.3f}", f"{taken:.3f}", f"{ratios[-1]:.2f}"])
-show.timed(1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four")
+show.check_timing(
+    1 / 4 < statistics.median(ratios) < 4, "half of the steps within a factor of four"
+)
 show.table(rows, ["model", "b", "predicted (s)", "measured (s)", "predicted / measured"])
 
 # %% [markdown]
@@ -940,7 +943,7 @@ check(find_constants, "strategy_corner")
 # Do not call `strategy.plan`. Think first, then look at `.seconds` and `.memory.reserved` of `strategy.predict(MODELS["70B"], machine, layout)`; 78.7 GB may be reserved.
 
 # %%
-machine = replace(MACHINES["a100"], between=100e9 / 8 / 8)
+machine = replace(MACHINES["a100"], network_bandwidth=100e9 / 8 / 8)
 layout = ...  # Layout(dp=…, tp=…, pp=…, zero=…, micro_batch=…, microbatches=…, …)
 check(layout, "strategy_layout")
 

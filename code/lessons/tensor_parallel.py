@@ -65,7 +65,7 @@ from shardlab.tensor_parallel.cross_entropy import _CrossEntropy
 from shardlab.tensor_parallel.dropout import own_seed
 from shardlab.tensor_parallel.overlap import _Columns
 
-show.style()
+show.set_style()
 MODEL = Config(seq=64, layers=4, heads=4, hidden=128, tied=False)
 
 
@@ -77,7 +77,7 @@ def normal(seed, *shape):
 
 def batch(step, size=8, seq=64):
     """`size` windows of text, the same on every rank: tokens, targets [size, seq]."""
-    tokens, targets = text.batch(seq, size, start=step * size)
+    tokens, targets = text.get_batch(seq, size, start=step * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -1245,9 +1245,9 @@ at_least = wire + compute * (1 - 7 / 12 / 3)
 # Steps are taken in turn, and a busy machine may burden those that send nothing
 # more; and ranks wait for one another at each message, there longer.
 near = 0.75 < plainly / (compute + wire) < 1.5
-show.timed(near, "layers one by one: compute and wire, within half")
+show.check_timing(near, "layers one by one: compute and wire, within half")
 less = statistics.median(b / a for *_, a, b in seconds)
-show.timed(less < 1.05, "overlap makes no step slower")
+show.check_timing(less < 1.05, "overlap makes no step slower")
 rows = [("nothing is sent", "-", compute), ("loopback", "-", bare)]
 rows += [("the wire, layers one by one", f"{1e3 * (compute + wire):.0f}", plainly)]
 rows += [
@@ -1310,7 +1310,7 @@ product, unsplit, pieces = map(statistics.median, zip(*found, strict=True))
 wire = 2e-4 + 4 * 1024 * 1024 / 100e6
 assert off < 1e-4  # float32, entries up to 6
 less = statistics.median(c / b for _, b, c in found)
-show.timed(less < 0.95, "in 8 pieces it takes less than 95 % of the time")
+show.check_timing(less < 0.95, "in 8 pieces it takes less than 95 % of the time")
 hidden = (unsplit - pieces) / min(product, wire)
 print(f"product alone {1e3 * product:.0f} ms, its sum on the wire {1e3 * wire:.0f} ms")
 print(f"in 1 piece {1e3 * unsplit:.0f} ms, in 8 pieces {1e3 * pieces:.0f} ms: ", end="")
@@ -1444,7 +1444,7 @@ def timed(rounds):
 
 seconds = ranks.run(timed, 2, 10, device="cpu", show=False)[0]  # CPU: times are gloo's
 ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
-show.timed(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
+show.check_timing(ratio < 1.0, "ours is faster")  # about 0.7 on a quiet machine
 for who, times in seconds.items():
     print(
         f"{who}: {1e3 * statistics.median(times):.0f} ms a step, two ranks on loopback"

@@ -58,7 +58,7 @@ from shardlab.tensor_parallel.gather import _GatherLast, _SplitLast
 from shardlab.tensor_parallel.overlap import _Columns
 from shardlab.tensor_types import adjoint, core, library, programs
 
-show.style()
+show.set_style()
 
 
 def numbers():
@@ -405,7 +405,7 @@ def refusals(chosen):
 
 
 CHOSEN = programs.draw(200, seed=0)
-said = ranks.pretend(refusals, 2, CHOSEN)
+said = ranks.run_with_fake_group(refusals, 2, CHOSEN)
 wrong = ranks.run(wrong_gradients, 2, CHOSEN)[0]
 
 # %% tags=["hide-input"]
@@ -650,9 +650,11 @@ def seconds(layers, rounds=7):
 
 rows = []
 for n in (2, 12):
-    plain, followed = ranks.pretend(seconds, 2, n)
+    plain, followed = ranks.run_with_fake_group(seconds, 2, n)
     each = 1e3 * (followed - plain) / n
-    show.timed(each < 200, "the check of a layer takes less than 200 ms")  # some ten
+    show.check_timing(
+        each < 200, "the check of a layer takes less than 200 ms"
+    )  # some ten
     rows.append((n, f"{1e3 * plain:.0f}", f"{1e3 * followed:.0f}", f"{each:.0f}"))
 show.table(rows, ["layers", "plain (ms)", "followed (ms)", "check of a layer (ms)"])
 
@@ -697,7 +699,7 @@ def both(chosen):
 # %% tags=["hide-input"]
 # Table: what both say of 500 random programs
 if THERE:
-    told = Counter(ranks.pretend(both, 2, programs.draw(500, seed=2)))
+    told = Counter(ranks.run_with_fake_group(both, 2, programs.draw(500, seed=2)))
     assert sum(told.values()) == 500 and not told[True, False] + told[False, True]
     rows = [
         (text, told[ours, True], told[ours, False])
@@ -745,7 +747,8 @@ def theirs():
 
 
 print("ours:      ", tt.check(ours, tp=2))
-print("spmd_types:", ranks.pretend(theirs, 2) if THERE else "not installed here")
+found = ranks.run_with_fake_group(theirs, 2) if THERE else "not installed here"
+print("spmd_types:", found)
 
 # %% [markdown]
 # The price of that mode is that every operation needs a sharding rule: on CPUs attention, the masked embedding and a loss over a cut vocabulary had to be left out as islands when the course's GPT was tried. And its interface moves: ten releases in its first seven months, in which functions changed their names three times.

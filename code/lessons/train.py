@@ -55,12 +55,12 @@ from shardcourse.exercises import check
 from shardcourse.exercises.train import four_scripts
 from shardlab import ranks
 from shardlab.common import show, text
-from shardlab.common.show.changes import changes
+from shardlab.common.show.diff import show_diff
 from shardlab.gpt.model import GPT, PRESETS, loss
 from shardlab.train import core, ddp, fsdp, one_gpu, sampler, take_home
 from shardlab.train.take_home import Training
 
-show.style()
+show.set_style()
 TEMPORARY = tempfile.TemporaryDirectory(prefix="train-")  # goes with this process
 FOLDER = Path(TEMPORARY.name)
 # 143 windows of each part: 8 steps of 16 are an epoch. No number of ranks here divides 143.
@@ -172,7 +172,7 @@ def run_and_compare(script, size=2, each=False, show=False):
 # What ranks need to train one model is ten lines:
 
 # %%
-changes(one_gpu.main, ddp.main)
+show_diff(one_gpu.main, ddp.main)
 
 # %% [markdown]
 # And at the end of the file, around `main`:
@@ -245,7 +245,7 @@ assert losses[0] == losses[1] == one
 # `DistributedSampler` has one order of the windows, the same on all ranks. Rank $r$ of $N$ reads the places $r$, $r+N$, $r+2N$ and so on of it.
 
 # %%
-changes(ddp.main, sampler.main)
+show_diff(ddp.main, sampler.main)
 
 # %% [markdown]
 # Four things go with it:
@@ -288,7 +288,7 @@ show.source(core.average_over_ranks)
 # The sampler may repeat windows, and should: under FSDP2 each forward is a collective, so all ranks need equally many. But a repeated window gets the targets −100, which cross-entropy ignores. Then two numbers are added up over the ranks, the losses and the tokens that count, and divided once.
 
 # %%
-changes(one_gpu.evaluate, core.evaluate)
+show_diff(one_gpu.evaluate, core.evaluate)
 
 
 # %% tags=["hide-input"]
@@ -306,7 +306,7 @@ def evaluate_both_ways():
     torch.set_default_dtype(torch.float64)  # so that what differs is not rounding
     model = GPT(PRESETS["nano"])
     model.load_state_dict(REFERENCE_WEIGHTS)
-    windows = text.Windows(64, text.parts()[1][: 64 * 5 + 1])
+    windows = text.TokenWindows(64, text.load_splits()[1][: 64 * 5 + 1])
     exact = core.evaluate(model, windows, dist.get_rank(), dist.get_world_size(), size=1)
     return evaluate_padded(model, windows), exact
 
@@ -328,7 +328,7 @@ show.table(
 # With the mean of the losses and the validation of all, this is the third and last step:
 
 # %%
-changes(sampler.main, core.main)
+show_diff(sampler.main, core.main)
 
 # %% [markdown]
 # `model.module` is the model inside the wrapper. DDP's own state dict has names that begin with `module.`, which fit no plain model.
@@ -603,7 +603,7 @@ def time_steps(repeats=2, steps=2, batch=8):
     """Return the seconds of a step on this rank, with messages and without."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(PRESETS["micro"]).to(ranks.device()))
-    tokens, targets = text.batch(128, batch // dist.get_world_size())
+    tokens, targets = text.get_batch(128, batch // dist.get_world_size())
     tokens, targets = tokens.to(ranks.device()), targets.to(ranks.device())
     found = {True: [], False: []}
     for _ in range(repeats + 1):
@@ -793,7 +793,7 @@ check(answer, "my_fsdp_script")
 # By default the outermost unit keeps its weights whole after a forward without a backward, as `generate` makes them, and weights that are loaded then do not fit: hence `reshard_after_forward=True`.
 
 # %%
-changes(core.main, fsdp.main)
+show_diff(core.main, fsdp.main)
 
 # %%
 answer = fsdp.__file__

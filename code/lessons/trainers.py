@@ -51,7 +51,7 @@ with warnings.catch_warnings():  # in a notebook, of missing widgets
     from shardlab.trainers import existing_ranks
     from shardlab.trainers import core as lightning
 
-show.style()
+show.set_style()
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 # %% [markdown]
@@ -107,7 +107,7 @@ def train_plainly(steps=10):
     torch.manual_seed(0)
     model, losses, norms = GPT(PRESETS["nano"]), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = lightning.Windows(64)
+    data = lightning.TokenWindows(64)
     for epoch in range(2):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
         for part in order.split(8):
@@ -267,7 +267,7 @@ def compute_gradients(dtype, scale=1.0):
     """Return the gradients of one backward, divided by the scale."""
     torch.manual_seed(0)
     model = GPT(PRESETS["nano"])
-    tokens, targets = text.batch(32, 4)
+    tokens, targets = text.get_batch(32, 4)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         value = loss(model(tokens), targets)
     (value * scale).backward()
@@ -314,7 +314,7 @@ def train_in_fp16(group, steps=16):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler, losses, scales = LossScaler(interval=3, group=group), [], []
     for step in range(steps):
-        tokens, targets = text.batch(32, 2, start=4 * step + 2 * dist.get_rank())
+        tokens, targets = text.get_batch(32, 2, start=4 * step + 2 * dist.get_rank())
         with torch.autocast("cpu", torch.float16):
             value = loss(model(tokens), targets)
         optimizer.zero_grad()
@@ -466,7 +466,7 @@ def train_with_deepspeed(changes, steps=10):
     engine = de.initialize(GPT(PRESETS["nano"]), settings | {"fp16": section})
     losses, scales, overflows = [], [], []
     for step in range(steps):
-        tokens, targets = text.batch(32, 4, start=8 * step + 4 * dist.get_rank())
+        tokens, targets = text.get_batch(32, 4, start=8 * step + 4 * dist.get_rank())
         scales.append(engine.optimizer.loss_scale)
         micro_batches = zip(tokens.chunk(2), targets.chunk(2), strict=True)
         losses.append(de.step(engine, list(micro_batches)))
@@ -499,7 +499,7 @@ def train_in_one_process(steps=10):
     model, losses = GPT(PRESETS["nano"]), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(steps):
-        tokens, targets = text.batch(32, 8, start=8 * step)
+        tokens, targets = text.get_batch(32, 8, start=8 * step)
         optimizer.zero_grad()
         value = loss(model(tokens), targets)
         value.backward()

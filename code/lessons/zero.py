@@ -52,9 +52,9 @@ from shardlab.data_parallel import DataParallel, drift
 from shardlab.gpt.model import GPT, PRESETS, Config, loss
 from shardlab.layout import Layout
 from shardlab.measure import count, link
-from shardlab.ranks.renamed import all_gather_single, reduce_scatter_single
+from shardlab.ranks.torch_compat import all_gather_single, reduce_scatter_single
 
-show.style()
+show.set_style()
 
 
 def adamw(parameters):
@@ -76,7 +76,7 @@ def job(stage, config=PRESETS["nano"], group=None, **options):
 def local_batch(step, size=1, rank=None):
     """This rank's `size` windows of text for a step: tokens, targets: [size, 64]."""
     rank, count_ = dist.get_rank() if rank is None else rank, dist.get_world_size()
-    tokens, targets = text.batch(64, size, start=(step * count_ + rank) * size)
+    tokens, targets = text.get_batch(64, size, start=(step * count_ + rank) * size)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
@@ -255,7 +255,7 @@ def prove(plain):
     on_four = ranks.run(from_one_process, 4, plain, torch.float64)[0]
     # Of two terms only a + b is to be computed: the same bits on any CPU. On four ranks
     # gloo adds in an order of its own; float64 rounds at 1e-16.
-    assert ranks.place(2)[1] != "cpu" or on_two == 0.0
+    assert ranks.choose_backend(2)[1] != "cpu" or on_two == 0.0
     assert on_two < 5e-3 and on_four < 1e-10
     print("from one process, 2 ranks, float32:", on_two)
     print("from one process, 4 ranks, float64: below 1e-10")
@@ -405,9 +405,11 @@ rows = [
 ]
 (m1, p1, _), (_, c1, _), (m2, p2, s2), (_, c2, t2), (m3, p3, s3), (_, c3, t3) = found
 assert m3 > m2 > 20 * m1
-show.timed(s2 > 1.2 * t2 and s3 > 1.2 * t3, "in stages 2 and 3 the core is faster by 20 %")
+show.check_timing(
+    s2 > 1.2 * t2 and s3 > 1.2 * t3, "in stages 2 and 3 the core is faster by 20 %"
+)
 fits = p1 > 1.2 * c1 and p1 > 1.2 * p2 and c3 < 1.05 * p3
-show.timed(fits, "peaks: stage 1 plain is the highest")
+show.check_timing(fits, "peaks: stage 1 plain is the highest")
 show.table(
     rows,
     ["stage, way", "gathers and reduce-scatters", "peak (MB)", "step (ms)"],
@@ -576,7 +578,7 @@ rows = []
 for size in (2, 4):
     for stage, found in ranks.run(compare_all, size)[0].items():
         (in_loss, plain), (_, clipped), (_, in_float64) = found
-        if ranks.place(size)[1] == "cpu":
+        if ranks.choose_backend(size)[1] == "cpu":
             # The same sums in the same order: the same bits.
             assert in_loss == plain == 0.0
         # Elsewhere, and for the norm, sums are made in another order. AdamW divides by
@@ -990,9 +992,13 @@ for forward in (0.015, 0.15):
         )
         # Sleeps end late on a busy machine, and messages are work: hence the room.
         near = want is None or 0.85 < seconds / want < 1.7
-        show.timed(near, f"{name}: a step as predicted, +70 %")
-show.timed(ratios[1] < 1.3, "with more to compute ZeRO-3 takes less than 1.3 times as long")
-show.timed(ratios[1] < ratios[0], "the more there is to compute, the less ZeRO-3 costs")
+        show.check_timing(near, f"{name}: a step as predicted, +70 %")
+show.check_timing(
+    ratios[1] < 1.3, "with more to compute ZeRO-3 takes less than 1.3 times as long"
+)
+show.check_timing(
+    ratios[1] < ratios[0], "the more there is to compute, the less ZeRO-3 costs"
+)
 head = ["computes for (ms)", "wire, 3P (ms)", "way", "predicted (ms)", "measured (ms)"]
 show.table(rows, [*head, "difference (%)", "of data parallel's"])
 
@@ -1273,7 +1279,7 @@ def validate_on_rank_0():
 # %% tags=["hide-input"]
 # Runs it on two ranks, and shows what the launcher says
 try:
-    ranks.run(validate_on_rank_0, 2, timeout=4, apart=True)
+    ranks.run(validate_on_rank_0, 2, timeout=4, own_processes=True)
 except ranks.RankError as error:
     print(error)
     assert error.ranks == [1]

@@ -60,7 +60,7 @@ def told(chosen: argparse.Namespace) -> Job:
     if chosen.job is not None:
         given["name"] = chosen.job
     if "logs" in given:
-        given["logs"] = options.place("logs", given["logs"])
+        given["logs"] = options.parse_path("logs", given["logs"])
     return Job(**given)
 
 

@@ -52,7 +52,7 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ValueError(f"part={chosen.part!r}: allowed are {', '.join(PARTS)}{near}")
     seed = 0 if chosen.seed is None else chosen.seed
     check_integer(0, seed=seed)
-    folder = options.place("folder", chosen.folder)
+    folder = options.parse_path("folder", chosen.folder)
     if not folder.is_dir():
         raise ValueError(f"folder={chosen.folder!r}: allowed are folders; --start makes one")
     import pytest  # imported here: the command's help does not need it

@@ -63,7 +63,7 @@ class Settings:
     json: bool = False
 
     def __post_init__(self) -> None:
-        options.place("folder", self.folder)
+        options.parse_path("folder", self.folder)
         check_number(needs=self.needs)
         check_number(maximum=LONGEST, timeout=self.timeout)
         check_one_of(("auto", "cpu"), device=self.device)

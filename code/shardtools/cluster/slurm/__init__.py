@@ -273,7 +273,7 @@ add_up, add_status, add_down = (partial(_add, name) for name in ("up", "status",
 
 def _main(name: str, chosen: argparse.Namespace) -> int:
     given = FOLDER if chosen.folder is None else chosen.folder
-    folder = options.place("folder", given).expanduser().resolve()
+    folder = options.parse_path("folder", given).expanduser().resolve()
     try:
         if name == "down" and stop(folder):
             print(f"Slurm has ended, and all its jobs; logs are in {folder}/log.")

@@ -192,7 +192,7 @@ def add_watch(commands: argparse._SubParsersAction) -> None:
 
 
 def _main(chosen: argparse.Namespace) -> int:
-    chosen.folder = options.place("folder", chosen.folder)
+    chosen.folder = options.parse_path("folder", chosen.folder)
     if chosen.draw:
         alt = "What each rank of the job used over time, and the duration of its steps."
         picture, path = report(chosen.folder), chosen.folder / "report.svg"

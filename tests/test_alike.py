@@ -241,7 +241,7 @@ def named(found):
     for (way, name), said in one.items():
         argument, _, field = name.partition(".")
         assert said.startswith(f"{argument}: ranks 0 and 1 have {field}"), (way, name, said)
-        assert ", rank 2 has " in said and "allowed is the same on all ranks" in said, (way, said)
+        assert ", rank 2 has " in said and "must be the same on all ranks" in said, (way, said)
 
 
 def norm_of_ones(way):

@@ -79,15 +79,15 @@ def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Cal
 
 
 MODELS: Table = {
-    "vocab='x': allowed": lambda: replace(PLAIN, vocab="x"),
-    "hidden=30: allowed": lambda: replace(PLAIN, hidden=30),
-    "mlp='relu': allowed": lambda: replace(PLAIN, mlp="relu"),
-    "experts_per_token=5: allowed": lambda: replace(SPARSE, experts_per_token=5),
-    "memory=0: allowed": lambda: replace(A100, memory=0),
+    "vocab='x': must be": lambda: replace(PLAIN, vocab="x"),
+    "hidden=30: must be": lambda: replace(PLAIN, hidden=30),
+    "mlp='relu': must be": lambda: replace(PLAIN, mlp="relu"),
+    "experts_per_token=5: must be": lambda: replace(SPARSE, experts_per_token=5),
+    "memory=0: must be": lambda: replace(A100, memory=0),
 }
 LAYOUTS: Table = {
-    "dp=0: allowed": lambda: Layout(dp=0),
-    "zero=4: allowed": lambda: Layout(zero=4),
+    "dp=0: must be": lambda: Layout(dp=0),
+    "zero=4: must be": lambda: Layout(zero=4),
     "ep=3: allowed": lambda: Layout(dp=4, ep=3),
     "chunks=2: allowed": lambda: Layout(pp=4, chunks=2),
     "stages=(4, 4, 4): allowed": lambda: Layout(pp=2, stages=(4, 4, 4)),
@@ -100,7 +100,7 @@ LAYOUTS: Table = {
     "zero=2 with pp=2: allowed": cuts(pp=2, zero=2),
     "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
     "tp=3: allowed": held(tp=3),
-    "precision='fp12': allowed": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
+    "precision='fp12': must be": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
     "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
 TECHNIQUES: Table = {
@@ -108,7 +108,7 @@ TECHNIQUES: Table = {
     "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
     "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
     "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
-    "parts=3: allowed": lambda: pipeline.balance([1, 2], 3),
+    "parts=3: must be": lambda: pipeline.balance([1, 2], 3),
     "seq=10: 2 ranks": lambda: cp.split(torch.zeros(1, 10), 2, 0, "zigzag"),
     "heads=4: allowed on 3 ranks": lambda: tp.predicted_states(PLAIN, 3),
     "experts=4: 3 ranks": lambda: experts.held(SPARSE, 3),
@@ -144,9 +144,9 @@ def on_two(group: Any) -> Table:
         "layout 'zigzag' needs an even number": lambda: cp.ring_attention(q, q, q, group),
         "heads=3: 2 ranks": lambda: cp.all_to_all_attention(few, few, few, group),
         "latent=16: allowed": lambda: cp.distribute(GPT(LATENT), group),
-        "attention='flash': allowed": lambda: cp.distribute(GPT(PLAIN), group, "flash"),
-        "nothing in it can be trained": lambda: data_parallel.DataParallel(frozen, group),
-        "its gradients are sparse": lambda: zero.shard(sparse, group, 1),
+        "attention='flash': must be": lambda: cp.distribute(GPT(PLAIN), group, "flash"),
+        "must be a module with trainable": lambda: data_parallel.DataParallel(frozen, group),
+        "must have dense gradients": lambda: zero.shard(sparse, group, 1),
         "stage=4: allowed": lambda: zero.shard(model, group, 4),
         "no_sync: Zero2 keeps": lambda: second.no_sync().__enter__(),
         "experts=3: 2 ranks": lambda: experts.parallelize(GPT(replace(SPARSE, experts=3)), group),
@@ -155,7 +155,7 @@ def on_two(group: Any) -> Table:
         ),
         "tokens has 1 sequences: allowed": lambda: pipe.step(tokens[:1], tokens[:1]),
         "ranks=2: allowed is 4": lambda: mesh.join(Layout(tp=4), group),
-        "bandwidth=0: allowed": lambda: link.slow(0.0, 0, group),
+        "bandwidth=0: must be": lambda: link.slow(0.0, 0, group),
     }
 
 
@@ -182,7 +182,7 @@ def on_a_rank() -> tuple[dict[str, str], list[str]]:
         found = missed(table)
         strange = [said(call) for call in foreign(one)]
     assert not sent.calls and not sent.messages
-    return found, [text for text in strange if "a process group that holds this" not in text]
+    return found, [text for text in strange if "a process group that contains this" not in text]
 
 
 def test_on_ranks_it_is_named_on_each_before_anything_is_sent() -> None:
@@ -210,12 +210,12 @@ MISTAKES = {  # command -> words of its error line
     "memori": "did you mean memory?",
     "cluster wacth": "did you mean watch?",
     "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
-    "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: allowed",
+    "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: must be",
     "memory --config none --model gpt-2": "--model and --config",
     "memory --model gpt-2 --dp 4 --ranks 6": "ranks=6: allowed is 4",
-    "mesh --dp two": "dp='two': allowed",
+    "mesh --dp two": "dp='two': must be",
     "mesh --tp 3": "heads=2: allowed",
-    "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': allowed",
+    "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': must be",
     f"{PLAN} --layout d8,sideways": "'sideways'",
     f"{PLAN} --layout d8 --tp 2": "--tp",
     f"{PLAN} --layout d8 --gpus 16": "gpus=16",
@@ -230,10 +230,10 @@ MISTAKES = {  # command -> words of its error line
     "parity none.py -- true": "plain='none.py': must be an existing",
     "grade none": "folder='none': allowed",
     "grade . --part zeros": "part='zeros': allowed",
-    "gpu --limit soon": "limit='soon': allowed",
+    "gpu --limit soon": "limit='soon': must be",
     "record zero tiny": "no such lesson: tiny; allowed",
-    "doctor --ranks 0": "ranks=0: allowed",
-    MEET.format("--ranks 0"): "ranks=0: allowed",
+    "doctor --ranks 0": "ranks=0: must be",
+    MEET.format("--ranks 0"): "ranks=0: must be",
     f"cluster run --at node1 {__file__}": "at='node1': must be",
     "cluster watch none --pid one": "pid='one'",
 }

@@ -46,9 +46,9 @@ def test_the_last_window_still_has_its_target(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: text.load_corpus("/no/such/file"), "source='/no/such/file': allowed are 'stdlib'"),
-        (lambda: text.TokenWindows(0), "seq=0: allowed are 1 to"),
-        (lambda: text.get_batch(8, -1), "size=-1: allowed are windows 0 to"),
+        (lambda: text.load_corpus("/no/such/file"), "source='/no/such/file': must be 'stdlib'"),
+        (lambda: text.TokenWindows(0), "seq=0: must be from 1 to"),
+        (lambda: text.get_batch(8, -1), "size=-1: must lie within windows 0 to"),
     ],
 )
 def test_bad_input(call, message: str):

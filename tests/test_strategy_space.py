@@ -217,4 +217,4 @@ def test_products_in_fewer_bits(capsys) -> None:
     )
     assert eight["seconds"] < 0.8 * plain["seconds"]
     status, _, err = run_cli(capsys, *given[:2], "--gpu", "a100", "--gpus", 8, "--dtype", "fp8")
-    assert status == 2 and "dtype='fp8': allowed are 'bf16'" in err
+    assert status == 2 and "dtype='fp8': must be 'bf16'" in err

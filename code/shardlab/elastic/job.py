@@ -45,9 +45,7 @@ class Job:
         check_number(0, last_call=self.last_call, grace=self.grace)
         least, most = self.nodes
         if not 1 <= least <= most <= MAX_COUNT:
-            raise ValueError(
-                f"nodes={least}:{most}: must be LEAST:MOST, from 1 to {MAX_COUNT:,}"
-            )
+            raise ValueError(f"nodes={least}:{most}: must be LEAST:MOST, from 1 to {MAX_COUNT:,}")
         host, _, port = self.at.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"at={self.at!r}: must be HOST:PORT, with a port from 1 to 65535")

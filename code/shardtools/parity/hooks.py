@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardlab.common import gpu
-from shardlab.common.arguments import check_all, check_kind
+from shardlab.common.arguments import check_list, check_type
 
 from .rounding import RandomRounding, move_by_ulp
 
@@ -132,9 +132,9 @@ class Watch:
         several = isinstance(optimizer, (list, tuple))
         optimizers = list(optimizer) if several else [] if optimizer is None else [optimizer]
         self.optimizers = optimizers
-        check_all(nn.Module, model=self.models)
+        check_list(nn.Module, model=self.models)
         for each in optimizers:
-            check_kind(torch.optim.Optimizer, optimizer=each)
+            check_type(torch.optim.Optimizer, optimizer=each)
         if self.sink.is_watched:
             raise ValueError("watch: called twice; call it once, with a list of several models")
         _skip_shape_inference()
@@ -390,7 +390,11 @@ def _read_gradient(p: Tensor) -> Tensor | None:
 
 def _hash_rng_states() -> tuple[Any, ...]:
     """Return hashes of the states of this process's random number generators."""
-    on_gpu = gpu.module().default_generators if gpu.module().is_initialized() else ()
+    on_gpu = (
+        gpu.get_device_module().default_generators
+        if gpu.get_device_module().is_initialized()
+        else ()
+    )
     generators = (torch.random.default_generator, *on_gpu)
     return tuple(hash(each.get_state().numpy().tobytes()) for each in generators)
 

@@ -119,7 +119,7 @@ def _iter_changes(plan: Plan, layout: Layout) -> Iterator[tuple[str, dict[str, A
     yield "full recomputation", {"recompute": "full"}
     if layout.dp % 2 == 0 and layout.replicas == 1:
         less = {"dp": layout.dp // 2, "microbatches": 2 * layout.microbatches}
-        if 2 * layout.tp <= plan.machine.per_node:
+        if 2 * layout.tp <= plan.machine.gpus_per_node:
             along = {"tp": 2 * layout.tp, "sequence_parallel": profile.sequence_parallel}
             yield "twice the tensor ranks", less | along
         if layout.zero < 2 and isinstance(layout.stages, str):
@@ -179,10 +179,10 @@ def explain_slowness(
     """
     seconds = predict(config, machine, layout, seq=seq).seconds
     words = f"A step takes about {_format_seconds(seconds.total)} s."
-    if layout.tp > machine.per_node:
+    if layout.tp > machine.gpus_per_node:
         return (
-            f"{words} t = {layout.tp} reaches beyond a node of {machine.per_node}: the all-reduces "
-            "of every layer wait for the links between nodes."
+            f"{words} t = {layout.tp} reaches beyond a node of {machine.gpus_per_node}: the "
+            "all-reduces of every layer wait for the links between nodes."
         )
     parts = {name: value for name, value in vars(seconds).items() if name not in ARITHMETIC_PARTS}
     why = dict(TIME_PARTS)

@@ -21,8 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardlab.common.arguments import check_number, check_one_of, check_whole
-from shardlab.common.machines import MACHINES, Machine, check_named
+from shardlab.common.arguments import check_integer, check_number, check_one_of
+from shardlab.common.machines import MACHINES, Machine, check_machine
 from shardlab.common.shapes import PRESETS
 from shardlab.layout import Layout, Structure, structure
 from shardlab.layout import read as read_layout
@@ -146,7 +146,7 @@ def _run_plan(args: dict[str, Any]) -> int:
     """
     name, plan = _make_plan(args)
     tokens, first = args.get("tokens"), (plan.feasible or [plan.closest_infeasible])[0]
-    check_whole(top=(top := args.get("top", DEFAULT_ROWS)))
+    check_integer(top=(top := args.get("top", DEFAULT_ROWS)))
     if "json" in args:
         best = plan.feasible[:top] or [first]
         print(json.dumps(report.plan_to_dict(plan, best, tokens), indent=1))
@@ -261,9 +261,9 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
     name, config = _load_model(args, as_course_model)
     machine = rates.machine
     if "gpu" in args or machine is None:
-        machine = check_named(gpu=args.get("gpu", ""))
+        machine = check_machine(gpu=args.get("gpu", ""))
     if "per_node" in args:
-        machine = replace(machine, per_node=args["per_node"])
+        machine = replace(machine, gpus_per_node=args["per_node"])
     if "tokens" in args:
         check_number(tokens=args["tokens"])
     seq, dtype = args.get("seq", config.seq), args.get("dtype", "bf16")
@@ -271,7 +271,7 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
         options.apart(args, (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS), "with --layout, which sets it")
         layout = _parse_layout(args, machine, seq)
         return name, plan_layout(config, machine, layout, seq, profile, rates, dtype)
-    check_whole(seq=seq, gpus=(gpus := args.get("gpus", "")))
+    check_integer(seq=seq, gpus=(gpus := args.get("gpus", "")))
     # By default all copies get equal numbers of sequences.
     batch = args.get("batch", max(1, DEFAULT_BATCH_TOKENS // seq // gpus) * gpus)
     fixed = _read_constraints(args, config, gpus, machine, profile)
@@ -311,7 +311,7 @@ def _read_constraints(
     for name, value in fixed.items():
         if name != "ep":  # ep depends on other fields
             Layout(**{name: value})
-    tp, node = fixed.get("tp", 1), machine.per_node
+    tp, node = fixed.get("tp", 1), machine.gpus_per_node
     check_expert_degree(config, fixed.get("ep", 1))
     check_tensor_degree(config, tp, profile.replicates_kv_heads)
     if tp > node:
@@ -324,15 +324,15 @@ def _read_constraints(
 
 
 def _parse_layout(args: dict[str, Any], machine: Machine, seq: int) -> Layout:
-    check_whole(seq=seq)
+    check_integer(seq=seq)
     layout = read_layout(args["layout"])
     if (gpus := args.get("gpus", layout.ranks)) != layout.ranks:
         raise ValueError(f"gpus={gpus!r}: must be {layout.ranks}, as the layout has it")
-    if layout.ranks > (n := machine.per_node) and layout.ranks % n:
+    if layout.ranks > (n := machine.gpus_per_node) and layout.ranks % n:
         raise ValueError(f"gpus={layout.ranks}: must be at most {n}, or a multiple of {n}")
     if "batch" not in args:
         return layout
-    check_whole(batch=(batch := args["batch"]))
+    check_integer(batch=(batch := args["batch"]))
     if layout.microbatches == 1 and batch % layout.batch == 0:
         layout = replace(layout, microbatches=batch // layout.batch)
     if layout.batch != batch:

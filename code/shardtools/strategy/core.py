@@ -292,7 +292,9 @@ def _all_to_all_seconds(job: Job, rates: RateValues, routed: Routed | None) -> f
         nodes = e / here
         reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
         far = ELEMENT_BYTES * tokens * routed.inputs * reached
-    return 2 * max(inside, rates.exposed_all_to_all * far / (rates.network * machine.network_bandwidth))
+    return 2 * max(
+        inside, rates.exposed_all_to_all * far / (rates.network * machine.network_bandwidth)
+    )
 
 
 def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
@@ -314,9 +316,7 @@ def _context_seconds(job: Job, rates: RateValues, core: Core | None, attention: 
     near = c * layout.tp <= job.machine.gpus_per_node
     machine = job.machine
     rate = (
-        rates.node * machine.node_bandwidth
-        if near
-        else rates.network * machine.network_bandwidth
+        rates.node * machine.node_bandwidth if near else rates.network * machine.network_bandwidth
     )
     taken = (c - 1) * ELEMENT_BYTES * job.tokens * core.pairs(layout.tp) / rate
     return max(0.0, taken - attention) if job.profile.overlaps_context else taken
@@ -341,11 +341,7 @@ def _message_seconds(job: Job, rates: RateValues, busy: float) -> float:
     if layout.pp == 1:
         return 0.0
     far, machine = job.nodes > 1, job.machine
-    rate = (
-        rates.network * machine.network_bandwidth
-        if far
-        else rates.node * machine.node_bandwidth
-    )
+    rate = rates.network * machine.network_bandwidth if far else rates.node * machine.node_bandwidth
     each = rates.message_latency + job.stream_bytes / layout.tp / rate
     ends = 2 * layout.chunks * each * (layout.pp - 1)
     every = ends + 2 * layout.chunks * each * (layout.microbatches - 1)

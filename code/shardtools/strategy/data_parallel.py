@@ -30,7 +30,7 @@ def data_parallel_seconds(
     if job.model.tied and layout.pp > 1:
         ends = job.model.vocab * job.model.hidden / layout.tp
         both = 2 * job.profile.wire_bytes.gradient * ends
-        seconds += both / (rates.network * job.machine.between)
+        seconds += both / (rates.network * job.machine.network_bandwidth)
     return seconds
 
 
@@ -86,12 +86,12 @@ def link_rate(job: Job, rates: RateValues, ranks: int, stride: int = 1) -> float
     """
     machine = job.machine
     here = min(ranks, _replicas_per_node(job, stride))
-    rate = rates.node * machine.inside
+    rate = rates.node * machine.node_bandwidth
     if ranks > here:
-        rate = min(rate, rates.network * machine.between * here)
+        rate = min(rate, rates.network * machine.network_bandwidth * here)
     return rate
 
 
 def _replicas_per_node(job: Job, stride: int = 1) -> int:
     """Return how many of the copies that are `stride` copies from each other share a node."""
-    return max(1, job.machine.per_node // (job.layout.tp * stride))
+    return max(1, job.machine.gpus_per_node // (job.layout.tp * stride))

@@ -19,7 +19,7 @@ from .rates import RateValues
 TILE_SHAPE = 128, 256  # shape of a product's output tile, which one multiprocessor computes
 
 # Megatron's rates were fitted on A100s; another chip's are scaled by its best product's rate.
-A100_MATMUL_RATE = MACHINES["a100"].best
+A100_MATMUL_RATE = MACHINES["a100"].matmul_fraction
 
 
 def layer_matmul_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
@@ -34,7 +34,7 @@ def layer_matmul_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
     rows = job.tokens * kind.routed.chosen / here * job.layout.cut / job.layout.tp
     own = [one for one in kind.products if one.expert]
     read = sum(ELEMENT_BYTES * one.inputs * one.outputs for one in own) / job.layout.cut
-    least = read / (rates.memory * job.machine.stream)
+    least = read / (rates.memory * job.machine.memory_bandwidth)
     # Few rows do not fill the chip.
     slow = min(1.0, rates.grouped_matmul) * rows / (rows + rates.half_rate_rows)
     each = max(least, sum(shard_seconds(job, rates, one, rows) for one in own) / slow)
@@ -64,10 +64,10 @@ def matmul_seconds(
     """
     rows = job.tokens if rows is None else rows
     taken = 2 * rows * outputs * inputs / _matmul_rate(job, rates, in_16_bits)
-    if job.profile.counts_tile_waves and job.machine.processors:
-        taken *= A100_MATMUL_RATE / (job.machine.best or A100_MATMUL_RATE)
+    if job.profile.counts_tile_waves and job.machine.sm_count:
+        taken *= A100_MATMUL_RATE / (job.machine.matmul_fraction or A100_MATMUL_RATE)
         tiles = ceil(rows / TILE_SHAPE[0]) * ceil(outputs / TILE_SHAPE[1])
-        taken *= ceil(tiles / job.machine.processors) * job.machine.processors / tiles
+        taken *= ceil(tiles / job.machine.sm_count) * job.machine.sm_count / tiles
     return taken
 
 
@@ -123,4 +123,4 @@ def _count_io_elements(kind: Kind, tp: int, cut: int) -> float:
 
 def memory_pass_seconds(job: Job, rates: RateValues, width: float) -> float:
     """Return the seconds to read or write `width` numbers per token."""
-    return ELEMENT_BYTES * job.tokens * width / (rates.memory * job.machine.stream)
+    return ELEMENT_BYTES * job.tokens * width / (rates.memory * job.machine.memory_bandwidth)

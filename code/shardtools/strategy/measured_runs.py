@@ -16,16 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.common import machines
 from shardlab.common.arguments import (
-    LAYERS,
-    SIZES,
-    check_kind,
+    MAX_LAYERS,
+    MAX_SIZE,
+    check_integer,
     check_number,
     check_one_of,
-    check_whole,
+    check_type,
 )
 from shardlab.common.files import read_json, read_text
-from shardlab.common.machines import Machine, check_named, named
+from shardlab.common.machines import Machine, check_machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
 
@@ -49,7 +50,7 @@ CASE_TIMES = "fwd_ms", "bwd_ms", "iter_s", "iter_ms"  # times that a published c
 
 def read_rows(name: str, path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file as dictionaries. name: the option, for errors."""
-    text = read_text(name, path, "CSV files")
+    text = read_text(name, path, "a CSV file")
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""))
         rows = list(reader)
@@ -122,7 +123,7 @@ def case_to_job(config: Mapping[str, Any], profile: Profile) -> Job:
     if "file" in c:
         from shardtools import hub  # imported here: no page's calculator needs it
 
-        check_kind(str, file=c["file"])
+        check_type(str, file=c["file"])
         return _make_job(c, replace(profile, attention="flash"), hub.planned(c["file"], "file"))
     heads, h = _get_int(c, "heads"), _get_int(c, "hidden")
     gelu = _get_int(c, "kv_heads", heads) == heads and _get_int(c, "ffn", 4 * h) % h == 0
@@ -134,7 +135,7 @@ def case_to_job(config: Mapping[str, Any], profile: Profile) -> Job:
 def case_to_times(case: Mapping[str, Any]) -> dict[str, float]:
     """Return the times that a case's table prints, by key: `CASE_TIMES`."""
     printed = case.get("published") or {}
-    check_kind(Mapping, published=printed)
+    check_type(Mapping, published=printed)
     return {key: _get_float(printed, key) for key in CASE_TIMES if printed.get(key) is not None}
 
 
@@ -180,7 +181,7 @@ def find_machine(c: Mapping[str, Any]) -> Machine:
     if "gpu" not in c:
         raise ValueError("gpu is missing")
     size = None if c.get("gpu_mem_gb") is None else _get_float(c, "gpu_mem_gb")
-    machine = named(str(c["gpu"]), size) or check_named(gpu=str(c["gpu"]))
+    machine = machines.find_machine(str(c["gpu"]), size) or check_machine(gpu=str(c["gpu"]))
     if size is not None:
         machine = replace(machine, memory=1e9 * size)
     return machine
@@ -192,7 +193,7 @@ def _get_int(c: Mapping[str, Any], key: str, default: int | None = None) -> int:
         raise ValueError(f"{key} is missing")
     with suppress(TypeError, ValueError, OverflowError):  # "1e3", and tables have 4096.0
         value = int(float(value)) if float(value).is_integer() else value
-    check_whole(int(key != "zero"), LAYERS if key == "layers" else SIZES, **{key: value})
+    check_integer(int(key != "zero"), MAX_LAYERS if key == "layers" else MAX_SIZE, **{key: value})
     return value
 
 

@@ -27,7 +27,7 @@ def offload_seconds(job: Job, rates: RateValues, params: float, compute: float) 
     layout, wire = job.layout, job.profile.wire_bytes
     if layout.offload == "none":
         return 0.0
-    link = HOST_LINK_SHARE * job.machine.host
+    link = HOST_LINK_SHARE * job.machine.host_bandwidth
     taken = params * ((wire.gradient + wire.weight) / link + 1 / CPU_UPDATES_PER_SECOND)
     if layout.offload == "parameters":
         fetched = 2 * layout.microbatches * params * wire.weight / link

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardlab.common.arguments import SIZES, check_kind, check_one_of, check_whole
+from shardlab.common.arguments import MAX_SIZE, check_integer, check_one_of, check_type
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure, structure
@@ -113,13 +113,13 @@ def plan(
     machines without products of that dtype.
     """
     config = structure(config)  # converted once, not for each layout
-    check_kind(Machine, machine=machine)
-    check_whole(1, MAX_GPUS, gpus=gpus)
-    check_whole(1, SIZES, batch=batch)
-    if gpus > (n := machine.per_node) and gpus % n:
+    check_type(Machine, machine=machine)
+    check_integer(1, MAX_GPUS, gpus=gpus)
+    check_integer(1, MAX_SIZE, batch=batch)
+    if gpus > (n := machine.gpus_per_node) and gpus % n:
         raise ValueError(f"gpus={gpus}: must be at most {n}, or a multiple of {n} (whole nodes)")
     seq = config.seq if seq is None else seq
-    check_whole(1, SIZES, seq=seq)
+    check_integer(1, MAX_SIZE, seq=seq)
     check_dtype(machine, dtype)
     rates = check_rates(profile, rates)
     result = Plan(config, machine, gpus, batch, seq, profile, rates, dtype, constraints or {})
@@ -194,7 +194,7 @@ def _search_layouts(plan: Plan, offload: str) -> list[tuple[float, Job]]:
             plan.rejections["context parallelism is not needed: the same layout fits without"] += 1
             continue
         check_job(plan.make_job(base))
-        ranks = min(plan.gpus, plan.machine.per_node)
+        ranks = min(plan.gpus, plan.machine.gpus_per_node)
         before, tried = len(plan.feasible), list(search_space.iter_batch_shapes(plan, base))
         for start in search_space.iter_zero_stages(plan, base, offload):
             if ranks * host_bytes(plan.make_job(start)) > HOST_MEMORY_BYTES:

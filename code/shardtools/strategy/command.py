@@ -306,7 +306,6 @@ def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Struc
 def _read_constraints(
     args: dict[str, Any], config: Structure, gpus: int, machine: Machine, profile: Profile
 ) -> dict[str, Any]:
-    """Return the fields of a layout that options fix. Raises ValueError for impossible values."""
     fixed = {name: args[name] for name in (*CONSTRAINT_FIELDS, *TEXT_CONSTRAINTS) if name in args}
     for name, value in fixed.items():
         if name != "ep":  # ep depends on other fields

@@ -189,7 +189,7 @@ def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tupl
         context=_context_seconds(job, rates, kind.core, attention),
         experts=_all_to_all_seconds(job, rates, kind.routed),
     )
-    exposed = 1 - min(1.0, rates.hidden)
+    exposed = 1 - min(1.0, rates.overlapped_collectives)
     exposed += ALL_GATHER_SHARE if job.sequence_shards > 1 else 0.0
     flash = job.profile.attention == "flash"
     backward = _Work(

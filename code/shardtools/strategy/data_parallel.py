@@ -23,7 +23,7 @@ def data_parallel_seconds(
     layout = job.layout
     seconds = _zero_seconds(job, rates, stage, compute, forward) if layout.shards > 1 else 0.0
     # All-reduces, which send each byte twice, and of which backward hides a part.
-    exposed = 2 * job.profile.wire_bytes.gradient * rates.exposed
+    exposed = 2 * job.profile.wire_bytes.gradient * rates.exposed_reduce
     if layout.replicas > 1:  # HSDP: each rank all-reduces its gradient shard with other groups
         part = job.count_parameters(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
         seconds += exposed * part / link_rate(job, rates, layout.replicas, layout.shards)
@@ -50,7 +50,7 @@ def _zero_seconds(
     each = job.model.layers / layout.pp * rates.gather_latency * hops
     after = wire.weight * once + (each if layout.zero < 3 else 0.0)
     if job.profile.prefetches_weights:
-        after = max(rates.gathers * after, after - forward)
+        after = max(rates.exposed_gathers * after, after - forward)
     if layout.zero == 0:
         return _exposed_seconds(rates, 2 * wire.gradient * once, compute)
     if layout.zero == 1 or (layout.zero == 2 and layout.pp > 1):  # a pipeline accumulates first
@@ -60,12 +60,12 @@ def _zero_seconds(
     gathers = 2 if layout.zero == 3 else 0
     sent = m * (wire.gradient + gathers * wire.weight) * once
     sent += m * (1 + gathers) * each
-    waits = max(rates.gathers * sent, sent - compute)
+    waits = max(rates.exposed_gathers * sent, sent - compute)
     return waits if gathers else waits + after
 
 
 def _exposed_seconds(rates: RateValues, taken: float, compute: float) -> float:
-    return max(rates.exposed * taken, taken - compute)
+    return max(rates.exposed_reduce * taken, taken - compute)
 
 
 def _seconds_per_byte(job: Job, rates: RateValues, stage: Stage) -> float:

@@ -34,21 +34,22 @@ Measured = list[tuple[Predictor, float]]
 Run = tuple[Job, float | None, float | None]  # a job, its seconds, its bytes
 
 # Rates that each kind of measurement can determine.
-LAYER_RATES = "products", "memory", "elementwise", "scores", "node", "hidden"
+LAYER_RATES = "products", "memory", "elementwise", "scores", "node", "overlapped_collectives"
 MEMORY_RATES = (
-    "saved_bytes", "fragments", "logit_bytes", "late_buffers", "settling_microbatches", "gathered",
-    "overhead",
+    "saved_bytes", "fragments", "logit_bytes", "late_buffers", "settling_microbatches",
+    "gather_buffers", "overhead",
 )  # fmt: skip
 STEP_RATES = (
-    "products", "attention", "memory", "elementwise", "launch", "crossing", "node", "hidden",
-    "extra_node", "network", "message_latency", "exposed", "step", "gather_latency",
+    "products", "attention", "memory", "elementwise", "launch", "crossing", "node",
+    "overlapped_collectives", "extra_node", "network", "message_latency", "exposed_reduce", "step",
+    "gather_latency",
 )  # fmt: skip
 ENGINE_RATES = (
-    "products", "attention", "memory", "elementwise", "launch", "node", "hidden", "network",
-    "message_latency", "exposed", "gathers", "fp8", "mxfp8", "nvfp4", "fp4_gpus", "pre_fp8_gpus",
-    "narrow_heads", "mlp_passes", "cast_passes", "scan", "grouped_matmul", "half_rate_rows",
-    "permute_passes", "expert_launch", "exposed_all_to_all", "eager", "torchtitan", "automodel",
-    "fsdp",
+    "products", "attention", "memory", "elementwise", "launch", "node", "overlapped_collectives",
+    "network", "message_latency", "exposed_reduce", "exposed_gathers", "fp8", "mxfp8", "nvfp4",
+    "fp4_gpus", "pre_fp8_gpus", "narrow_heads", "mlp_passes", "cast_passes", "scan",
+    "grouped_matmul", "half_rate_rows", "permute_passes", "expert_launch", "exposed_all_to_all",
+    "eager", "torchtitan", "automodel", "fsdp",
 )  # fmt: skip
 CROSS_VALIDATED_COLUMN = "cross_validated_s"  # the table's column of `cross_validate`
 PREDICTION_COLUMNS = "predicted_seconds", "predicted_memory_gib", "note"  # columns added to a file

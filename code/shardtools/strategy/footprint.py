@@ -143,7 +143,7 @@ def _buffer_bytes(job: Job, rates: RateValues, stage: Stage, params: int) -> flo
     if layout.zero == 0:
         return profile.bucket_bytes * params
     if layout.zero < 3:
-        return rates.gathered * recipe.parameters * params
+        return rates.gather_buffers * recipe.parameters * params
     return Unit.of(job.model, layout, stage).gathered(recipe)
 
 

@@ -113,7 +113,6 @@ def _measure_attention(device: torch.device) -> tuple[float, float]:
 
 
 def _measure_memory(device: torch.device) -> tuple[float, float]:
-    """Measure one pass that reads a large tensor and writes another."""
     n = 2**29 if device.type == "cuda" else 2**24
     a = torch.randn(n // 4, device=device)
     b = torch.empty_like(a)

@@ -31,5 +31,5 @@ def offload_seconds(job: Job, rates: RateValues, params: float, compute: float) 
     taken = params * ((wire.gradient + wire.weight) / link + 1 / CPU_UPDATES_PER_SECOND)
     if layout.offload == "parameters":
         fetched = 2 * layout.microbatches * params * wire.weight / link
-        taken += max(rates.gathers * fetched, fetched - compute)
+        taken += max(rates.exposed_gathers * fetched, fetched - compute)
     return taken

@@ -88,7 +88,7 @@ _GUESSES = {
         {"course": (1e-06, 0.1), "nanotron": (0.0022, 0.4)}),
     "node": ("share of the data sheet's rate between the GPUs of a node",
         {"course": (0.6, 0.2), "nanotron": (0.7, 0.3), "engines": (0.75, 0.25)}),
-    "hidden": ("share of the hideable tensor collectives in backward that is hidden",
+    "overlapped_collectives": ("share of hideable tensor collectives in backward that is hidden",
         {"course": (0.2, 0.3), "megatron": (0.85, 0.15), "nanotron": (0.5, 0.3),
          "engines": (0.65, 0.3)}),
     "extra_node": ("extra seconds of a layer for each further node of a tensor group",
@@ -97,10 +97,10 @@ _GUESSES = {
         {"course": (0.6, 0.3), "megatron": (0.6, 0.2), "nanotron": (0.6, 0.4)}),
     "message_latency": ("latency of a message between stages in seconds",
         {"course": (0.0001, 0.5), "megatron": (3e-05, 0.7), "nanotron": (0.0004, 0.5)}),
-    "exposed": ("share of gradient all-reduces that backward does not hide",
+    "exposed_reduce": ("share of gradient all-reduces that backward does not hide",
         {"course": (0.25, 0.5), "megatron": (1.0, 0.1), "nanotron": (0.5, 0.3),
          "engines": (0.3, 0.5)}),
-    "gathers": ("least share of ZeRO-2 and ZeRO-3 traffic that compute does not hide",
+    "exposed_gathers": ("least share of ZeRO-2 and ZeRO-3 traffic that compute does not hide",
         {"course": (0.2, 0.5)}),
     # NCCL itself assumes 14 µs: hwLat in its src/graph/tuning.cc, for a ring over the network.
     # nanotron gathers the weights of a layer one by one.
@@ -127,7 +127,7 @@ _GUESSES = {
         {"course": (4.0, 0.5), "nanotron": (45.0, 0.3)}),
     "settling_microbatches": ("micro-batches after which two thirds of these buffers exist",
         {"course": (4.0, 0.7)}),
-    "gathered": ("extra bytes of ZeRO-1's gather over a rank's weight bytes",
+    "gather_buffers": ("extra bytes of ZeRO-1's gather over a rank's weight bytes",
         {"course": (0.1, 0.5), "nanotron": (1.0, 0.5)}),
     # DeepSpeed's buckets: 5e8 gradients of 2 B, twice if communication overlaps.
     "overhead": ("GiB reserved independently of the layout",
@@ -175,7 +175,7 @@ _FITTED_PROFILES = "torchtitan", "fsdp2"  # profiles whose steps were measured w
 _GUESSED_RATES = (
     "launch", "crossing",  # Megatron's values: it launches less
     "limit", "retries", "saved_bytes", "fragments", "logit_bytes", "late_buffers",
-    "settling_microbatches", "gathered", "overhead",
+    "settling_microbatches", "gather_buffers", "overhead",
 )  # fmt: skip
 DATA_DIR = Path(__file__).parent / "published"
 GUESS_ORIGIN = "a guess: a commonly reached value"
@@ -213,11 +213,12 @@ def modernize_rates(rates: Rates) -> Rates:
     """
     if rates.profile != "megatron":
         return rates
+    old = rates.by_name
     origin = "a guess for --overlap-grad-reduce: a commonly reached value"
-    exposed = replace(rates.by_name["exposed"], value=0.25, spread=0.5, origin=origin)
-    masks = "counted: no masks without dropout"
-    saved = replace(rates.by_name["saved_bytes"], value=8.0, origin=masks)
-    return replace(rates, by_name={**rates.by_name, "exposed": exposed, "saved_bytes": saved})
+    reduce = replace(old["exposed_reduce"], value=0.25, spread=0.5, origin=origin)
+    origin = "counted: no masks without dropout"
+    saved = replace(old["saved_bytes"], value=8.0, origin=origin)
+    return replace(rates, by_name=old | {"exposed_reduce": reduce, "saved_bytes": saved})
 
 
 def read_rates(path: Path) -> Rates:

@@ -35,8 +35,8 @@ def prepare_options(args: dict[str, Any]) -> dict[str, Any]:
     if "site" in args and "into" not in args and engine != "slurm":
         raise ValueError(f"--site with {engine}: needs --into")
     if "site" in args:
-        args = {**args, "site": (at := site.read(args["site"]))}
-        args = {"per_node": at.gpus_per_node, **args} if at.gpus_per_node else args
+        args = {**args, "site": (cluster := site.read(args["site"]))}
+        args = {"per_node": cluster.gpus_per_node, **args} if cluster.gpus_per_node else args
     if engine not in PROFILES:
         return args
     if args.get("profile", engine) != engine:
@@ -55,9 +55,9 @@ def write_job(args: dict[str, Any], plan: Plan) -> str:
     """Write the whole job of an engine into a folder; return its files and the next command."""
     engine = args["engine"]
     limit_fields = {name: args[name] for name in ("time", "partition") if name in args}
-    at = args.get("site")
-    if at and at.partition and "," not in at.partition:
-        limit_fields = {"partition": at.partition, **limit_fields}
+    cluster = args.get("site")
+    if cluster and cluster.partition and "," not in cluster.partition:
+        limit_fields = {"partition": cluster.partition, **limit_fields}
     limits, steps = Limits(**limit_fields), DEFAULT_STEPS
     if "tokens" in args:
         steps = -(-int(args["tokens"]) // (plan.batch * plan.seq))
@@ -65,8 +65,8 @@ def write_job(args: dict[str, Any], plan: Plan) -> str:
     candidate, _ = _find_fastest(engine, plan)
     target = Target.from_model(engine, plan.config, plan.machine, candidate.layout, plan.seq)
     texts = render_job(target, limits, steps, candidate.seconds)
-    if at:
-        texts |= {BATCH_FILE: at.batch(texts[BATCH_FILE]), SITE_FILE: at.script()}
+    if cluster:
+        texts |= {BATCH_FILE: cluster.batch(texts[BATCH_FILE]), SITE_FILE: cluster.script()}
     folder = Path(options.folder("into", args["into"]))
     size = f"{candidate.reserved / 1e9:.1f} GB on the fullest GPU"
     lines = [f"{candidate.layout}: predicted are {candidate.seconds:.3g} s a step and {size}"]
@@ -76,7 +76,8 @@ def write_job(args: dict[str, Any], plan: Plan) -> str:
         if not kept:
             options.written("into", folder / name, text)
         lines.append(f"  {name}" + (", kept as you edited it" if kept else ""))
-    lines += [f"Put your site's modules and environment into {folder}/{SITE_FILE}, then"] * (not at)
+    if not cluster:
+        lines.append(f"Put your site's modules and environment into {folder}/{SITE_FILE}, then")
     return "\n".join([*lines, f"  cd {quote(str(folder))} && sbatch {BATCH_FILE}"])
 
 

@@ -27,24 +27,24 @@ def render_file(target: Target) -> str:
 
 
 def _option_rows(target: Target) -> list[Row]:
-    at, c, why = target.layout, target.config, target.reasons
+    layout, c, why = target.layout, target.config, target.reasons
     return [
         (True, f"--layers {c.layers}", "of the script's own GPT: put your model in its place"),
         (True, f"--hidden {c.hidden}", "width of the residual stream"),
         (True, f"--heads {c.heads}", "of attention"),
         (True, f"--seq {target.seq}", "tokens of a sequence"),
-        (True, f"--batch {at.batch}", why["batch"]),
-        (True, f"--micro {at.micro_batch}", why["micro_batch"]),
-        (True, f"--strategy {STRATEGIES[at.zero]}", why["zero"]),
-        (True, f"--tensor {at.tp}", why["tensor"]),
+        (True, f"--batch {layout.batch}", why["batch"]),
+        (True, f"--micro {layout.micro_batch}", why["micro_batch"]),
+        (True, f"--strategy {STRATEGIES[layout.zero]}", why["zero"]),
+        (True, f"--tensor {layout.tp}", why["tensor"]),
         (True, f"--precision {target.half_dtype}", why["half"]),
     ]
 
 
 def _check_target(target: Target) -> None:
-    at = target.layout
+    layout = target.layout
     target.check_allowed(pp=[1], cp=[1], ep=[1], replicas=[1], recompute=["none"], offload=["none"])
-    if at.tp > 1:  # the script combines tp with fully_shard, in bf16, without sequence parallelism
+    if layout.tp > 1:  # with fully_shard, in bf16, without sequence parallelism
         target.check_allowed("tp > 1", sequence_parallel=[False], zero=[1, 2, 3])
-    if at.tp > 1 and target.half_dtype == "fp16":
-        raise target.make_error(f"tp={at.tp}", "be 1", "precision='fp16'")
+    if layout.tp > 1 and target.half_dtype == "fp16":
+        raise target.make_error(f"tp={layout.tp}", "be 1", "precision='fp16'")

@@ -50,24 +50,24 @@ def render_file(target: Target) -> str:
 
 def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
     """Return rows of (condition, key, value, reason)."""
-    at, why = target.layout, target.reasons
-    host, full = at.offload != "none", at.recompute == "full"
-    zero: dict[str, Any] = {"stage": at.zero}
-    pipeline: dict[str, Any] = {"stages": at.pp}
-    sharing, cutting = f"ZeRO-{at.zero}: {why['zero']}", f"p: {why['pipeline']}."
+    layout, why = target.layout, target.reasons
+    host, full = layout.offload != "none", layout.recompute == "full"
+    zero: dict[str, Any] = {"stage": layout.zero}
+    pipeline: dict[str, Any] = {"stages": layout.pp}
+    sharing, cutting = f"ZeRO-{layout.zero}: {why['zero']}", f"p: {why['pipeline']}."
     if host:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         sharing += "\nThe optimizer stays and steps in host memory: less GPU memory, more time."
-    if at.offload == "parameters":
+    if layout.offload == "parameters":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
         sharing += "\nWeights stay there, too, and are fetched for the layer that needs them."
-    if at.pp > 1:
+    if layout.pp > 1:
         cutting += (
-            f"\nThe program cuts: PipelineModule(layers, num_stages={at.pp}, "
+            f"\nThe program cuts: PipelineModule(layers, num_stages={layout.pp}, "
             'partition_method="type:Block"),\n'
             f"with the layers' class, Block, gives {target.list_part_sizes()[0]} to each stage."
         )
-    if at.pp > 1 and full:  # re-entrant would leave the embedding without gradient
+    if layout.pp > 1 and full:  # re-entrant would leave the embedding without gradient
         pipeline.update(activation_checkpoint_interval=1, use_reentrant=False)
         cutting += f"\nAnd {why['recompute']}."
     tensor = (
@@ -83,16 +83,16 @@ def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
         "shardlab.deepspeed_engine.recompute on each layer."
     )
     return [
-        (True, "train_micro_batch_size_per_gpu", at.micro_batch, f"b: {why['micro_batch']}"),
-        (True, "gradient_accumulation_steps", at.microbatches, f"m: {why['microbatches']}"),
+        (True, "train_micro_batch_size_per_gpu", layout.micro_batch, f"b: {why['micro_batch']}"),
+        (True, "gradient_accumulation_steps", layout.microbatches, f"m: {why['microbatches']}"),
         # With tp DeepSpeed would check the batch size against all ranks, including tp's.
-        (at.tp == 1, "train_batch_size", at.batch, why["batch"]),
+        (layout.tp == 1, "train_batch_size", layout.batch, why["batch"]),
         (True, "zero_optimization", zero, sharing),
         (True, target.half_dtype, {"enabled": True}, f"{why['half']}; a float32 master copy."),
-        (at.tp > 1, "tensor_parallel",
-         {"autotp_size": at.tp, "partition_config": TENSOR_PLAN}, tensor),
-        (at.pp > 1, "pipeline", pipeline, cutting),
-        (at.pp == 1 and at.recompute != "none", "activation_checkpointing",
+        (layout.tp > 1, "tensor_parallel",
+         {"autotp_size": layout.tp, "partition_config": TENSOR_PLAN}, tensor),
+        (layout.pp > 1, "pipeline", pipeline, cutting),
+        (layout.pp == 1 and layout.recompute != "none", "activation_checkpointing",
          {"partition_activations": False}, again),
         (host, "zero_force_ds_cpu_optimizer", False,
          "Any optimizer may step on the host; DeepSpeedCPUAdam is several times as fast."),
@@ -104,14 +104,14 @@ def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
 
 
 def _check_target(target: Target) -> None:
-    at = target.layout
+    layout = target.layout
     target.check_allowed(cp=[1], replicas=[1])  # the model's code has context parallelism
-    if at.tp > 1:  # its tensor parallelism has no sequence parallelism
+    if layout.tp > 1:  # its tensor parallelism has no sequence parallelism
         target.check_allowed("tp > 1", sequence_parallel=[False])
-    if at.offload == "optimizer":
+    if layout.offload == "optimizer":
         target.check_allowed("offload='optimizer'", zero=[1, 2, 3])
-    if at.pp > 1:  # a pipeline accumulates gradients, and recomputes whole layers
+    if layout.pp > 1:  # a pipeline accumulates gradients, and recomputes whole layers
         pipelines = {"schedule": ["1f1b"], "recompute": ["none", "full"]}
         target.check_allowed("pp > 1", tp=[1], zero=[0, 1], **pipelines)
         if len(set(target.list_part_sizes())) > 1:
-            raise target.make_error(f"stages={at.stages!r}", "be equal stages")
+            raise target.make_error(f"stages={layout.stages!r}", "be equal stages")

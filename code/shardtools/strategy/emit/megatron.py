@@ -56,50 +56,50 @@ def render_file(target: Target) -> str:
 
 
 def _environment_lines(target: Target) -> list[str]:
-    at = target.layout
-    if at.zero > 1:
+    layout = target.layout
+    if layout.zero > 1:
         return ["unset CUDA_DEVICE_MAX_CONNECTIONS  # so that Megatron-FSDP can overlap", ""]
     blackwell = any(name in target.machine.name.upper() for name in BLACKWELL)
-    if (at.tp > 1 or at.cp > 1) and not blackwell:
+    if (layout.tp > 1 or layout.cp > 1) and not blackwell:
         line = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
         return [f"{line}  # all-reduces start before products; not needed from Blackwell on", ""]
     return []
 
 
 def _layout_rows(target: Target) -> list[Row]:
-    at, why = target.layout, target.reasons
-    parts = target.list_part_sizes() if at.pp > 1 else []
-    uneven, fsdp = _format_stages(parts) if len(set(parts)) > 1 else "", at.zero > 1
-    idle = f"; stages idle for {target.idle_percent:.0f} % of it" if at.pp > 1 else ""
-    dealt = f"the experts are distributed over {at.ep} {'copies' if at.etp is None else 'ranks'}"
-    modules, scope = RECOMPUTE_MODULES.get(at.recompute, ("", ""))
-    full, some = at.recompute == "full", at.recompute in RECOMPUTE_MODULES
-    host = at.offload == "optimizer"
+    layout, why = target.layout, target.reasons
+    parts = target.list_part_sizes() if layout.pp > 1 else []
+    uneven, fsdp = _format_stages(parts) if len(set(parts)) > 1 else "", layout.zero > 1
+    idle = f"; stages idle for {target.idle_percent:.0f} % of it" if layout.pp > 1 else ""
+    ranks = "copies" if layout.etp is None else "ranks"
+    modules, scope = RECOMPUTE_MODULES.get(layout.recompute, ("", ""))
+    full, some = layout.recompute == "full", layout.recompute in RECOMPUTE_MODULES
+    host, chunks = layout.offload == "optimizer", layout.chunks
     return [
-        (True, f"--tensor-model-parallel-size {at.tp}", why["tensor"]),
-        (at.sequence_parallel and at.tp > 1, "--sequence-parallel", why["sequence"]),
-        (True, f"--pipeline-model-parallel-size {at.pp}", why["pipeline"]),
+        (True, f"--tensor-model-parallel-size {layout.tp}", why["tensor"]),
+        (layout.sequence_parallel and layout.tp > 1, "--sequence-parallel", why["sequence"]),
+        (True, f"--pipeline-model-parallel-size {layout.pp}", why["pipeline"]),
         (uneven, f'--pipeline-model-parallel-layout "{uneven}"',
          "layers (t) of each part, with embedding (E) and head (L)"),
-        (at.chunks > 1 and not uneven, f"--num-virtual-stages-per-pipeline-rank {at.chunks}",
-         f"{at.chunks} parts of the model on each stage: a bubble {at.chunks} times as short"),
-        (at.cp > 1, f"--context-parallel-size {at.cp}",
-         f"{at.cp} ranks share each sequence: its activations are too large for one"),
-        (at.ep > 1, f"--expert-model-parallel-size {at.ep}", f"{dealt}, which exchange tokens"),
-        (at.ep > 1 and at.etp is not None, f"--expert-tensor-parallel-size {at.etp}",
+        (chunks > 1 and not uneven, f"--num-virtual-stages-per-pipeline-rank {chunks}",
+         f"{chunks} parts of the model on each stage: a bubble {chunks} times as short"),
+        (layout.cp > 1, f"--context-parallel-size {layout.cp}",
+         f"{layout.cp} ranks share each sequence: its activations are too large for one"),
+        (layout.ep > 1, f"--expert-model-parallel-size {layout.ep}", f"{ranks} of the experts"),
+        (layout.ep > 1 and layout.etp is not None, f"--expert-tensor-parallel-size {layout.etp}",
          "ranks that share each matrix of an expert"),
-        (at.ep > 1, "--moe-token-dispatcher-type alltoall", "tokens to their experts, and back"),
-        (True, f"--micro-batch-size {at.micro_batch}", why["micro_batch"]),
-        (True, f"--global-batch-size {at.batch}", why["batch"] + idle),
-        (at.zero, "--use-distributed-optimizer", why["zero"]),
-        (fsdp, "--use-megatron-fsdp", f"ZeRO-{at.zero}: shards more than the optimizer"),
-        (fsdp, f"--data-parallel-sharding-strategy {FSDP_STRATEGIES.get(at.zero)}", "namely these"),
+        (layout.ep > 1, "--moe-token-dispatcher-type alltoall", "tokens to experts, and back"),
+        (True, f"--micro-batch-size {layout.micro_batch}", why["micro_batch"]),
+        (True, f"--global-batch-size {layout.batch}", why["batch"] + idle),
+        (layout.zero, "--use-distributed-optimizer", why["zero"]),
+        (fsdp, "--use-megatron-fsdp", f"ZeRO-{layout.zero}: shards more than the optimizer"),
+        (fsdp, f"--data-parallel-sharding-strategy {FSDP_STRATEGIES.get(layout.zero)}", ""),
         (fsdp, "--ckpt-format fsdp_dtensor", "the only one that Megatron-FSDP writes"),
-        (at.zero or at.dp > 1, "--overlap-grad-reduce",
-         "gradients are reduced in buckets during backward"),
-        (at.zero, "--overlap-param-gather", "weights are gathered in buckets during forward"),
-        (at.zero and at.replicas > 1, f"--num-distributed-optimizer-instances {at.replicas}",
-         f"shards over groups of {at.shards} ranks"),
+        (layout.zero or layout.dp > 1, "--overlap-grad-reduce", "reduce buckets during backward"),
+        (layout.zero, "--overlap-param-gather", "weights are gathered in buckets during forward"),
+        (layout.zero and layout.replicas > 1,
+         f"--num-distributed-optimizer-instances {layout.replicas}",
+         f"shards over groups of {layout.shards} ranks"),
         (host, "--optimizer-cpu-offload", "the optimizer's states are too large for the GPU"),
         (host, "--use-precision-aware-optimizer", "required for the offload"),
         (some, "--recompute-granularity selective", why["recompute"]),
@@ -131,8 +131,7 @@ def _shape_rows(target: Target) -> list[Row]:
         (grouped, "--group-query-attention", "several queries share a key and a value"),
         (grouped, f"--num-query-groups {c.key_value_heads}", "heads of keys and values"),
         (True, f"--seq-length {target.seq}", "tokens of a sequence"),
-        (True, f"--max-position-embeddings {max(target.seq, c.seq)}",
-         "longest sequence"),
+        (True, f"--max-position-embeddings {max(target.seq, c.seq)}", "longest sequence"),
         (True, "--position-embedding-type rope", "rotary positions"),
         (True, f"--rotary-base {int(c.rotary_base)}", "base of their frequencies"),
         (True, f"--attention-dropout {c.dropout}", "Megatron's default is 0.1"),
@@ -158,18 +157,17 @@ def _placeholder_rows(target: Target) -> list[Row]:
         (True, f"--vocab-size {vocab}", f"and an end of text; padded to a multiple of {padded}"),
         (True, "--train-iters 100", "steps"),
         (True, "--lr 3e-4", "largest learning rate"),
-        (target.config.experts, "--moe-aux-loss-coeff 1e-2",
-         "weight of the load-balancing loss"),
+        (target.config.experts, "--moe-aux-loss-coeff 1e-2", "weight of the load-balancing loss"),
     ]  # fmt: skip
 
 
 def _check_target(target: Target) -> None:
-    at = target.layout
+    layout = target.layout
     target.check_allowed(offload=["none", "optimizer"])
-    if at.offload == "optimizer":  # only the distributed optimizer can be offloaded
+    if layout.offload == "optimizer":  # only the distributed optimizer can be offloaded
         target.check_allowed("offload='optimizer'", zero=[1])
-    if at.pp > 1:  # Megatron-FSDP shards weights of whole models only
+    if layout.pp > 1:  # Megatron-FSDP shards weights of whole models only
         target.check_allowed("pp > 1", schedule=["1f1b", "interleaved"], zero=[0, 1])
-    if at.pp > 1 and at.schedule == "interleaved" and at.microbatches % at.pp:
-        rule = f"be a multiple of pp={at.pp}"
-        raise target.make_error(f"microbatches={at.microbatches}", rule, "schedule='interleaved'")
+    if layout.pp > 1 and layout.schedule == "interleaved" and layout.microbatches % layout.pp:
+        given, rule = f"microbatches={layout.microbatches}", f"be a multiple of pp={layout.pp}"
+        raise target.make_error(given, rule, "schedule='interleaved'")

@@ -42,8 +42,7 @@ def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
         (True, f"time={time}", "the job is killed after it; at most what the partition allows"),
         (True, "output=%x-%j.out", "x: the job's name, j: its number"),
         (True, "error=%x-%j.err", "errors in a file of their own"),
-        (n == target.machine.gpus_per_node, "exclusive",
-         "whole nodes: no traffic of other jobs"),
+        (n == target.machine.gpus_per_node, "exclusive", "whole nodes: no other jobs"),
         (partition, f"partition={partition}", "a partition with such GPUs"),
     ]  # fmt: skip
     return annotate_lines([(when, f"#SBATCH --{option}", why) for when, option, why in rows])

@@ -46,24 +46,24 @@ class Target:
 
     def __post_init__(self) -> None:
         check_integer(seq=self.seq)
-        at, n = self.layout, self.machine.gpus_per_node
-        check_tensor_degree(self.config, at.tp, copies=self.engine == "megatron")
-        if at.ranks > n and at.ranks % n:
-            raise self.make_error(f"ranks={at.ranks}", f"be at most {n}, or a multiple of {n}")
+        layout, n = self.layout, self.machine.gpus_per_node
+        check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
+        if layout.ranks > n and layout.ranks % n:
+            raise self.make_error(f"ranks={layout.ranks}", f"be at most {n}, or a multiple of {n}")
         operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
         self.check_allowed(recompute=["none", "selective", "full", *operators])
-        check_expert_degree(self.config, at.ep)
+        check_expert_degree(self.config, layout.ep)
         if self.engine != "megatron":
             self.check_allowed(experts=[0])
         if self.engine in ("torchtitan", "megatron", "course"):  # their files give the shape
             self.check_allowed(**{name: [only] for name, only in PLAIN_SHAPE.items()})
             if self.config.nope_head_size * self.config.heads != self.config.hidden:
                 raise self.make_error(f"head={self.config.head}", "be hidden / heads")
-        if at.cp > 1 and self.seq % (2 * at.cp):  # each rank takes two pieces of a sequence
-            raise self.make_error(f"seq={self.seq}", f"be a multiple of 2·cp = {2 * at.cp}")
-        if at.sequence_parallel and self.seq // at.cp % at.tp:
-            raise self.make_error(f"tp={at.tp}", f"divide the tokens of a sequence ({self.seq})")
-        if at.pp > 1:
+        if layout.cp > 1 and self.seq % (2 * layout.cp):  # each rank takes two pieces of a sequence
+            raise self.make_error(f"seq={self.seq}", f"be a multiple of 2·cp = {2 * layout.cp}")
+        if layout.sequence_parallel and self.seq // layout.cp % layout.tp:
+            raise self.make_error(f"tp={layout.tp}", f"divide a sequence's tokens ({self.seq})")
+        if layout.pp > 1:
             self.list_part_sizes()
 
     def check_allowed(self, when: str = "", **allowed: Sequence[object]) -> None:
@@ -95,8 +95,8 @@ class Target:
     @property
     def idle_percent(self) -> float:
         """Percent of a step in which a stage idles: p - 1 of vm + p - 1."""
-        at = self.layout
-        return 100 * (at.pp - 1) / (at.chunks * at.microbatches + at.pp - 1)
+        layout = self.layout
+        return 100 * (layout.pp - 1) / (layout.chunks * layout.microbatches + layout.pp - 1)
 
     @property
     def half_dtype(self) -> str:
@@ -116,42 +116,42 @@ class Target:
 
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
         """
-        at = self.layout
-        placed = at.parts(self.config)
-        if not placed[0 if at.schedule == "zb-v" else -1].head:
-            raise self.make_error(f"stages={at.stages!r}", "have the head on the last stage")
+        layout = self.layout
+        placed = layout.parts(self.config)
+        if not placed[0 if layout.schedule == "zb-v" else -1].head:
+            raise self.make_error(f"stages={layout.stages!r}", "have the head on the last stage")
         chunks = [list(stage.chunks) for stage in placed]
-        sizes = [len(chunks[i].pop(0)) for i in at.route]
+        sizes = [len(chunks[i].pop(0)) for i in layout.route]
         if 0 in sizes[1:-1]:
             rule = "leave at least one layer for each part between the first and the last"
-            raise self.make_error(f"chunks={at.chunks}", rule)
+            raise self.make_error(f"chunks={layout.chunks}", rule)
         return sizes
 
     @cached_property
     def reasons(self) -> dict[str, str]:
         """Reasons that several engines print, by the part of the layout that they explain."""
-        at, n = self.layout, self.machine.gpus_per_node
+        layout, n, b = self.layout, self.machine.gpus_per_node, self.layout.micro_batch
         tensor = "no matrix is cut: layers have no all-reduces"
-        if at.tp > 1:
-            inside = f"inside a node of {n}" if at.tp <= n else f"beyond a node of {n}: slow"
-            tensor = f"each matrix is cut over {at.tp} ranks, {inside}"
+        if layout.tp > 1:
+            inside = f"inside a node of {n}" if layout.tp <= n else f"beyond a node of {n}: slow"
+            tensor = f"each matrix is cut over {layout.tp} ranks, {inside}"
         sequence = "each rank holds whole activations between the cut matrices"
-        if at.sequence_parallel and at.tp > 1:
+        if layout.sequence_parallel and layout.tp > 1:
             sequence = "activations between the cut matrices are sharded, too, for the same traffic"
         pipeline = "every rank has all layers"
         microbatches = "micro-batches a step, one after another, add up to the batch"
-        if at.pp > 1:
-            pipeline = f"{at.pp} stages share the layers: little traffic, and some idle time"
-            idle = f"{'at most ' * (at.schedule == 'zb-v')}{self.idle_percent:.0f} %"
+        if layout.pp > 1:
+            pipeline = f"{layout.pp} stages share the layers: little traffic, and some idle time"
+            idle = f"{'at most ' * (layout.schedule == 'zb-v')}{self.idle_percent:.0f} %"
             microbatches = f"micro-batches fill the stages, which are idle for {idle} of a step"
         half = "products in 16 bits, with float32's range: no loss scaling"
         if self.half_dtype == "fp16":
             half = f"{self.machine.name} has no bf16: the loss has to be scaled"
         zero = (
             "every copy holds all weights, gradients and optimizer states",
-            f"optimizer states are sharded over {at.shards} ranks, for the same traffic",
-            f"optimizer states and gradients are sharded over {at.shards} ranks",
-            f"weights, gradients and optimizer states are sharded over {at.shards} ranks",
+            f"optimizer states are sharded over {layout.shards} ranks, for the same traffic",
+            f"optimizer states and gradients are sharded over {layout.shards} ranks",
+            f"weights, gradients and optimizer states are sharded over {layout.shards} ranks",
         )
         recompute = {
             "none": "activations fit: nothing is recomputed",
@@ -165,11 +165,11 @@ class Target:
             "tensor": tensor,
             "sequence": sequence,
             "pipeline": pipeline,
-            "zero": zero[at.zero],
+            "zero": zero[layout.zero],
             "micro_batch": micro_batch,
             "microbatches": microbatches,
-            "batch": f"sequences a step: d {at.dp} · b {at.micro_batch} · m {at.microbatches}",
-            "recompute": recompute[at.recompute],
+            "batch": f"sequences a step: d {layout.dp} · b {b} · m {layout.microbatches}",
+            "recompute": recompute[layout.recompute],
             "half": half,
         }
 

@@ -84,69 +84,71 @@ def find_flavor(config: Config) -> str | None:
 
 
 def _setting_rows(target: Target) -> list[Row]:
-    at, why = target.layout, target.reasons
-    repeat = at.dp if at.zero == 0 else at.replicas
+    layout, why = target.layout, target.reasons
+    repeat = layout.dp if layout.zero == 0 else layout.replicas
     groups = f"{repeat} groups, each with a whole model"
     if repeat == 1:
-        groups = "one copy" if at.dp == 1 else "one group of all copies"
-    local, of_it = at.micro_batch, why["micro_batch"]
-    if at.pp > 1:
-        local *= at.microbatches
-        of_it = f"b·m = {at.micro_batch} · {at.microbatches}: all sequences of a step"
-    how, weights = ("always", "are gathered again") if at.zero == 3 else ("never", "stay")
-    kind, again = RECOMPUTE[at.recompute], why["recompute"]
-    if at.recompute == "selective":
+        groups = "one copy" if layout.dp == 1 else "one group of all copies"
+    local, batch_reason = layout.micro_batch, why["micro_batch"]
+    if layout.pp > 1:
+        local *= layout.microbatches
+        batch_reason = f"b·m = {layout.micro_batch} · {layout.microbatches}: a step's sequences"
+    how, weights = ("always", "are gathered again") if layout.zero == 3 else ("never", "stay")
+    kind, again = RECOMPUTE[layout.recompute], why["recompute"]
+    if layout.recompute == "selective":
         again = "saves products and attention, recomputes the rest: needs less than planned"
-    host = at.offload == "parameters"
+    host = layout.offload == "parameters"
     rows = [
         (True, f"training.seq_len = {target.seq}", "tokens of a sequence"),
-        (True, f"training.local_batch_size = {local}", of_it),
-        (True, f"training.global_batch_size = {at.batch}", why["batch"]),
+        (True, f"training.local_batch_size = {local}", batch_reason),
+        (True, f"training.global_batch_size = {layout.batch}", why["batch"]),
         (True, 'training.mixed_precision_param = "bfloat16"', why["half"]),
         (True, f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
-        (True, f"parallelism.data_parallel_shard_degree = {at.dp // repeat}", why["zero"]),
-        (True, f"parallelism.tensor_parallel_degree = {at.tp}", why["tensor"]),
-        (at.zero, f'parallelism.fsdp_reshard_after_forward = "{how}"',
-         f"ZeRO-{at.zero}: weights {weights} for backward"),
-        (at.tp > 1, f"parallelism.enable_sequence_parallel = {at.sequence_parallel}",
+        (True, f"parallelism.data_parallel_shard_degree = {layout.dp // repeat}", why["zero"]),
+        (True, f"parallelism.tensor_parallel_degree = {layout.tp}", why["tensor"]),
+        (layout.zero, f'parallelism.fsdp_reshard_after_forward = "{how}"',
+         f"ZeRO-{layout.zero}: weights {weights} for backward"),
+        (layout.tp > 1, f"parallelism.enable_sequence_parallel = {layout.sequence_parallel}",
          why["sequence"]),
-        (at.cp > 1, f"parallelism.context_parallel_degree = {at.cp}",
-         f"{at.cp} ranks share each sequence: its activations are too large for one"),
-        (at.pp > 1, f"parallelism.pipeline_parallel_degree = {at.pp}", why["pipeline"]),
-        (at.pp > 1, f'parallelism.pipeline_parallel_schedule = "{SCHEDULES.get(at.schedule)}"',
+        (layout.cp > 1, f"parallelism.context_parallel_degree = {layout.cp}",
+         f"{layout.cp} ranks share each sequence: its activations are too large for one"),
+        (layout.pp > 1, f"parallelism.pipeline_parallel_degree = {layout.pp}", why["pipeline"]),
+        (layout.pp > 1,
+         f'parallelism.pipeline_parallel_schedule = "{SCHEDULES.get(layout.schedule)}"',
          why["microbatches"]),
-        (at.pp > 1, f"parallelism.pipeline_parallel_microbatch_size = {at.micro_batch}",
+        (layout.pp > 1, f"parallelism.pipeline_parallel_microbatch_size = {layout.micro_batch}",
          why["micro_batch"]),
         (True, f"activation_checkpoint = {f'{kind}.Config()' if kind else None}", again),
         (host, "training.enable_cpu_offload = True",
          "weights and optimizer in host memory: less GPU memory, more time"),
         (True, "compile.enable = True", "fuses the operators between products"),
-        (at.pp > 1 or host, "training.disable_cuda_graphs = True",
+        (layout.pp > 1 or host, "training.disable_cuda_graphs = True",
          "a captured step cannot send to a stage or fetch from the host"),
     ]  # fmt: skip
     return [(when, f"config.{line}", reason) for when, line, reason in rows]
 
 
 def _check_target(target: Target) -> None:
-    at, c = target.layout, target.config
+    layout, c = target.layout, target.config
     target.check_allowed(mlp=["swiglu"], norm=["rms"], bias=[False], dropout=[0.0])
     if find_flavor(c) is None:
         given = f"layers={c.layers}, hidden={c.hidden}, vocab={c.vocab}"
         raise target.make_error(given, f"be one of Llama 3's {', '.join(FLAVORS)}")
     if target.half_dtype != "bf16":
         raise target.make_error(f"machine={target.machine.name!r}", "have bf16")
-    tokens = (at.tp if at.sequence_parallel else 1) * (2 * at.cp if at.cp > 1 else 1)
+    tokens = layout.tp if layout.sequence_parallel else 1
+    tokens *= 2 * layout.cp if layout.cp > 1 else 1
     if target.seq % tokens:
         raise target.make_error(f"seq={target.seq}", f"be a multiple of {tokens}, its ranks")
-    if c.vocab % at.tp:
-        raise target.make_error(f"vocab={c.vocab}", f"be a multiple of tp={at.tp}")
+    if c.vocab % layout.tp:
+        raise target.make_error(f"vocab={c.vocab}", f"be a multiple of tp={layout.tp}")
     target.check_allowed(
         offload=["none", "parameters"]
     )  # torchtitan offloads weights with the optimizer
     # With a pipeline or accumulation, torchtitan decides what happens to gradients.
-    if at.pp > 1:  # a rank keeps whole gradients up to the last micro-batch
+    if layout.pp > 1:  # a rank keeps whole gradients up to the last micro-batch
         target.check_allowed("pp > 1", schedule=list(SCHEDULES), zero=[0, 1])
-    elif at.microbatches > 1:  # each micro-batch reduce-scatters its gradients
+    elif layout.microbatches > 1:  # each micro-batch reduce-scatters its gradients
         target.check_allowed("microbatches > 1", zero=[0, 2, 3])
-    if at.cp > 1:  # weights are sharded over context-parallel ranks as well
+    if layout.cp > 1:  # weights are sharded over context-parallel ranks as well
         target.check_allowed("cp > 1", zero=[1, 2, 3])

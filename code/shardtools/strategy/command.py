@@ -38,7 +38,11 @@ from .profile import PROFILES, Profile, modernize_profile
 from .rates import Rates, load_rates, modernize_rates, read_rates
 
 # Fields of a layout that options can fix: numbers, and names.
-CONSTRAINT_FIELDS = "dp", "tp", "pp", "cp", "ep", "micro_batch", "zero"
+CONSTRAINT_FIELDS = {
+    "dp": "data-parallel degree", "tp": "tensor-parallel degree", "pp": "number of stages",
+    "cp": "context-parallel degree", "ep": "expert-parallel degree",
+    "micro_batch": "size of a micro-batch", "zero": "stage of ZeRO",
+}  # fmt: skip
 TEXT_CONSTRAINTS = "recompute", "offload"
 DEFAULT_ROWS = 10  # rows of the table
 DEFAULT_BATCH_TOKENS = 4_194_304  # tokens per step without --batch: a common size for large models
@@ -118,8 +122,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add("seq", "tokens of a sequence (the model's longest)", "S", int)
     add("batch", "sequences in a step (some four million tokens)", "B", int)
     add("tokens", "tokens of the whole training, for example 1.5e12", "N", float)
-    for name in CONSTRAINT_FIELDS:
-        add(name.replace("_", "-"), "plan only layouts with this value", "N", int)
+    for name, meaning in CONSTRAINT_FIELDS.items():
+        add(name.replace("_", "-"), f"only this {meaning}", "N", int)
     add("recompute", "only this: none, full, selective, or operators as norms+ffn", "HOW")
     add("offload", f"only this: {', '.join(OFFLOADS)}", "WHAT")
     add("layout", "only this layout, as 'd 2 · t 8 · p 4, ZeRO-1'", "LAYOUT")
@@ -282,7 +286,6 @@ def _make_plan(args: dict[str, Any], as_course_model: bool = False) -> tuple[str
 
 
 def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Structure]:
-    """Return the model's name and structure. Raises ValueError unless there is one model."""
     options.one_of(args, "model", "config")
     if "model" in args:
         check_one_of(PRESETS, model=args["model"])

@@ -63,7 +63,6 @@ def fit_file(source: Path, profile: Profile, skipped: list[str]) -> Rates:
 
 
 def _read_table(path: Path, profile: Profile) -> list[dict[str, str]]:
-    """Read a file's rows. Raises ValueError for a table of throughputs with another profile."""
     rows = measured_runs.read_rows("file", path)
     throughputs = bool(rows) and all(name in rows[0] for name in measured_runs.THROUGHPUT_COLUMNS)
     if throughputs != (profile.name == "engines"):

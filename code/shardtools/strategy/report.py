@@ -258,7 +258,6 @@ def format_candidate(plan: Plan, candidate: Candidate) -> str:
 
 
 def _list_origins(rates: Rates) -> list[str]:
-    """List the rates of each origin, those with the least uncertainty first."""
     origins: dict[str, list[str]] = {}
     for name, rate in sorted(rates.by_name.items(), key=lambda item: item[1].spread):
         origins.setdefault(rate.origin, []).append(f"{name} ± {100 * rate.spread:.0f} %")

@@ -48,9 +48,7 @@ def render_file(target: Target) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _setting_rows(
-    target: Target,
-) -> list[tuple[bool, str, Any, str]]:  # condition, key, value, reason
+def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
     layout, why = target.layout, target.reasons
     host, full = layout.offload != "none", layout.recompute == "full"
     zero: dict[str, Any] = {"stage": layout.zero}

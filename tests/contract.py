@@ -122,7 +122,7 @@ class Row:
     @property
     def ranks(self) -> int:
         """Number of ranks of the row."""
-        return self.layout.ranks * (2 if self.group == "pairs" else 1)
+        return self.layout.world_size * (2 if self.group == "pairs" else 1)
 
     @property
     def name(self) -> str:
@@ -202,9 +202,9 @@ def groups(row: Row) -> dict[str, dist.ProcessGroup]:
             halves = [dist.new_group(pair) for pair in ([0, 2], [3, 1])]
             found[axis] = halves[dist.get_rank() % 2]
         elif len(wide) == 1:
-            found[axis] = link.slow(1e-4, 1e9) if row.group == "slow" else world
+            found[axis] = link.create_slow_group(1e-4, 1e9) if row.group == "slow" else world
         else:
-            found[axis] = dist.new_subgroups_by_enumeration(layout.groups(axis))[0]
+            found[axis] = dist.new_subgroups_by_enumeration(layout.list_groups(axis))[0]
     return found
 
 

@@ -164,7 +164,7 @@ class TorchPipelineSide(Side):
 
     def made(self, model: Any, **_: Any) -> Any:
         layout, group = self.row.layout, self.groups["pp"]
-        route, parts = layout.route, pipeline.cut(model, layout.pp * layout.chunks)
+        route, parts = layout.stage_order, pipeline.cut(model, layout.pp * layout.chunks)
         mine = [n for n, stage in enumerate(route) if stage == dist.get_rank(group)]
         where = len(parts), ranks.device()
         stages = [pipelining.PipelineStage(parts[n], n, *where, group=group) for n in mine]

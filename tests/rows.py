@@ -394,9 +394,9 @@ def meshes() -> Iterator[Row]:
         # On eight ranks: 6 is in 7, and the order of 9 is in 5.
         more = {"sizes": sizes, "clip": (0.3,), "weekly": "cpu" if number in (6, 9) else ""}
         yield row("mesh", f"{number}", config, layout, **more)
-        if layout.ranks in (2, 4):
+        if layout.world_size in (2, 4):
             # One cut alone is in its technique's rows; several cuts need four ranks.
-            narrow = (AGAIN if layout.ranks == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
+            narrow = (AGAIN if layout.world_size == 2 else F32) | {"sizes": sizes, "clip": (0.3,)}
             yield row("mesh", f"{number}", config, layout, **narrow)
     short = {"sizes": (2, 3), "ignored": True}
     yield row("mesh", "short", gpt, replace(eight, zero=1), clip=(0.3,), **short)

@@ -24,7 +24,7 @@ from shardlab import experts, mesh, pipeline, ranks, zero
 from shardlab import sequence_parallel as sp
 from shardlab import tensor_parallel as tp
 from shardlab.gpt.model import GPT, IGNORED, loss
-from shardlab.layout import ledger
+from shardlab.layout import list_params
 
 SMALL = {"bucket_bytes": 600, "first_bytes": 500}  # several buckets for models of a few kB
 Part = tuple[Tensor, Tensor, tuple[Any, ...]]  # tokens, targets, further inputs of the model
@@ -83,8 +83,8 @@ def cut(side: Any, name: str, whole: Tensor) -> Tensor:
     dimension, group = side.cuts.get(name, 0 if side.cuts else None), side.groups["tp"]
     if dimension is None:
         return whole
-    entry = next(e for e in ledger(side.row.config) if e.name == name)
-    mine = tp.shard_slice("size", whole.shape[dimension], group, entry.parts(group.size()))
+    entry = next(e for e in list_params(side.row.config) if e.name == name)
+    mine = tp.shard_slice("size", whole.shape[dimension], group, entry.count_shards(group.size()))
     return whole.narrow(dimension, mine.start, mine.stop - mine.start)
 
 
@@ -485,7 +485,7 @@ class Meshed(Side):
     answers = False
 
     def made(self, model: Any, **options: Any) -> Any:
-        groups = mesh.join(self.row.layout, dist.group.WORLD)
+        groups = mesh.create_groups(self.row.layout, dist.group.WORLD)
         return mesh.Parallel(model, groups, self.row.layout, **options)
 
     def step(self, batch: list[list[Part]]) -> dict[int | None, Tensor]:
@@ -493,7 +493,7 @@ class Meshed(Side):
         return {None: self.model.step(*(torch.cat([part[n] for part in mine]) for n in (0, 1)))}
 
     def gradients(self) -> dict[str, Tensor | None]:
-        return mesh.full_tensors(self.model, lambda piece: piece.grad)
+        return mesh.gather_model_tensors(self.model, lambda piece: piece.grad)
 
     def clip(self, limit: float) -> Tensor:
         return self.model.clip_grad_norm_(limit)

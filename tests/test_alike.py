@@ -68,7 +68,7 @@ def dealt(group, dtype):
 def meshed(stage, **degrees):
     def gradients(group, dtype):
         shape = Layout(**degrees, zero=stage, microbatches=2)
-        job = mesh.Parallel(gpt(dtype=dtype), mesh.join(shape, group), shape)
+        job = mesh.Parallel(gpt(dtype=dtype), mesh.create_groups(shape, group), shape)
         job.step(*(own(x) if shape.dp > 1 else x for x in batch()))
         return job, job.clip_grad_norm_
 
@@ -147,7 +147,7 @@ def cube(stage=0, seed=0, model=DENSE, name="1f1b", sequence=False, **degrees):
     def make(group):
         how = {"zero": stage, "schedule": name, "sequence_parallel": sequence}
         shape = Layout(**(degrees or {"dp": 3}), **how, microbatches=2)
-        return mesh.Parallel(gpt(model), mesh.join(shape, group), shape, seed)
+        return mesh.Parallel(gpt(model), mesh.create_groups(shape, group), shape, seed)
 
     return make
 

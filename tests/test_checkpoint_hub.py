@@ -31,7 +31,7 @@ from shardlab.checkpoint.resharding import list_pieces
 from shardlab.gpt.model import GPT, PRESETS, Config
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.mesh import Parallel, join, predicted_pieces
+from shardlab.mesh import Parallel, create_groups, predict_pieces
 from shardlab.tensor_parallel import parallelize
 
 SMALL = {"layers": 2, "heads": 4, "hidden": 32, "ffn": 48, "vocab": 64, "seq": 32}
@@ -123,7 +123,7 @@ def there_and_back(hub, out, layout):
     for kind, config in SHAPES.items():
         with torch.device("meta"):
             model = GPT(config)
-        model = Parallel(model, join(layout, group), layout)
+        model = Parallel(model, create_groups(layout, group), layout)
         left[kind] = load_hub(model, hub / kind, group)
         save_hub(model, out / kind, group, template=hub / kind, shard_bytes=20_000)
     return left
@@ -190,7 +190,7 @@ def load_and_save_on_rank(folder, config):
     torch.set_num_threads(1)
     group, found = dist.group.WORLD, []
     layout = Layout(dp=2, tp=2, zero=3)
-    model = Parallel(GPT(config), join(layout, group), layout)
+    model = Parallel(GPT(config), create_groups(layout, group), layout)
     load_hub(model, folder / "big", group)  # and all modules of the first call
     for act in (
         lambda: load_hub(model, folder / "big", group),
@@ -201,10 +201,10 @@ def load_and_save_on_rank(folder, config):
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
         before = measure_peak()
-        with count.held(*(piece.tensor for piece in list_pieces(model))) as held:
-            start = held.now
+        with count.track_memory(*(piece.tensor for piece in list_pieces(model))) as held:
+            start = held.current_bytes
             act()
-        found.append((held.peak - start, measure_peak() - before))
+        found.append((held.peak_bytes - start, measure_peak() - before))
     return found
 
 
@@ -302,7 +302,7 @@ def test_what_is_no_model_no_folder_or_of_another_kind_is_refused(hub, tmp_path)
 def full_disk(hub, out):
     """Save while the disk of rank 1 is full."""
     group, layout = dist.group.WORLD, Layout(tp=2)
-    model = Parallel(GPT(SHAPES["llama"]), join(layout, group), layout)
+    model = Parallel(GPT(SHAPES["llama"]), create_groups(layout, group), layout)
     told = []
     damaged = out / "damaged"
     for act in (
@@ -354,11 +354,11 @@ def handed_over(config, old, new):
     models = []
     for seed, layout in enumerate((old, new)):
         torch.manual_seed(seed)
-        models.append(Parallel(here(GPT(config)), join(layout, group), layout))
-    parts = [[predicted_pieces(config, of, r) for r in range(4)] for of in (old, new)]
+        models.append(Parallel(here(GPT(config)), create_groups(layout, group), layout))
+    parts = [[predict_pieces(config, of, r) for r in range(4)] for of in (old, new)]
     for model, each in zip(models, parts, strict=True):
         assert sorted((piece.name, piece.box) for piece in list_pieces(model)) == sorted(each[rank])
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         transfer_weights(*models, group)
     source, target = (model.full_state_dict() for model in models)
     assert are_equal(source, target)
@@ -379,7 +379,7 @@ def trainer_and_generator():
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     two = dist.new_group([4, 5]), dist.new_group([0, 1, 2, 3])
     model = parallelize(model if rank < 4 else model.bfloat16(), two[rank < 4])
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         transfer_weights(model if rank < 4 else None, model if rank > 3 else None, group)
     with pytest.raises(ValueError, match="the source lacks parts of embedding.weight"):
         transfer_weights(model if rank in (0, 4) else None, model if rank > 3 else None, group)
@@ -397,11 +397,11 @@ def test_a_generator_on_other_ranks_gets_a_trainer_s_weights_in_its_own_dtype():
     found = ranks.run(trainer_and_generator, 6, device="cpu", timeout=120)
     config, plain = FOUR["tied"], found[0][2]
     for place, (_, own, _) in enumerate(found[4:]):
-        for entry in hub_names.ledger(config)[:-1]:
+        for entry in hub_names.list_params(config)[:-1]:
             want = plain[entry.name].bfloat16()
-            want = want if entry.tp is None else want.chunk(2, entry.tp)[place]
+            want = want if entry.tp_dim is None else want.chunk(2, entry.tp_dim)[place]
             assert torch.equal(own[entry.name], want)
-    old = [predicted_pieces(config, Layout(tp=4), rank) for rank in range(4)]
-    new = [predicted_pieces(config, Layout(tp=2), rank) for rank in range(2)]
+    old = [predict_pieces(config, Layout(tp=4), rank) for rank in range(4)]
+    new = [predict_pieces(config, Layout(tp=2), rank) for rank in range(2)]
     sent = predict_transfer_bytes([*old, [], []], [[], [], [], [], *new], itemsize=2)
     assert [counted for counted, *_ in found] == sent and sum(sent) > 0

@@ -148,7 +148,7 @@ def test_seven_faults_are_found_in_one_run(capsys, tmp_path, monkeypatch):
         if rank == 2:
             torch.__version__ = "2.9.0"
             resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
-        slow, measured = link.slow(0.02, 30e6), pairs.measured
+        slow, measured = link.create_slow_group(0.02, 30e6), pairs.measured
         pairs.measured = lambda pair, group, device: measured(
             pair, slow if pair == (1, 3) else group, device
         )

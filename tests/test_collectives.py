@@ -192,7 +192,7 @@ def counted_bytes(cases: list[tuple[int, torch.dtype, int]]) -> list[dict[str, i
         functions = calls(here(torch.ones(elements, dtype=dtype)), root, dist.group.WORLD)
         found.append({})
         for name, call in functions.items():
-            with count.sent() as sent:
+            with count.record_traffic() as sent:
                 call()
             found[-1][name] = sent.bytes
     return found

@@ -162,9 +162,9 @@ def sent_by(way, shape, dtype):
     *whole, dy = tensors(0, *shape, dtype)
     mine = [x[:, :, : seq // n].clone().requires_grad_() for x in whole]
     dy = dy[:, :, : seq // n]
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         y = WAYS[way](*mine, group, True, "contiguous")
-    with count.sent() as backward:
+    with count.record_traffic() as backward:
         y.backward(dy)
     return forward, backward
 
@@ -236,19 +236,19 @@ def memory(way, shape, dtype, layout):
             return F.scaled_dot_product_attention(*mine, is_causal=True, enable_gqa=True)
         return WAYS[way](*mine, group, True, layout)
 
-    with count.saved() as saved:
+    with count.track_saved_activations() as saved:
         results = attend()
     # The next layer keeps the results; all-to-all attention keeps them already.
     kept = saved.bytes + (results.nbytes if way == "ulysses" and n > 1 else 0)
     del results
-    with count.held(*mine) as held:
+    with count.track_memory(*mine) as held:
         y = attend()
-        forward = held.peak
+        forward = held.peak_bytes
         dy = torch.empty_like(y).copy_(dy)  # a new tensor, as the model's next layer passes it
         held.reset_peak()
         gradients = torch.autograd.grad(y, mine, dy)
         assert len(gradients) == 3
-        return kept, forward, held.peak - dy.nbytes
+        return kept, forward, held.peak_bytes - dy.nbytes
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -325,7 +325,7 @@ def activations(way):
     torch.manual_seed(0)
     model = cp.distribute(GPT(DEEP), dist.group.WORLD, way, "contiguous")
     tokens = cp.shard(torch.randint(64, (1, 64)), dist.group.WORLD, "contiguous")
-    with count.saved(model, tokens) as saved:
+    with count.track_saved_activations(model, tokens) as saved:
         model(tokens)
     return saved.bytes
 

@@ -52,12 +52,12 @@ def peak_of_a_step(config: Config, seq: int, way: str) -> int:
         tokens_Bs, targets_Bs = (shard(x, group, layout).clone() for x in (tokens_BS, targets_BS))
         del tokens_BS, targets_BS
         gc.collect()
-        with count.held(model, optimizer, tokens_Bs, targets_Bs) as held:
+        with count.track_memory(model, optimizer, tokens_Bs, targets_Bs) as held:
             loss(model(tokens_Bs), targets_Bs).backward()
             if dist.get_world_size() > 1:
                 average_gradients(model, group)
             optimizer.step()
-    return held.peak
+    return held.peak_bytes
 
 
 # On two ranks a ring holds keys of fewer ranks: the shapes with most keys are enough.

@@ -16,9 +16,9 @@ from shardlab.measure import count
 
 
 def test_every_operation_is_counted():
-    def work() -> count.Sent:
+    def work() -> count.Traffic:
         peer = 1 - dist.get_rank()
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             out = ranks.isend(torch.ones(5), peer)
             ranks.irecv(torch.empty(5), peer).wait()
             out.wait()
@@ -49,13 +49,13 @@ def test_what_each_group_sends_is_told_apart():
         even = [rank for rank in range(size) if rank % 2 == 0]
         odd = [rank for rank in range(size) if rank % 2]
         groups = dist.new_group(even), dist.new_group(odd)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             dist.all_reduce(torch.ones(8), group=groups[rank % 2])
             dist.all_gather_into_tensor(torch.empty(8), torch.ones(4), group=groups[rank % 2])
             dist.all_to_all_single(torch.empty(6), torch.ones(6), group=groups[rank % 2])
             dist.all_reduce(torch.ones(12))
-        both = sent.within(groups[rank % 2]), sent.within(dist.group.WORLD)
-        return both[0].leaving(2), both[1].leaving(4)
+        both = sent.get_group_traffic(groups[rank % 2]), sent.get_group_traffic(dist.group.WORLD)
+        return both[0].count_ring_bytes(2), both[1].count_ring_bytes(4)
 
     # Two ranks: all of 32 bytes, the share of 16, half of 24. Four: 3/2 of 48.
     assert ranks.run(work, 4) == [(32 + 16 + 12, 72.0)] * 4
@@ -64,7 +64,7 @@ def test_what_each_group_sends_is_told_apart():
 def test_ddps_own_reducer_is_seen():
     def work() -> tuple[int, int]:
         model = nn.parallel.DistributedDataParallel(nn.Linear(100, 10))
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             model(torch.ones(2, 100)).sum().backward()
         return sent.collectives["all_reduce"]
 
@@ -75,15 +75,15 @@ def test_functional_collectives_and_dtensors_are_seen():
     def work() -> tuple[dict, dict]:
         group = dist.group.WORLD
         x = torch.ones(4, requires_grad=True)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             functional.all_reduce(x.detach(), "sum", group)
             parts = functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group)
             parts.sum().backward()
-        with count.sent() as of_dtensor:
+        with count.record_traffic() as of_dtensor:
             mesh = DeviceMesh.from_group(group, "cpu")
             summand = DTensor.from_local(torch.ones(6), mesh, [Partial()], run_check=False)
             (summand.redistribute(placements=[Replicate()]) + 1).to_local()
-        assert sent.within(group).collectives == sent.collectives
+        assert sent.get_group_traffic(group).collectives == sent.collectives
         return sent.collectives, of_dtensor.collectives
 
     for functions, of_dtensor in ranks.run(work, 2, device="cpu"):
@@ -93,7 +93,7 @@ def test_functional_collectives_and_dtensors_are_seen():
 
 @pytest.mark.alone
 def test_the_interface_agrees_with_the_formula():
-    if count.wire_bytes() is None:
+    if count.read_loopback_bytes() is None:
         pytest.skip("this system does not count an interface's bytes")
 
     def work() -> None:
@@ -104,9 +104,9 @@ def test_the_interface_agrees_with_the_formula():
         # Other programs on this machine can only add: take the least of three.
         readings = []
         for _ in range(3):
-            before = count.wire_bytes()
+            before = count.read_loopback_bytes()
             ranks.run(fn, 2)
-            readings.append(count.wire_bytes() - before)
+            readings.append(count.read_loopback_bytes() - before)
         return min(readings)
 
     per_rank = (transmitted(work) - transmitted(dist.barrier)) / 2

@@ -49,7 +49,7 @@ def joined_or_not():
         toy_loss(
             model, toy_batch(0, dist.get_rank(), 6), "lr" if dist.get_rank() else "l"
         ).backward()
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             shared.average_gradients(model.parameters(), dist.group.WORLD, joined)
         messages.append(sent.calls["all_reduce"])
     assert gap(*map(gradients, models)) == 0.0
@@ -67,11 +67,11 @@ def held_and_sent():
     expected = sum(p.nbytes + 4 for b in model.buckets for p in b.parameters)
     for set_to_none in (True, False, True):
         model.zero_grad(set_to_none=set_to_none)
-        with count.sent() as local, model.no_sync():
+        with count.record_traffic() as local, model.no_sync():
             toy_loss(model, toy_batch(0, rank, 6)).backward()
         assert not local.collectives
         inside_buckets(model)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             toy_loss(model, toy_batch(1, rank, 6)).backward()
         inside_buckets(model)
         # The buffer's broadcast, and each bucket once.
@@ -79,7 +79,7 @@ def held_and_sent():
         assert sent.collectives["broadcast"] == (1, 4)
     assert len(model.buckets) > 2
     model.eval()
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         model(toy_batch(0, 0, 2)[0])
     assert not sent.collectives
 

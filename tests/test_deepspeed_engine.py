@@ -230,7 +230,7 @@ def pipelines_saved():
     found = []
     for recompute in ("none", "full"):
         engine = started(at(pp=2, recompute=recompute), {})
-        with count.saved(*engine.module.parameters()) as saved:
+        with count.track_saved_activations(*engine.module.parameters()) as saved:
             de.step(engine, [batch(0, 0, 0)])
         found.append((saved.bytes, de.weights(engine)))
     return found

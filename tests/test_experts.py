@@ -14,7 +14,7 @@ from plain import run
 
 from shardlab import experts
 from shardlab.common.shapes import PRESETS
-from shardlab.gpt.model import GPT, Config, loss, parameter_count
+from shardlab.gpt.model import GPT, Config, count_parameters, loss
 from shardlab.measure import count
 
 SMALL = Config(
@@ -53,7 +53,7 @@ def part(tensor, group):
 def sent(choices, dtype):
     model = experts.parallelize(gpt(**choices).to(dtype), dist.group.WORLD)
     tokens, targets = (part(x, dist.group.WORLD) for x in batch(0))
-    with experts.watch(model) as routed, count.sent() as found:
+    with experts.watch(model) as routed, count.record_traffic() as found:
         loss(model(tokens), targets).backward()
     dropped = int(sum(one.dropped.sum() for one in routed))
     assert bool(dropped) is (model.config.capacity is not None)
@@ -134,7 +134,7 @@ def test_the_fullest_rank_is_waited_for_and_the_fullest_expert_padded_to():
 def test_held_parameters_are_those_counted(size):
     configs = [replace(SMALL, **choices) for choices in CASES.values()]
     for config in configs:
-        assert experts.parameters(config).total == parameter_count(config)
+        assert experts.parameters(config).total == count_parameters(config)
 
     def counted():
         models = [experts.parallelize(GPT(config), dist.group.WORLD) for config in configs]

@@ -28,11 +28,11 @@ def grids(ranks: int) -> list[tuple[int, int]]:
 def way_by_hand(way: str, a: torch.Tensor, b: torch.Tensor, exact: Any, group: Any, full: bool):
     """Do the steps of a reader: multiply the parts `a` and `b`, then collect if `full`."""
     if way == "inner":
-        return gemm.by_inner(a, b, group, full)
+        return gemm.multiply_inner(a, b, group, full)
     if way == "rows":
-        c = gemm.by_rows(a, b)
+        c = gemm.multiply_rows(a, b)
         return gemm.gather_rows(c, exact.shape[0], group) if full else c
-    c = gemm.by_columns(a, b)
+    c = gemm.multiply_columns(a, b)
     return gemm.gather_columns(c, exact.shape[1], group) if full else c
 
 
@@ -59,42 +59,47 @@ def compare(M: int, N: int, K: int, dtype: torch.dtype, group: dist.ProcessGroup
             wrong.append(f"{name} of {M, N, K} {dtype} on rank {rank} of {size}: {c} {expected}")
 
     def count_up(name: str, work: Any, cost: gemm.Cost, a: torch.Tensor, b: torch.Tensor) -> Any:
-        with count.held(a, b, device=device) as held, count.sent() as sent:
+        with count.track_memory(a, b, device=device) as held, count.record_traffic() as sent:
             c = work()
         found = {"sent": sent.collectives, "c": c.nbytes, "a": a.nbytes, "b": b.nbytes}
         if device.type == "cpu":
-            found["held"] = held.peak
+            found["held"] = held.peak_bytes
         predicted = {
-            "sent": cost.collectives, "c": cost.c, "a": cost.a, "b": cost.b, "held": cost.held,
+            "sent": cost.collectives, "held": cost.peak_bytes,
+            "a": cost.a_bytes, "b": cost.b_bytes, "c": cost.c_bytes,
         }  # fmt: skip
         for what, value in found.items():
             if value != predicted[what]:
                 wrong.append(f"{name} of {M, N, K}: {what} {value}, predicted {predicted[what]}")
         return c
 
-    for way in gemm.CUTS:
+    for way in gemm.SCHEMES_1D:
         for full in (True, False):
-            a, b = (x.clone() for x in gemm.cut(way, a_MK, b_KN, size, rank))
-            cost = gemm.predict(way, M, N, K, size, dtype.itemsize, full, rank)
+            a, b = (x.clone() for x in gemm.shard_operands(way, a_MK, b_KN, size, rank))
+            cost = gemm.predict_cost(way, M, N, K, size, dtype.itemsize, full, rank)
             work = functools.partial(way_by_hand, way, a, b, exact, group, full)
             c = count_up(f"{way} {full=}", work, cost, a, b)
             part = gemm.shard_slice(N if way == "columns" else M, size, rank)
             own = slice(None) if full else (slice(None), part) if way == "columns" else part
             judge(f"{way} {full=}", c, exact[own], allowed[own])
-            same = gemm.multiply(way, a_MK, b_KN, group, full)  # from views, with their strides
+            same = gemm.multiply_sharded(
+                way, a_MK, b_KN, group, full
+            )  # from views, with their strides
             judge(f"multiply {way} {full=}", same.contiguous(), exact[own], allowed[own])
             if full:
                 first = c.clone()
                 dist.broadcast(first, group=group, group_src=0)
                 judge(f"bits of {way}", c, first.double(), torch.zeros_like(allowed))
     for shape in grids(size):
-        grid = gemm.grid(group, *shape)
+        grid = gemm.create_grid(group, *shape)
         for width in (None, 1, 3):
-            a, b = (x.clone() for x in grid.cut(a_MK, b_KN))
-            cost = gemm.predict("summa", M, N, K, size, dtype.itemsize, False, rank, shape, width)
-            work = functools.partial(gemm.summa, a, b, K, grid, width)
+            a, b = (x.clone() for x in grid.take_blocks(a_MK, b_KN))
+            cost = gemm.predict_cost(
+                "summa", M, N, K, size, dtype.itemsize, False, rank, shape, width
+            )
+            work = functools.partial(gemm.multiply_summa, a, b, K, grid, width)
             c = count_up(f"summa {shape} {width=}", work, cost, a, b)
-            judge(f"summa {shape} {width=}", c, grid.block(exact), grid.block(allowed))
+            judge(f"summa {shape} {width=}", c, grid.take_block(exact), grid.take_block(allowed))
     return wrong
 
 
@@ -146,7 +151,7 @@ def test_shares_are_as_equal_as_it_goes(size: int, number: int) -> None:
     width=st.none() | st.integers(1, 50),
 )
 def test_panels_have_one_owner_each(inner: int, rows: int, columns: int, width: int | None) -> None:
-    found = gemm.panels(inner, rows, columns, width)
+    found = gemm.split_panels(inner, rows, columns, width)
     assert [k for panel in found for k in range(panel.begin, panel.end)] == list(range(inner))
     for panel in found:
         of_a, of_b = (
@@ -175,20 +180,20 @@ def test_predictions_by_hand() -> None:
         ("summa", False): (4 * 3, 3 * 2, 4 * 2, {"broadcast": (4, 2 * (12 + 6))}, 8 * 6 + 6 * 4),
     }
     for (way, full), (a, b, c, collectives, wire) in by_hand.items():
-        cost = gemm.predict(way, 8, 4, 6, 4, 1, full)
-        assert (cost.a, cost.b, cost.c) == (a, b, c), way
-        assert (cost.collectives, cost.wire) == (collectives, wire), way
-    assert [gemm.predict("inner", 8, 4, 6, 4, 1, rank=r).flops for r in range(4)] == [
+        cost = gemm.predict_cost(way, 8, 4, 6, 4, 1, full)
+        assert (cost.a_bytes, cost.b_bytes, cost.c_bytes) == (a, b, c), way
+        assert (cost.collectives, cost.wire_bytes) == (collectives, wire), way
+    assert [gemm.predict_cost("inner", 8, 4, 6, 4, 1, rank=r).flops for r in range(4)] == [
         2 * 8 * 4 * k for k in (2, 2, 1, 1)
     ]
 
 
 def test_a_budget_is_refused_before_anything_is_allocated() -> None:
-    one = gemm.predict("rows", 8192, 8192, 8192, 1)
-    assert one.held == 3 * 4 * 8192**2
-    gemm.check_budget(one.held, one.held)
-    with pytest.raises(gemm.OverBudget, match="needs 805.3 MB, which is 293.3 MB more"):
-        gemm.check_budget(one.held, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
+    one = gemm.predict_cost("rows", 8192, 8192, 8192, 1)
+    assert one.peak_bytes == 3 * 4 * 8192**2
+    gemm.check_budget(one.peak_bytes, one.peak_bytes)
+    with pytest.raises(gemm.MemoryBudgetError, match="needs 805.3 MB, which is 293.3 MB more"):
+        gemm.check_budget(one.peak_bytes, 512 * 10**6, "8192 x 8192 times 8192 x 8192")
 
 
 # ------------------------------------------------------------------------------- seconds
@@ -205,18 +210,18 @@ def test_seconds_by_hand() -> None:
         ("inner", False): 3 * (1 + 8),
     }
     for (way, full), communicate in by_hand.items():
-        found = gemm.seconds(way, 8, 4, 6, 4, machine, 1, full)
+        found = gemm.predict_seconds(way, 8, 4, 6, 4, machine, 1, full)
         largest = flops / 4 if way != "inner" else 2 * 8 * 4 * 2
         assert (found.compute, found.communicate) == (largest, communicate), way
         assert found.total == largest + communicate
     # Two panels of 3: the first comes after 1 + 12 s, and the second while that is multiplied.
-    summa = gemm.seconds("summa", 8, 4, 6, 4, machine, 1, False)
+    summa = gemm.predict_seconds("summa", 8, 4, 6, 4, machine, 1, False)
     assert (summa.compute, summa.communicate) == (flops / 4, 1 + 12)
     # A link slower than compute: only the last product is exposed.
-    slow = gemm.seconds("summa", 8, 4, 6, 4, Machine(48.0, 1.0, 1.0), 1, False)
+    slow = gemm.predict_seconds("summa", 8, 4, 6, 4, Machine(48.0, 1.0, 1.0), 1, False)
     assert slow.total == 2 * (1 + 12) + 1
-    for way in gemm.WAYS:
-        alone = gemm.seconds(way, 8, 4, 6, 1, machine, 1, False)
+    for way in gemm.SCHEMES:
+        alone = gemm.predict_seconds(way, 8, 4, 6, 1, machine, 1, False)
         assert (alone.compute, alone.communicate) == (flops, 0)
 
 
@@ -226,16 +231,16 @@ def test_seconds_on_the_slow_link() -> None:
 
     def run() -> tuple[Machine, dict[Any, float]]:
         group = dist.group.WORLD
-        slow = functools.partial(link.slow, latency, bandwidth)
+        slow = functools.partial(link.create_slow_group, latency, bandwidth)
         wire = slow(group)
-        machine = gemm.measure(wire, torch.device("cpu"), repeats=3)
+        machine = gemm.measure_machine(wire, torch.device("cpu"), repeats=3)
         a_MK, b_KN = torch.randn(n, n), torch.randn(n, n)
-        grid = gemm.grid(group, 2, 2, slow)
-        work = functools.partial(gemm.summa, *grid.cut(a_MK, b_KN), n, grid)
-        found = {("summa", False): gemm.stopwatch(work, group, 3)}
-        for way in gemm.CUTS:
-            work = functools.partial(gemm.multiply, way, a_MK, b_KN, wire, True)
-            found[way, True] = gemm.stopwatch(work, group, 3)
+        grid = gemm.create_grid(group, 2, 2, slow)
+        work = functools.partial(gemm.multiply_summa, *grid.take_blocks(a_MK, b_KN), n, grid)
+        found = {("summa", False): gemm.time_on_group(work, group, 3)}
+        for way in gemm.SCHEMES_1D:
+            work = functools.partial(gemm.multiply_sharded, way, a_MK, b_KN, wire, True)
+            found[way, True] = gemm.time_on_group(work, group, 3)
         return machine, found
 
     results = ranks.run(run, 4, device="cpu")
@@ -247,7 +252,7 @@ def test_seconds_on_the_slow_link() -> None:
         assert 0.8 < machine.bandwidth / bandwidth < 1.3
     known = Machine(machine.flops, latency, bandwidth)
     for (way, full), seconds in found.items():
-        predicted = gemm.seconds(way, n, n, n, 4, known, full=full)
+        predicted = gemm.predict_seconds(way, n, n, n, 4, known, full=full)
         # Never faster than the wire; above it the room is for a machine with more ranks than
         # cores. The ways differ by more: 2, or all of it.
         assert 0.99 * predicted.communicate <= seconds, (way, full)

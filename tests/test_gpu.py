@@ -78,7 +78,7 @@ def test_a_hook_that_hangs_is_found():
 def test_the_slow_links_clock_starts_when_the_stream_is_so_far():
     def work() -> tuple[float, float, float]:
         device = ranks.device()
-        slow = link.slow(0.0, 1e9)
+        slow = link.create_slow_group(0.0, 1e9)
         x = torch.ones(1000, device=device)
         dist.all_reduce(x, group=slow)
         torch.cuda.synchronize()

@@ -9,35 +9,35 @@ from torch import nn
 
 from shardlab import ranks
 from shardlab.common import text
-from shardlab.gpt.model import GPT, PRESETS, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, count_parameters, loss
 from shardlab.measure import count
-from shardlab.measure.count.pretended import _shard, measured_step
+from shardlab.measure.count.simulated_step import _shard_model, measure_fsdp_step
 
 CONFIG = PRESETS["nano"]
 
 
 def test_births_deaths_views_and_resizes_are_seen() -> None:
-    with count.held() as held:
+    with count.track_memory() as held:
         a = torch.zeros(1000)
-        assert held.now == 4000
+        assert held.current_bytes == 4000
         view = a[:10]
-        assert held.now == 4000  # a view owns no memory
+        assert held.current_bytes == 4000  # a view owns no memory
         del a
-        assert held.now == 4000  # but a view keeps its whole storage alive
+        assert held.current_bytes == 4000  # but a view keeps its whole storage alive
         del view
-        assert (held.now, held.peak) == (0, 4000)
+        assert (held.current_bytes, held.peak_bytes) == (0, 4000)
         b = torch.zeros(10, dtype=torch.bfloat16)
         held.reset_peak()
-        assert held.peak == 20
+        assert held.peak_bytes == 20
         b.untyped_storage().resize_(0)  # FSDP2 frees a layer like this
-        assert held.now == 0
+        assert held.current_bytes == 0
         b.untyped_storage().resize_(20)
         b.resize_(100)
-        assert held.now == held.peak == 200
+        assert held.current_bytes == held.peak_bytes == 200
         b.add_(1)
-        assert held.now == 200  # in place: no new memory
+        assert held.current_bytes == 200  # in place: no new memory
     del b
-    assert held.now == 200  # outside the watch nothing is counted
+    assert held.current_bytes == 200  # outside the watch nothing is counted
 
 
 def test_what_was_there_before_counts_from_the_start_and_once() -> None:
@@ -45,37 +45,42 @@ def test_what_was_there_before_counts_from_the_start_and_once() -> None:
     optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
     layer(torch.ones(1, 10)).sum().backward()
     optimizer.step()
-    states = count.states(layer, optimizer)
+    states = count.measure_state_bytes(layer, optimizer)
     assert states == {"parameters": 440, "gradients": 440, "optimizer": 880, "counters": 8}
-    with count.held(layer, optimizer, layer.weight) as held:
-        assert held.now == sum(states.values())
+    with count.track_memory(layer, optimizer, layer.weight) as held:
+        assert held.current_bytes == sum(states.values())
         optimizer.zero_grad()
-        assert held.now == sum(states.values()) - 440
+        assert held.current_bytes == sum(states.values()) - 440
         del layer, optimizer
         gc.collect()
-        assert held.now == 0
+        assert held.current_bytes == 0
 
 
 def test_saved_activations_are_what_forward_leaves_behind() -> None:
     """The hooks of autograd and the watch over all storages agree."""
     model = GPT(CONFIG)
     tokens, targets = text.get_batch(CONFIG.seq, 2)
-    with count.held(model, tokens, targets) as held, count.saved(model, tokens, targets) as saved:
-        before = held.now
+    with (
+        count.track_memory(model, tokens, targets) as held,
+        count.track_saved_activations(model, tokens, targets) as saved,
+    ):
+        before = held.current_bytes
         value = loss(model(tokens), targets)
-        assert held.now - before == saved.bytes + value.nbytes
+        assert held.current_bytes - before == saved.bytes + value.nbytes
     assert saved.bytes > 0
 
 
 def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
     def real() -> dict[str, int]:
         model = GPT(CONFIG)
-        _shard(model)
-        steps = [measured_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)]
+        _shard_model(model)
+        steps = [
+            measure_fsdp_step(model, batch=2, seq=CONFIG.seq, recompute=False) for _ in range(3)
+        ]
         return min(steps, key=lambda step: step["peak"])
 
     measured = ranks.run(real, 4, device="cpu")[0]  # the pretended group has the CPU's kernels
-    pretended = count.pretended_step(CONFIG, 4, batch=2, recompute="none")
+    pretended = count.simulate_fsdp_step(CONFIG, 4, batch=2, recompute="none")
     late = measured.pop("peak") - pretended.pop("peak")
     assert measured == pretended  # to the byte
     # gloo's own thread sometimes releases a gathered layer a moment after the step: a block's
@@ -85,9 +90,9 @@ def test_a_pretended_rank_holds_what_a_real_one_holds() -> None:
 
 def test_a_pretended_job_of_512_ranks_has_a_512th_of_the_states() -> None:
     config = replace(PRESETS["llama-3-8b"], layers=4)
-    found = count.pretended_step(config, 512, seq=64)
+    found = count.simulate_fsdp_step(config, 512, seq=64)
     # Rank 0 gets the first 251 of the 128,256 rows of embedding and head: half a row above average.
-    parameters = 4 * (parameter_count(config) // 512 + 2 * config.hidden // 2)
+    parameters = 4 * (count_parameters(config) // 512 + 2 * config.hidden // 2)
     assert found["parameters"] == found["gradients"] == parameters
     counters = found["optimizer"] - 2 * parameters
     assert 0 <= counters <= 4 * (3 + 9 * config.layers)  # four bytes for each tensor
@@ -100,10 +105,10 @@ def test_the_allocator_agrees_with_the_watch() -> None:
         tokens, targets = (t.to(device) for t in text.get_batch(CONFIG.seq, 2))
         loss(model(tokens), targets).backward()  # allocates the libraries' workspaces
         model.zero_grad()
-        with count.held(model, tokens, targets) as held:
-            begin = held.now
+        with count.track_memory(model, tokens, targets) as held:
+            begin = held.current_bytes
             value = loss(model(tokens), targets)
-            return begin, held.now - begin - value.nbytes
+            return begin, held.current_bytes - begin - value.nbytes
 
     on_cpu, on_gpu = held("cpu"), held("cuda")
     assert on_cpu[0] == on_gpu[0]
@@ -112,10 +117,10 @@ def test_the_allocator_agrees_with_the_watch() -> None:
 
 
 def test_what_would_hold_more_than_the_limit_raises() -> None:
-    with count.held(limit=4096) as held:
+    with count.track_memory(limit=4096) as held:
         kept = torch.empty(512)  # 2048 bytes
-        with pytest.raises(torch.OutOfMemoryError, match="4100 bytes held: allowed are 4096"):
+        with pytest.raises(torch.OutOfMemoryError, match="4100 bytes held: must be at most 4096"):
             torch.empty(513)
         another = torch.empty(512)  # the reservation was released
-    assert held.now == held.peak == 4096 and kept is not another
+    assert held.current_bytes == held.peak_bytes == 4096 and kept is not another
     torch.empty(4096)  # no limit outside

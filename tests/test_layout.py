@@ -1,4 +1,4 @@
-"""The ledger, compared with models that are really built and cut; stages; parts of a model."""
+"""Parameters of a layout, compared with models that are really built and cut; stages; kinds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardlab import experts, memory, pipeline, ranks, sequence_parallel, tensor
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.gpt.model import GPT
-from shardlab.layout import SCHEDULES, Layout, ledger, stages, structure
-from shardlab.layout.stages import held
-from shardlab.layout.structure import Core, own_config
+from shardlab.layout import SCHEDULES, Layout, build_stages, get_structure, list_params
+from shardlab.layout.stages import list_stage_params
+from shardlab.layout.structure import AttentionCore, require_course_config
 from shardtools import strategy
 
 GATED = Config(
@@ -43,27 +43,27 @@ def test_names_shapes_order_ties_and_counts_are_the_model_s(config: Config) -> N
         config = replace(config, layers=2, dense_layers=min(1, config.dense_layers))
     with torch.device("meta"):
         model = GPT(config)
-    found = {entry.name: entry for entry in ledger(config)}
+    found = {entry.name: entry for entry in list_params(config)}
     named = dict(model.named_parameters(remove_duplicate=False))
     assert {name: entry.shape for name, entry in found.items()} == {
         name: tuple(p.shape) for name, p in named.items()
     }
-    once = [name for name, entry in found.items() if not entry.tied]
+    once = [name for name, entry in found.items() if not entry.tied_to]
     assert once == [name for name, _ in model.named_parameters()]  # in this order lie ZeRO's flats
     for name, entry in found.items():
         assert entry.layer == (int(name.split(".")[1]) if name.startswith("blocks") else None)
-        if entry.tied:
-            assert named[name] is named[entry.tied]
-        if entry.along:  # the size that a degree has to divide
-            assert entry.units == getattr(config, entry.along)
-            assert entry.shape[entry.tp] % entry.units == 0
-    counted = structure(config)
+        if entry.tied_to:
+            assert named[name] is named[entry.tied_to]
+        if entry.size_name:  # the size that a degree has to divide
+            assert entry.units == getattr(config, entry.size_name)
+            assert entry.shape[entry.tp_dim] % entry.units == 0
+    counted = get_structure(config)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    assert counted.total == sum(sizes.values())
+    assert counted.num_params == sum(sizes.values())
     own = sum(size for name, size in sizes.items() if ".experts." in name)  # a token meets a few
     others = config.experts - config.experts_per_token
-    assert counted.active == counted.total - own * others // max(1, config.experts)
-    assert counted.own == own_config(counted, run=True) == config
+    assert counted.num_active_params == counted.num_params - own * others // max(1, config.experts)
+    assert counted.course_config == require_course_config(counted, run=True) == config
 
 
 def cut(config: Config) -> dict[str, tuple]:
@@ -97,15 +97,15 @@ def really_cut() -> list[tuple]:
 def test_models_that_are_really_cut_are_as_the_ledger_says() -> None:
     for rank, found in enumerate(ranks.run(really_cut, 2, device="cpu")):
         for config, (mine, other) in zip(SHAPES.values(), found, strict=True):
-            entries = [entry for entry in ledger(config) if not entry.tied]
+            entries = [entry for entry in list_params(config) if not entry.tied_to]
             assert list(mine) == [entry.name for entry in entries]
             for entry in entries:
-                word = "I" if entry.tp is None else "V"
-                assert mine[entry.name] == (entry.local(2), entry.tp, word)
+                word = "I" if entry.tp_dim is None else "V"
+                assert mine[entry.name] == (entry.get_local_shape(2), entry.tp_dim, word)
             if not config.experts:
-                assert other == [entry.name for entry in ledger(config) if entry.partly]
+                assert other == [entry.name for entry in list_params(config) if entry.partial_grad]
                 continue
-            held_here = held(config, stages(config)[0], 2, rank)
+            held_here = list_stage_params(config, build_stages(config)[0], 2, rank)
             want = sorted((entry.shape, entry.expert is not None) for entry in held_here)
             assert sorted(other.values()) == want
             own = sum(own for _, own in other.values())
@@ -120,13 +120,13 @@ def test_every_layer_stands_on_one_stage_where_the_pipeline_has_it(pp, each, den
     v = {"interleaved": v, "zb-v": 2}.get(name, 1) if pp > 1 else 1
     name = name if pp > 1 else "1f1b"
     config = Config(layers=pp * v * each, experts=2, dense_layers=min(dense, pp * v * each - 1))
-    found = stages(config, pp, "equal", name, v)
-    numbers = sorted(layer for stage in found for layer in stage.numbers)
+    found = build_stages(config, pp, "equal", name, v)
+    numbers = sorted(layer for stage in found for layer in stage.layer_indices)
     assert numbers == list(range(config.layers))
-    first, model = range(config.dense_layers), structure(config)
+    first, model = range(config.dense_layers), get_structure(config)
     for stage in found:
-        *dense, sparse = model.counted(stage.chunks)
-        assert sum(dense) == sum(n in first for n in stage.numbers)
+        *dense, sparse = model.count_kinds(stage.chunks)
+        assert sum(dense) == sum(n in first for n in stage.layer_indices)
         assert sparse == stage.layers - sum(dense)
     if pp > 1:  # parts of the model in the order of the pipeline's own placement
         placement = pipeline.schedule(name, pp, pp, v if name == "interleaved" else None).placement
@@ -146,11 +146,11 @@ def test_counts_are_the_ledger_s(config: Config, tp: int, ep: int, pp: int) -> N
         ep = 1
     if config.kv_heads == 2 and tp == 4:
         tp = 2
-    for stage in stages(config, pp):
-        entries = held(config, stage, ep)
+    for stage in build_stages(config, pp):
+        entries = list_stage_params(config, stage, ep)
         counts = memory.parameters(config, Layout(dp=ep, tp=tp, ep=ep), stage)
-        assert sum(counts.values()) == sum(prod(entry.local(tp)) for entry in entries)
-        own = sum(entry.elements(tp) for entry in entries if entry.expert is not None)
+        assert sum(counts.values()) == sum(prod(entry.get_local_shape(tp)) for entry in entries)
+        own = sum(entry.count_elements(tp) for entry in entries if entry.expert is not None)
         assert memory.in_experts(config, Layout(dp=ep, tp=tp, ep=ep), stage) == own
 
 
@@ -176,7 +176,7 @@ LLAMA_8B, LLAMA_1B = shape(32, 4096, 14_336, 131_072), shape(16, 2048, 8192, 131
     ],
 )
 def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> None:
-    assert [stage.layers for stage in stages(config, pp, "nanotron")] == found
+    assert [stage.layers for stage in build_stages(config, pp, "nanotron")] == found
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_nanotron_weighs_the_head(config: Config, pp: int, found: list[int]) -> 
     ],
 )
 def test_megatron_counts_the_ends_as_a_layer(layers: int, pp: int, found: list[int]) -> None:
-    assert [stage.layers for stage in stages(shape(layers), pp, "megatron")] == found
+    assert [stage.layers for stage in build_stages(shape(layers), pp, "megatron")] == found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -234,14 +234,14 @@ def test_keys_are_those_that_a_mask_shows(seq: int, window: int | None, chunk: i
         seen &= key // chunk == query // chunk
     elif window:
         seen &= key > query - window
-    core = Core(1, 1, 8, 8, None if chunk else window, chunk)
-    assert core.keys(seq) == pytest.approx(seen.sum().item() / seq)
-    assert core.flops(seq, causal=False) == 2 * 16 * seq
+    core = AttentionCore(1, 1, 8, 8, None if chunk else window, chunk)
+    assert core.count_keys(seq) == pytest.approx(seen.sum().item() / seq)
+    assert core.count_flops(seq, causal=False) == 2 * 16 * seq
 
 
 def test_a_structure_is_counted_and_planned_as_its_config_is() -> None:
     config, machine = PRESETS["mixtral-8x7b"], MACHINES["h100"]
-    model, layout = structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
+    model, layout = get_structure(config), Layout(dp=8, tp=4, pp=2, ep=4, zero=1)
     assert memory.parameters(model, layout) == memory.parameters(config, layout)
     assert strategy.predict(model, machine, layout) == strategy.predict(config, machine, layout)
     assert strategy.compute_floor(model, machine, layout) == strategy.compute_floor(

@@ -33,7 +33,7 @@ def timed(call) -> float:
 def test_operations_are_right_and_take_their_time():
     def work() -> dict[str, tuple[bool, float, float]]:
         rank, ranks_ = dist.get_rank(), dist.get_world_size()
-        slow = link.slow(LATENCY, BANDWIDTH)
+        slow = link.create_slow_group(LATENCY, BANDWIDTH)
         x = torch.full((SIZE,), float(rank))
         gathered, part = torch.empty(SIZE * ranks_), torch.empty(SIZE // ranks_)
 
@@ -63,7 +63,7 @@ def test_operations_are_right_and_take_their_time():
             return y[0] == (rank - 1) % ranks_
 
         def predicted(operation: str, size: int = 4 * SIZE) -> float:
-            return link.ring_seconds(operation, size, ranks_, LATENCY, BANDWIDTH)
+            return link.estimate_ring_seconds(operation, size, ranks_, LATENCY, BANDWIDTH)
 
         results = {}
         for call, seconds in (
@@ -89,7 +89,7 @@ def test_operations_are_right_and_take_their_time():
 def messages() -> list[float]:
     """Return the seconds of four messages, of a late receive, of compute beside a sum."""
     peer = 1 - dist.get_rank()
-    slow, late = link.slow(0.0, BANDWIDTH), link.slow(0.01, BANDWIDTH)
+    slow, late = link.create_slow_group(0.0, BANDWIDTH), link.create_slow_group(0.01, BANDWIDTH)
     x, y, whole = torch.ones(SIZE // 4), torch.empty(SIZE // 4), torch.ones(SIZE)
 
     def four() -> None:

@@ -134,23 +134,23 @@ class Step:
         self.loss(self.model(tokens_BS), targets_BS).backward()
         self.update()
         self.model.zero_grad()
-        with count.saved(tokens_BS, targets_BS, *self.parameters) as saved:
+        with count.track_saved_activations(tokens_BS, targets_BS, *self.parameters) as saved:
             value = self.loss(self.model(tokens_BS), targets_BS)
         del value
         existing = self.model, self.optimizer, tokens_BS, targets_BS, *self.master
-        with count.held(*existing) as held:
-            before = held.now
+        with count.track_memory(*existing) as held:
+            before = held.current_bytes
             value = self.loss(self.model(tokens_BS), targets_BS)
-            kept = held.now - before - value.nbytes
+            kept = held.current_bytes - before - value.nbytes
             value.backward()
             if self.edges is ALONG_SEQUENCE:
                 sum_gradients(self.model, dist.group.WORLD)
-            gradients = count.states(self.model, self.optimizer)["gradients"]
+            gradients = count.measure_state_bytes(self.model, self.optimizer)["gradients"]
             self.update()
-        states = count.states(self.model, self.optimizer) | {"gradients": gradients}
+        states = count.measure_state_bytes(self.model, self.optimizer) | {"gradients": gradients}
         counters = states.pop("counters")
-        states["optimizer"] += count.bytes_of(self.master)
-        return Measured(states, saved.bytes, kept, held.peak, counters)
+        states["optimizer"] += count.sum_bytes(self.master)
+        return Measured(states, saved.bytes, kept, held.peak_bytes, counters)
 
 
 def predicted(
@@ -311,7 +311,7 @@ def test_tensor_ranks_on_a_gpu_hold_what_was_predicted() -> None:
 @pytest.mark.parametrize(("name", "recompute"), [("micro", "none"), ("llama", "full")])
 def test_a_simulated_rank_of_fsdp2_holds_what_was_predicted(name: str, recompute: str) -> None:
     config = SHAPES[name]
-    simulated = count.pretended_step(config, 4, batch=2, recompute=recompute)
+    simulated = count.simulate_fsdp_step(config, 4, batch=2, recompute=recompute)
     layout = Layout(dp=4, zero=3, micro_batch=2, recompute=recompute)
     _, kept, peak = predicted(config, layout, "bf16-compute")
     assert simulated["activations"] == pytest.approx(kept, rel=0.02)

@@ -32,7 +32,7 @@ def batch(config, step, size):
 def parallel(config, shape, dtype=torch.float64, seed=0, **options):
     """Return a job, and the number of this rank's model copy."""
     layout = replace(shape, **{"microbatches": 2, **options})
-    groups = mesh.join(layout, dist.group.WORLD)
+    groups = mesh.create_groups(layout, dist.group.WORLD)
     job = mesh.Parallel(plain_model(config, dtype), groups, layout, seed)
     return job, dist.get_rank(groups.dp)
 
@@ -71,20 +71,22 @@ COUNTED = [
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_bytes_held_and_sent_are_as_predicted(size):
-    cases = [(config, layout) for config, layout in COUNTED if layout.ranks == size]
+    cases = [(config, layout) for config, layout in COUNTED if layout.world_size == size]
 
     def held_and_sent(config, layout):
         job, copy = parallel(config, layout, torch.float32)
         optimizer, sizes, rank = adamw(job), [3, 2], dist.get_rank()
         for step in range(2):
             tokens, targets = batch(config, step, sum(sizes))
-            with count.sent() as sent:
+            with count.record_traffic() as sent:
                 job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
             optimizer.step()
-        sends = mesh.predicted_sent(config, job.layout, rank, config.seq, sizes[copy])
+        sends = mesh.predict_sent_bytes(config, job.layout, rank, config.seq, sizes[copy])
         sends["pp"] += sends.pop("twin")
-        assert mesh.counted(sent, job) == sends
-        assert mesh.held(job, optimizer) == mesh.predicted_states(config, job.layout, rank)
+        assert mesh.count_sent_bytes(sent, job) == sends
+        assert mesh.measure_state_bytes(job, optimizer) == mesh.predict_state_bytes(
+            config, job.layout, rank
+        )
         return sends
 
     for sends in run(lambda: [held_and_sent(*case) for case in cases], size):
@@ -118,7 +120,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     def contents(training):
         """Return the weights, and the existing first moments."""
         states, model = training.optimizer.state, training.model
-        return mesh.full_tensors(model), mesh.full_tensors(
+        return mesh.gather_model_tensors(model), mesh.gather_model_tensors(
             model, lambda p: states.get(p, {}).get("exp_avg")
         )
 
@@ -136,7 +138,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
         return all(torch.equal(found[i][n], want[i][n]) for i in range(2) for n in found[i])
 
     first = replace(EIGHT, zero=1, **ALONG) if not tied else replace(STAGED, **ALONG)
-    saved, uninterrupted = run(lambda: go_on(first), first.ranks)[0]
+    saved, uninterrupted = run(lambda: go_on(first), first.world_size)[0]
     assert same_bits(run(alone, 1)[0], saved)
     others = [
         (replace(first, pp=1), True),  # p changes no sum
@@ -146,7 +148,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(tmp_path, tied):
     if tied:  # except that of the tied weights
         others = [(Layout(pp=2), False), (replace(FOUR, zero=3, **ALONG), False)]
     for shape, same in others:
-        begin, end = run(lambda shape=shape: go_on(shape), shape.ranks)[0]
+        begin, end = run(lambda shape=shape: go_on(shape), shape.world_size)[0]
         assert same_bits(begin, saved) and same_bits(end, uninterrupted) == same
         # float32: gradients differ by 1e-7, which AdamW makes up to 1e-5 where they are about 0
         assert max(gap(end[0][n], w) for n, w in uninterrupted[0].items()) < 1e-4
@@ -159,7 +161,7 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
 
     def saved():
         job, _ = parallel(config, Layout(tp=4), torch.float32)
-        for buffer in job.untrained.values():
+        for buffer in job.buffers_by_name.values():
             buffer.copy_(torch.arange(4.0) / 100)
         training = Training(job, adamw(job))
         job.step(*batch(config, 0, 2))
@@ -175,16 +177,16 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
 
         if isinstance(model, GPT):
             return {name: first(p) for name, p in model.named_parameters()}
-        return mesh.full_tensors(model, first)
+        return mesh.gather_model_tensors(model, first)
 
     def loaded(shape):
         model = plain_model(config, torch.float32)
-        if shape.ranks > 1:
+        if shape.world_size > 1:
             model, _ = parallel(config, shape, torch.float32, seed=1)
         optimizer = adamw(model)
         with Checkpoints(tmp_path, dist.group.WORLD) as store:
             store.load(Training(model, optimizer))
-        whole = model.state_dict() if shape.ranks == 1 else model.full_state_dict()
+        whole = model.state_dict() if shape.world_size == 1 else model.full_state_dict()
         return whole, moments(model, optimizer)
 
     four = Layout(tp=4), replace(STAGED, zero=1)
@@ -200,7 +202,7 @@ def test_copied_heads_and_the_bias_of_a_router_go_on_under_another_mesh(tmp_path
 def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
     def work():
         job, _ = parallel(GPT2, EIGHT, zero=1, dtype=torch.float32)
-        with pytest.raises(ValueError, match="state_dict: .* allowed is full_state_dict()"):
+        with pytest.raises(ValueError, match="state_dict: .* call full_state_dict()"):
             job.state_dict()
         export_model(job, tmp_path / "model.pt", dist.group.WORLD)
 
@@ -214,13 +216,15 @@ def test_a_plain_process_reads_what_a_mesh_exports(tmp_path):
 @given(dp=DEGREES, pp=DEGREES, tp=DEGREES, order=ORDERS)
 def test_groups_are_those_of_torchs_mesh(dp, pp, tp, order):
     found = Layout(dp=dp, pp=pp, tp=tp, order=order)
-    whole = torch.arange(found.ranks).view([getattr(found, axis) for axis in order])
+    whole = torch.arange(found.world_size).view([getattr(found, axis) for axis in order])
     for number, axis in enumerate(order):
         want = whole.movedim(number, -1).flatten(0, 1).tolist()
-        assert sorted(found.groups(axis)) == sorted(want)
+        assert sorted(found.list_groups(axis)) == sorted(want)
         for group in want:  # a rank's place in its group
-            assert [found.place(rank)[axis] for rank in group] == list(range(len(group)))
-    assert all(found.rank(**found.place(rank)) == rank for rank in range(found.ranks))
+            assert [found.get_coordinates(rank)[axis] for rank in group] == list(range(len(group)))
+    assert all(
+        found.find_rank(**found.get_coordinates(rank)) == rank for rank in range(found.world_size)
+    )
 
 
 def trained(capsys, line):

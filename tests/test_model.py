@@ -12,10 +12,10 @@ from shardlab.gpt.model import (
     PRESETS,
     Config,
     Experts,
+    count_parameters,
     loss,
-    parameter_count,
 )
-from shardlab.gpt.router import drop
+from shardlab.gpt.router import drop_overflow
 
 SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", experts=4)
 
@@ -30,14 +30,14 @@ SMALL = Config(vocab=32, seq=12, layers=3, hidden=16, heads=2, mlp="swiglu", exp
     ],
 )
 def test_published_parameter_counts(name: str, published: int):
-    assert parameter_count(PRESETS[name]) == published
+    assert count_parameters(PRESETS[name]) == published
 
 
 def test_gpt_counts_differ_by_the_learned_positions_alone():
     # GPT-2 small has 124,439,808 parameters, of which 1024 x 768 are positions that rotary ones
     # replace. The same for GPT-3: 174.6 billion, printed as 175B.
-    assert parameter_count(PRESETS["gpt-2"]) == 124_439_808 - 1024 * 768
-    assert round(parameter_count(PRESETS["gpt-3-175b"]) / 1e9) == 175
+    assert count_parameters(PRESETS["gpt-2"]) == 124_439_808 - 1024 * 768
+    assert round(count_parameters(PRESETS["gpt-3-175b"]) / 1e9) == 175
 
 
 @pytest.mark.parametrize("choices", [{}, {"mlp": "swiglu", "norm": "rms", "kv_heads": 2}])
@@ -81,10 +81,12 @@ def test_a_token_gets_the_weighted_outputs_of_its_best_experts(router, chosen, s
 def test_a_full_expert_leaves_out_last_choices_and_last_tokens():
     # Tokens choose (first, second). Expert 0 is first choice of tokens 0, 2, 3, second of 1.
     chosen_BSC = torch.tensor([[[0, 1], [1, 0], [0, 2], [0, 1]]])
-    assert drop(chosen_BSC, 3, 4).equal(chosen_BSC)
-    kept = drop(chosen_BSC, 3, 2)
+    assert drop_overflow(chosen_BSC, 3, 4).equal(chosen_BSC)
+    kept = drop_overflow(chosen_BSC, 3, 2)
     assert kept.tolist() == [[[0, 1], [1, -1], [0, 2], [-1, -1]]]
-    assert drop(chosen_BSC.expand(3, -1, -1), 3, 2).equal(kept.expand(3, -1, -1))  # by sequence
+    assert drop_overflow(chosen_BSC.expand(3, -1, -1), 3, 2).equal(
+        kept.expand(3, -1, -1)
+    )  # by sequence
 
 
 def test_without_a_capacity_no_token_sees_a_later_one():

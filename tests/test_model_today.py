@@ -12,8 +12,8 @@ import torch
 
 from shardlab.checkpoint import load_hub, read_config
 from shardlab.common.shapes import Yarn
-from shardlab.gpt.model import GPT, Config, parameter_count
-from shardlab.layout.entries import ledger
+from shardlab.gpt.model import GPT, Config, count_parameters
+from shardlab.layout.parameters import list_params
 
 BOTH: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4}
 BOTH |= {"intermediate_size": 40, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
@@ -101,8 +101,8 @@ def test_a_tiny_model_has_the_logits_of_transformers(case: str, tmp_path: Path):
         assert read_config(tmp_path).yarn == config.yarn
     ours = GPT(config).eval()
     assert load_hub(ours, tmp_path) == ()  # both have the same tensors
-    assert parameter_count(config) == model.num_parameters()
-    assert parameter_count(config) == sum(entry.elements() for entry in ledger(config))
+    assert count_parameters(config) == model.num_parameters()
+    assert count_parameters(config) == sum(entry.count_elements() for entry in list_params(config))
     tokens_BS = torch.randint(96, (2, 24))
     with torch.no_grad():
         ours_BSV, theirs_BSV = ours(tokens_BS), model(tokens_BS).logits

@@ -49,8 +49,8 @@ def model_of(config, dtype=torch.float32):
 
 
 def over_a_slow_link():
-    slow = link.slow(1e-3, 1e8)
-    with count.sent() as sent:
+    slow = link.create_slow_group(1e-3, 1e8)
+    with count.record_traffic() as sent:
         pipe = distribute(model_of(LLAMA), schedule("1f1b", 2, 3), slow)
         for _ in range(2):
             pipe.step(*the_batch(LLAMA, 3))

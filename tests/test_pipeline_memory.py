@@ -34,10 +34,10 @@ def counted(plans):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # as if micro-batches had gone before
         pipe.passes.value = None
-        with count.held(*pipe.parts, optimizer, tokens) as held:
-            before = held.now
+        with count.track_memory(*pipe.parts, optimizer, tokens) as held:
+            before = held.current_bytes
             pipe.step(tokens, tokens)
-            peak, left = held.peak, held.now - before
+            peak, left = held.peak_bytes, held.current_bytes - before
         loss = 0 if pipe.passes.value is None else pipe.passes.value.nbytes
         found[key] = {"peak": peak, "left": left - loss}
     return found
@@ -101,17 +101,17 @@ def left_for_later():
     for _ in range(2):  # the first time allocates gradients
         x, dy = torch.randn(2, EACH, CONFIG.seq, CONFIG.hidden).unbind()
         x.requires_grad_()
-        with count.held(part) as held:
-            before = held.now
+        with count.track_memory(part) as held:
+            before = held.current_bytes
             y = part(x + 0)
             edge = get_gradient_edge(y)
             y = None
-            found = [held.now - before]
+            found = [held.current_bytes - before]
             torch.autograd.backward(edge, dy + 0)
             x.grad = edge = None
-            found.append(held.now - before)
+            found.append(held.current_bytes - before)
             run(later)
-            found.append(held.now - before)
+            found.append(held.current_bytes - before)
     return [bytes_held / STREAM for bytes_held in found]
 
 

@@ -71,7 +71,7 @@ def missed(table: Table) -> dict[str, str]:
 
 
 def cuts(seq: int | None = None, **options: Any) -> Callable[[], None]:
-    return lambda: mesh.check_cuts(replace(PLAIN, heads=2), Layout(**options), seq)
+    return lambda: mesh.check_supported(replace(PLAIN, heads=2), Layout(**options), seq)
 
 
 def held(config: Config = NANO, attention: str = "fused", **options: Any) -> Callable[[], Any]:
@@ -88,23 +88,23 @@ MODELS: Table = {
 LAYOUTS: Table = {
     "dp=0: must be": lambda: Layout(dp=0),
     "zero=4: must be": lambda: Layout(zero=4),
-    "ep=3: allowed": lambda: Layout(dp=4, ep=3),
-    "chunks=2: allowed": lambda: Layout(pp=4, chunks=2),
-    "stages=(4, 4, 4): allowed": lambda: Layout(pp=2, stages=(4, 4, 4)),
-    "recompute='ffn+ffn': allowed": lambda: Layout(recompute="ffn+ffn"),
-    "ranks=4: allowed is 8": lambda: Layout(dp=2, pp=2, tp=2).check(4),
-    "is no part of one; allowed": lambda: layout.read("d 2 · q 2"),
+    "ep=3: must divide the 4 ranks": lambda: Layout(dp=4, ep=3),
+    "chunks=2: must be 1": lambda: Layout(pp=4, chunks=2),
+    "stages=(4, 4, 4): must be": lambda: Layout(pp=2, stages=(4, 4, 4)),
+    "recompute='ffn+ffn': must be": lambda: Layout(recompute="ffn+ffn"),
+    "ranks=4: must be 8": lambda: Layout(dp=2, pp=2, tp=2).check_world_size(4),
+    "is no field of a layout; write": lambda: layout.parse_layout("d 2 · q 2"),
     # A layout and a model.
-    "pp=2: allowed": lambda: layout.stages(replace(PLAIN, layers=5), 2),
+    "pp=2: must divide layers=5": lambda: layout.build_stages(replace(PLAIN, layers=5), 2),
     "heads=2: allowed on 4 ranks": cuts(tp=4),
-    "zero=2 with pp=2: allowed": cuts(pp=2, zero=2),
-    "seq=9: allowed": cuts(tp=2, sequence_parallel=True, seq=9),
-    "tp=3: allowed": held(tp=3),
+    "zero=2: must be 0 or 1 with pp=2": cuts(pp=2, zero=2),
+    "seq=9: must be divisible by tp=2": cuts(tp=2, sequence_parallel=True, seq=9),
+    "tp=3: must divide": held(tp=3),
     "precision='fp12': must be": lambda: memory.estimate(NANO, Layout(), precision="fp12"),
     "gpus=12: must": lambda: strategy.plan(GPT3, A100, 12, 512),
 }
 TECHNIQUES: Table = {
-    "allowed with way='summa'": lambda: gemm.predict("summa", 4, 4, 4, 4),
+    "full=True: must be False with scheme='summa'": lambda: gemm.predict_cost("summa", 4, 4, 4, 4),
     "schedule='1f1c': allowed": lambda: schedule("1f1c", 2, 2),
     "stage 0, 'G0': allowed": lambda: pipeline.from_text("F0 G0"),
     "layers=9: allowed": lambda: pipeline.cut(GPT(PLAIN), 9),
@@ -134,7 +134,7 @@ def on_two(group: Any) -> Table:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute(GPT(PLAIN), PAIR, group)
     return {
-        "rows=3, columns=2: 6 ranks": lambda: gemm.grid(group, 3, 2),
+        "rows=3, columns=2: 6 ranks": lambda: gemm.create_grid(group, 3, 2),
         "heads=3: allowed on 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
         ),
@@ -154,8 +154,8 @@ def on_two(group: Any) -> Table:
             GPT(PLAIN), schedule("gpipe", 4, 2), group
         ),
         "tokens has 1 sequences: allowed": lambda: pipe.step(tokens[:1], tokens[:1]),
-        "ranks=2: allowed is 4": lambda: mesh.join(Layout(tp=4), group),
-        "bandwidth=0: must be": lambda: link.slow(0.0, 0, group),
+        "ranks=2: must be 4": lambda: mesh.create_groups(Layout(tp=4), group),
+        "bandwidth=0: must be": lambda: link.create_slow_group(0.0, 0, group),
     }
 
 
@@ -163,14 +163,14 @@ def foreign(one: Any) -> list[Callable[[], Any]]:
     """Yield calls with a group that this rank is not a member of."""
     x = torch.zeros(1, 4, 4, 8)
     return [
-        lambda: gemm.by_inner(torch.zeros(8, 4), torch.zeros(4, 6), one),
+        lambda: gemm.multiply_inner(torch.zeros(8, 4), torch.zeros(4, 6), one),
         lambda: tp.parallelize(GPT(PLAIN), one),
         lambda: cp.ring_attention(x, x, x, one),
         lambda: data_parallel.DataParallel(nn.Linear(2, 2), one),
         lambda: zero.shard(nn.Linear(2, 2), one, 1),
         lambda: experts.parallelize(GPT(SPARSE), one),
         lambda: distribute(GPT(PLAIN), PAIR, one),
-        lambda: mesh.join(Layout(), one),
+        lambda: mesh.create_groups(Layout(), one),
     ]
 
 
@@ -178,7 +178,7 @@ def on_a_rank() -> tuple[dict[str, str], list[str]]:
     rank = dist.get_rank()
     one = [dist.new_group([each]) for each in range(2)][1 - rank]
     table = on_two(dist.group.WORLD)
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         found = missed(table)
         strange = [said(call) for call in foreign(one)]
     assert not sent.calls and not sent.messages
@@ -212,7 +212,7 @@ MISTAKES = {  # command -> words of its error line
     "schedule 1f1c --stages 4 --microbatches 6": "schedule='1f1c': allowed",
     "schedule 1f1b --stages 9999 --microbatches 9999": "stages=9999: must be",
     "memory --config none --model gpt-2": "--model and --config",
-    "memory --model gpt-2 --dp 4 --ranks 6": "ranks=6: allowed is 4",
+    "memory --model gpt-2 --dp 4 --ranks 6": "ranks=6: must be 4",
     "mesh --dp two": "dp='two': must be",
     "mesh --tp 3": "heads=2: allowed",
     "strategy plan --model gpt-9 --gpu h100 --gpus 8": "model='gpt-9': must be",

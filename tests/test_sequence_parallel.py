@@ -42,12 +42,12 @@ def one_step(edges, choices, sequences=2):
     model = gpt(**choices)
     model = tp.parallelize(model, group, **({"edges": edges} if edges else {}))
     tokens, targets = batch(0, sequences)
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         logits = model(tokens)
     value = tp.loss(logits, targets, group)
-    with count.sent() as backward:
+    with count.record_traffic() as backward:
         value.backward()
-    with count.sent() as gradients:
+    with count.record_traffic() as gradients:
         if edges:
             sp.sum_gradients(model, group)
     return forward, backward, gradients

@@ -115,7 +115,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(p: int, m: int, chunks: in
 def test_gpt3_on_64_gpus() -> None:
     """t 8, p 4, d 2: copies alone do not fit into 80 GB; ZeRO-1 fits, and sends no more bytes."""
     layouts = [Layout(2, 8, 4, zero, microbatches=256, sequence_parallel=True) for zero in range(4)]
-    assert {(x.ranks, x.batch) for x in layouts} == {(64, 512)}
+    assert {(x.world_size, x.global_batch) for x in layouts} == {(64, 512)}
     peaks = [memory.estimate(GPT3, x, device="gpu").peak / 1e9 for x in layouts]
     assert peaks == pytest.approx([109.6, 65.5, 60.0, 55.9], abs=0.05)
     floors = [strategy.compute_floor(GPT3, A100, x) for x in layouts]

@@ -242,8 +242,8 @@ def test_torchtitan_has_every_field_and_every_name(name):
     product = 1
     for degree in degrees:
         product *= degree
-    assert product == layout.ranks
-    assert values["training.global_batch_size"] == layout.batch
+    assert product == layout.world_size
+    assert values["training.global_batch_size"] == layout.global_batch
 
 
 def test_torchtitan_s_parts_hold_each_layer_once_and_its_shapes_have_names():
@@ -318,11 +318,11 @@ def test_megatron_has_every_argument_and_takes_its_value(name, tmp_path):
     degrees = [get_degree(f"--{kind}-parallel-size") for kind in cut]
     assert degrees == [layout.tp, layout.pp, layout.cp, layout.ep]
     assert ("--num-experts" in given) is (config.experts > 0)
-    assert get_degree("--global-batch-size") == layout.batch
+    assert get_degree("--global-batch-size") == layout.global_batch
     assert given["--seed"] == ["7"]
     nodes = int((re.findall(r"--nnodes=(\d+)", "\n".join(launch)) or ["1"])[0])
     each = int(re.findall(r"--nproc-per-node=(\d+)", "\n".join(launch))[0])
-    assert nodes * each == layout.ranks
+    assert nodes * each == layout.world_size
     # Before Blackwell validate_args rejects a run without it, and Megatron-FSDP one with it.
     serial = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)
     assert launch[0] == f"cuda={1 if serial else ''}"

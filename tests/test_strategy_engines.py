@@ -77,7 +77,7 @@ def test_models_are_what_the_hub_counts() -> None:
         "llama-3-70b": 70_553_706_496,
     }  # fmt: skip
     for name, total in totals.items():
-        assert models.find_model(name).total == total
+        assert models.find_model(name).num_params == total
 
 
 # ------------------------------------------------------------------- torchtitan, as it is emitted

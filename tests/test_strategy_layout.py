@@ -5,25 +5,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import SCHEDULES, STAGE_RULES, read, written
+from shardlab.layout import SCHEDULES, STAGE_RULES, format_layout, parse_layout
 from shardlab.memory import in_experts
 from shardtools.strategy import Layout
 
 
 def test_ranks_and_shards() -> None:
     layout = Layout(dp=16, tp=8, pp=4, zero=1, cp=2, replicas=4)
-    assert layout.ranks == 16 * 8 * 4 * 2
-    assert layout.shards == 8  # four copies of a group, two ranks each
-    assert Layout(dp=16, ep=8).ranks == 16  # copies share the experts
-    assert Layout(cp=4, ep=2).shards == 4  # ranks that share a sequence share the experts, too
+    assert layout.world_size == 16 * 8 * 4 * 2
+    assert layout.zero_degree == 8  # four copies of a group, two ranks each
+    assert Layout(dp=16, ep=8).world_size == 16  # copies share the experts
+    assert Layout(cp=4, ep=2).zero_degree == 4  # ranks that share a sequence share the experts, too
 
 
 def test_tensor_ranks_join_the_experts() -> None:
     """ETP · EP · EDP · PP = TP · CP · DP · PP, with each degree of experts free (folding)."""
     folded = Layout(dp=2, tp=4, pp=2, cp=2, ep=8, etp=1)
-    assert (folded.ranks, folded.cut, folded.alike) == (32, 1, 2)
-    assert Layout(dp=8, tp=4, ep=4).cut == 4 and Layout(dp=8, tp=4, ep=4).alike == 2
-    with pytest.raises(ValueError, match="ep=32: allowed are divisors of 16, the .* etp=1"):
+    assert (folded.world_size, folded.expert_tp, folded.expert_zero_degree) == (32, 1, 2)
+    assert (
+        Layout(dp=8, tp=4, ep=4).expert_tp == 4 and Layout(dp=8, tp=4, ep=4).expert_zero_degree == 2
+    )
+    with pytest.raises(ValueError, match="ep=32: must divide the 16 .* etp=1"):
         Layout(dp=2, tp=4, cp=2, ep=32, etp=1)
     whole = in_experts(PRESETS["mixtral-8x7b"], Layout(dp=8, ep=8))
     assert in_experts(PRESETS["mixtral-8x7b"], Layout(dp=2, tp=4, ep=8, etp=1)) == whole
@@ -53,9 +55,9 @@ def test_written_layouts_are_read_back(fields: dict) -> None:
         layout = Layout(**fields)
     except ValueError:
         return
-    assert read(written(layout)) == layout
-    short = read(str(layout))
-    assert str(short) == str(layout) and short.ranks == layout.ranks
+    assert parse_layout(format_layout(layout)) == layout
+    short = parse_layout(str(layout))
+    assert str(short) == str(layout) and short.world_size == layout.world_size
 
 
 def test_layouts_are_read_in_several_notations() -> None:
@@ -65,5 +67,5 @@ def test_layouts_are_read_in_several_notations() -> None:
         "d 2 · t 2 · p 2, ZeRO-1, m 4 × b 1",
         "p2*d2*t2,ZeRO-1,m4",
     ):
-        assert read(text) == want
-    assert read("") == Layout()
+        assert parse_layout(text) == want
+    assert parse_layout("") == Layout()

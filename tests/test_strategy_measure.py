@@ -52,7 +52,7 @@ def step_seconds(config, batch: int) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return speed.seconds(run_step, torch.device("cpu"))
+        return speed.measure_seconds(run_step, torch.device("cpu"))
     finally:
         torch.set_num_threads(threads)
 

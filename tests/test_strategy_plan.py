@@ -35,7 +35,7 @@ def test_feasible_layouts_fit_and_are_sorted(
     assert all(planned.reserved <= found.usable_memory for planned in found.feasible)
     layouts = [planned.layout for planned in found.feasible]
     assert len(set(layouts)) == len(layouts)
-    assert {(x.ranks, x.batch) for x in layouts} <= {(gpus, batch)}
+    assert {(x.world_size, x.global_batch) for x in layouts} <= {(gpus, batch)}
     for planned in found.feasible[:: max(1, len(layouts) // 5)]:
         assert 0 < planned.mfu < 1
         assert planned.tokens_per_second == pytest.approx(batch * config.seq / planned.seconds)
@@ -81,7 +81,7 @@ def test_json_has_what_the_table_has_in_plain_numbers(capsys) -> None:
     assert status == 0 and len(found["best"]) == 10 and found["fit"] > 10
     for one in found["best"]:
         layout = Layout(**one["fields"])
-        assert str(layout) == one["layout"] and layout.ranks == 16
+        assert str(layout) == one["layout"] and layout.world_size == 16
         assert sum(one["seconds_by_part"].values()) == pytest.approx(one["seconds"])
         assert sum(one["bytes_by_part"].values()) == pytest.approx(one["reserved_bytes"], rel=1e-6)
         assert one["floor_seconds"] < one["seconds"]

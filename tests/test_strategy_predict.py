@@ -164,7 +164,7 @@ def test_layer_activations_are_those_of_korthikanti() -> None:
         for recompute in ("none", "selective", "full"):
             layout = Layout(tp=8, recompute=recompute, sequence_parallel=sequence)
             job = Job(config, A100, layout, MEGATRON, 2048)
-            stage = layout.parts(config)[0]
+            stage = layout.build_stages(config)[0]
             want = memory.korthikanti_layer(2048, 1, 12_288, 96, 8, sequence, recompute)
             if recompute == "full" and sequence:  # the table does not cut these tensors
                 want /= 8
@@ -258,7 +258,7 @@ def test_a_plan_counts_what_memory_does(config: Config, layout: Layout) -> None:
     router; outside of the cut matrices it differs by 8 bytes for each token and width.
     """
     job, rates = Job(config, H100, layout, COURSE, 4096), guess_rates("course").to_values()
-    for k, stage in enumerate(layout.parts(config)):
+    for k, stage in enumerate(layout.build_stages(config)):
         found = footprint.predict_memory(job, rates, k)
         want = memory.estimate(config, layout, 4096, device="gpu", stage=k)
         states = found.weights, found.gradients, found.optimizer

@@ -8,7 +8,7 @@ import pytest
 from commands import ran
 
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import Layout, stages
+from shardlab.layout import Layout, build_stages
 from shardtools.strategy import MACHINES, PROFILES, plan, plan_layout, predict
 from shardtools.strategy.cost import count_flops
 from shardtools.strategy.plan import Candidate, Plan
@@ -94,16 +94,16 @@ def test_the_memory_of_405b_as_it_ran_part_by_part() -> None:
 def test_chunks_of_a_model_with_ends_hold_each_layer_once() -> None:
     for layers, pp, chunks in ((126, 16, 8), (126, 16, 3), (126, 16, 2), (62, 8, 4), (79, 8, 2)):
         config = replace(BIG, layers=layers)
-        found = stages(config, pp, "megatron", "interleaved", chunks)
+        found = build_stages(config, pp, "megatron", "interleaved", chunks)
         at = Layout(pp=pp, chunks=chunks, schedule="interleaved", stages="megatron")
         each = [list(stage.chunks) for stage in found]
-        passed = [layer for stage in at.route for layer in each[stage].pop(0)]
+        passed = [layer for stage in at.stage_order for layer in each[stage].pop(0)]
         assert passed == list(range(layers))
         sizes = [len(chunk) for stage in found for chunk in stage.chunks]
         assert max(sizes) - min(sizes) <= 2 and max(x.layers for x in found) <= -(
             -(layers + 2) // pp
         )
-    ends = stages(BIG, 16, "megatron", "interleaved", 8)
+    ends = build_stages(BIG, 16, "megatron", "interleaved", 8)
     assert len(ends[0].chunks[0]) == 0 and len(ends[-1].chunks[-1]) == 0
 
 

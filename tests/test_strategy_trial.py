@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import AXES, Layout, structure
-from shardlab.mesh.job import rounding, run
+from shardlab.layout import AXES, Layout, get_structure
+from shardlab.mesh.job import measure_rounding, run
 from shardtools.__main__ import main
 from shardtools.commands.mesh import as_predicted
 from shardtools.strategy import search_space, trial
@@ -29,7 +29,7 @@ from shardtools.strategy.trial import is_equivalent, shrink_job
 )
 def test_shrunk_job_keeps_the_layout(model, gpus, profile, data):
     config, machine = PRESETS[model], MACHINES["h100"]
-    job = structure(config), machine, gpus, 16 * gpus, 32_768
+    job = get_structure(config), machine, gpus, 16 * gpus, 32_768
     space = Plan(*job, PROFILES[profile], load_rates(profile))
     base = data.draw(st.sampled_from([*search_space.iter_base_layouts(space, Counter())] or [None]))
     starts = search_space.iter_zero_stages(space, base) if base else []
@@ -42,7 +42,7 @@ def test_shrunk_job_keeps_the_layout(model, gpus, profile, data):
     plan = data.draw(st.sampled_from(tried or [Layout()]))
     job, left_out = shrink_job(config, plan)  # Job refuses layouts that a mesh does not train
     found = job.layout
-    assert 1 <= found.ranks <= 8
+    assert 1 <= found.world_size <= 8
     for axis in set(AXES) - {"cp"}:  # an axis goes only where a machine has no rank left for it
         wide = getattr(plan, axis)
         assert getattr(found, axis) <= wide and (getattr(found, axis) > 1) == (wide > 1)
@@ -85,7 +85,7 @@ def test_trial_measures_rounding_where_it_is_large():
     size = {"hidden": 3072, "heads": 12, "kv_heads": 4, "ffn": 23_040}  # of falcon3-7b
     model = replace(PRESETS["llama-3-8b"], rotary_base=10_000.0, **size)
     job, _ = shrink_job(model, Layout(pp=2, microbatches=4))
-    own = rounding(job)
+    own = measure_rounding(job)
     gaps = run(job)["differences"]
     assert is_equivalent(gaps, own)
     assert not is_equivalent(dict.fromkeys(gaps, 1e-2), own)

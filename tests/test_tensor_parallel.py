@@ -54,9 +54,9 @@ def losses():
         targets = here(torch.randint(12 * size, (2, 5)))
         logits = [whole.clone().requires_grad_(), own(whole, -1, group).clone().requires_grad_()]
         wanted = loss(logits[0], targets, reduction)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             found = tp.loss(logits[1], targets, group, reduction)
-        with count.sent() as backward:
+        with count.record_traffic() as backward:
             (2 * found).backward(), (2 * wanted).backward()
         assert not backward.calls
         with pytest.raises(RuntimeError, match="second time"):
@@ -82,13 +82,13 @@ def counted(config):
     t, tokens = dist.get_world_size(), batch(config, size=2)
     model = tp.parallelize(plain_model(config, torch.float32), world())
     optimizer = adamw(model)
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         logits = model(tokens[0])
-    with count.sent() as of_loss:
+    with count.record_traffic() as of_loss:
         value = tp.loss(logits, tokens[1], world())
-    with count.sent() as backward:
+    with count.record_traffic() as backward:
         value.backward()
-    with count.sent() as clipped:
+    with count.record_traffic() as clipped:
         tp.clip_grad_norm_(model, 1.0)
     assert sum(clipped.payload.values()) == 8  # one number, of 64 bits
     optimizer.step()
@@ -96,7 +96,7 @@ def counted(config):
     assert all(set(s.calls) <= {"all_reduce"} and not s.messages for s in seen.values())
     calls = {name: s.calls["all_reduce"] for name, s in seen.items()}
     payload = {name: s.payload["all_reduce"] for name, s in seen.items()}
-    states = count.states(model, optimizer)
+    states = count.measure_state_bytes(model, optimizer)
     del states["counters"]
     predicted = (
         tp.predicted_calls(config, t),
@@ -179,7 +179,7 @@ def states_there_and_back():
     for config in (GPT2, LLAMA):
         plain, other = plain_model(config, seed=1), plain_model(config, seed=2)
         model = tp.parallelize(other, group)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             tp.load_full_state_dict(model, plain.state_dict())
         assert not sent.calls and not sent.messages
         tokens = batch(config)[0]
@@ -199,9 +199,9 @@ def states_there_and_back():
         assert all(map(torch.equal, empty.parameters(), model.parameters()))
         assert (empty.head.weight is empty.embedding.weight) == config.tied
         # Its shards take a t-th of the bytes: no view keeps an unsharded matrix alive.
-        held = count.bytes_of(empty.parameters())
+        held = count.sum_bytes(empty.parameters())
         assert held == 2 * tp.predicted_states(config, size)["parameters"]
-        assert held == count.bytes_of(model.parameters())
+        assert held == count.sum_bytes(model.parameters())
     return True
 
 
@@ -215,7 +215,7 @@ def initialized(config):
     tp.parallelize(model, world())
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(3)
-    with count.held() as held, count.sent() as sent:
+    with count.track_memory() as held, count.record_traffic() as sent:
         tp.initialize(model, device="cpu")
     state = random_state()
     torch.manual_seed(3)
@@ -226,7 +226,9 @@ def initialized(config):
     assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
     assert (model.head.weight is model.embedding.weight) == config.tied
     largest = max(p.nbytes for p in plain.parameters())
-    assert held.peak <= held.now + 2 * largest  # drawn unsharded, one after the other
+    assert (
+        held.peak_bytes <= held.current_bytes + 2 * largest
+    )  # drawn unsharded, one after the other
 
 
 def test_a_model_that_is_whole_nowhere_has_the_numbers_of_one_that_is():

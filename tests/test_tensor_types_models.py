@@ -197,7 +197,7 @@ def norms_outside(model, _):
 def positions_outside(model, _):
     """Use the narrow part of latent attention as in the plain model."""
     for block in model.blocks:
-        del block.attention.compress
+        del block.attention.compute_latents
 
 
 def invariant(model):

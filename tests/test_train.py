@@ -250,11 +250,11 @@ def test_zero1_alone_keeps_whole_gradients_between_micro_batches(strategy, tmp_p
 
         def look(value, *_):  # after the first backward, in the second's forward
             time.sleep(0.2)  # until gloo's thread releases the last gathered block
-            between.append(held.now)
+            between.append(held.current_bytes)
             return original(value, *_)
 
         original = take_home.compute_loss
-        with count.held() as held, contextlib.ExitStack() as undone:
+        with count.track_memory() as held, contextlib.ExitStack() as undone:
             undone.callback(setattr, take_home, "compute_loss", original)
             take_home.compute_loss = look
             training.backward(*text.get_batch(32, 2), torch.tensor(64.0))

@@ -62,7 +62,7 @@ def test_the_page_s_layouts_are_those_of_an_engine_and_its_bytes(capsys):
         assert best
         for row in best:
             assert emit(
-                engine, PRESETS["llama-3-8b"], MACHINES["a100"], layout.read(row["written"])
+                engine, PRESETS["llama-3-8b"], MACHINES["a100"], layout.parse_layout(row["written"])
             )
 
 
@@ -111,5 +111,5 @@ def test_a_remedy_keeps_gpus_and_batch_and_takes_less(engine):
     assert len(listed) >= 5 and {one.name for one in listed} <= set(advice.ENGINE_OPTIONS)
     for one in listed:
         assert one.reserved < before
-        assert (one.layout.ranks, one.layout.batch) == (at.ranks, at.batch)
+        assert (one.layout.world_size, one.layout.global_batch) == (at.world_size, at.global_batch)
     assert [one.seconds for one in listed] == sorted(one.seconds for one in listed)

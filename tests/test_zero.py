@@ -60,7 +60,7 @@ def test_the_calculator_of_the_memory_lesson_says_the_same():
 def predicted_and_held(model, optimizer):
     """Return predicted and held bytes of states, after a backward and a step."""
     predicted = zero.predicted_states(model)
-    held = count.states(model, optimizer)
+    held = count.measure_state_bytes(model, optimizer)
     if model.compute_dtype is not None and not isinstance(model, zero.Zero3):
         held["parameters"] += sum(flat.full.nbytes for flat in model.flats)
     if next(p for p in model.parameters() if p.numel()).grad is None:
@@ -79,7 +79,7 @@ def held_and_sent():
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for step in range(2):
                 optimizer.zero_grad()
-                with count.sent() as sent:
+                with count.record_traffic() as sent:
                     if isinstance(plain, Toy):
                         toy_loss(model, toy_batch(step, rank, 6)).backward()
                     else:

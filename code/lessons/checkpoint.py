@@ -81,10 +81,10 @@ from shardlab.checkpoint import (
     simulated_lost_fraction,
 )
 from shardlab.common import show, text
-from shardlab.gpt.model import GPT, PRESETS, loss, parameter_count
+from shardlab.gpt.model import GPT, PRESETS, loss, count_parameters
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.mesh import Parallel, join, predicted_pieces
+from shardlab.mesh import Parallel, create_groups, predict_pieces
 
 show.set_style()
 with warnings.catch_warnings():
@@ -763,7 +763,7 @@ def save_one_checkpoint(path, preset):
 
 def predict_bytes(config):
     # The output layer is the embedding: one tensor with two names, written twice.
-    return 12 * parameter_count(config) + 4 * config.vocab * config.hidden
+    return 12 * count_parameters(config) + 4 * config.vocab * config.hidden
 
 
 # %% tags=["hide-input"]
@@ -928,7 +928,7 @@ def load_and_save_on_mesh(source, target):
     layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=2)
     with torch.device("meta"):
         plain = GPT(read_config(source))
-    model = Parallel(plain, join(layout, group), layout)
+    model = Parallel(plain, create_groups(layout, group), layout)
     load_hub(model, source, group)
     save_hub(model, target, group, template=source, shard_bytes=30_000)
 
@@ -998,16 +998,16 @@ def transfer_to_layout(layout):
     models = []
     for seed, of in enumerate((TRAINER, layout)):
         torch.manual_seed(seed)
-        groups = join(of, dist.group.WORLD)
+        groups = create_groups(of, dist.group.WORLD)
         models.append(Parallel(GPT(four_heads), groups, of))
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         transfer_weights(*models, dist.group.WORLD)
     return sent.bytes, [model.full_state_dict() for model in models]
 
 
 def predict_bytes_for_layout(layout):
     parts = [
-        [predicted_pieces(four_heads, of, rank) for rank in range(4)]
+        [predict_pieces(four_heads, of, rank) for rank in range(4)]
         for of in (TRAINER, layout)
     ]
     return predict_transfer_bytes(*parts)

@@ -54,7 +54,7 @@ from shardcourse.exercises import check
 from shardlab import collectives, ranks
 from shardlab.collectives import CostModel
 from shardlab.common import show
-from shardlab.gpt.model import PRESETS, parameter_count
+from shardlab.gpt.model import PRESETS, count_parameters
 from shardlab.measure import count, link
 
 LATENCY, BANDWIDTH = 5e-3, 100e6  # of the slow link: seconds, bytes per second
@@ -125,15 +125,15 @@ WAYS = {
     "ring": plain_ring,
     "the module's ring": collectives.all_reduce_ring,
 }
-size = 4 * parameter_count(PRESETS["micro"])  # bytes of its gradients in float32
+size = 4 * count_parameters(PRESETS["micro"])  # bytes of its gradients in float32
 
 
 def sum_gradients():
-    wire = link.slow(LATENCY, BANDWIDTH)
+    wire = link.create_slow_group(LATENCY, BANDWIDTH)
     found = {}
     for way, all_reduce in WAYS.items():
         gradients = torch.full((size // 4,), 10.0 ** dist.get_rank())
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             all_reduce(gradients, wire)
         right = bool((gradients == 1111).all())
         times = stopwatch(partial(all_reduce, gradients, wire))
@@ -600,7 +600,7 @@ ELEMENTS = 1_000_003
 def count_bytes():
     counted = {}
     for name, call in calls(torch.ones(ELEMENTS), dist.group.WORLD).items():
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             call()
         counted[name] = sent.bytes
     return counted
@@ -636,7 +636,7 @@ show.table(rows, ["collective", *head, "difference (B)"])
 # %% tags=["hide-input"]
 # Table: what the ring sends on 2 to 1,024 ranks, predicted and counted
 def ring_bytes_sent(elements):
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         collectives.all_reduce(torch.ones(elements), dist.group.WORLD)
     return sent.bytes
 
@@ -699,11 +699,11 @@ def weigh(make, names):
         readings = []
         for _ in range(5):
             dist.barrier()
-            before = count.wire_bytes()
+            before = count.read_loopback_bytes()
             dist.barrier()
             functions[name]()
             dist.barrier()
-            after = count.wire_bytes()
+            after = count.read_loopback_bytes()
             dist.barrier()
             readings.append((after or 0) - (before or 0))
         found[name] = min(readings) / dist.get_world_size()
@@ -772,7 +772,7 @@ SIZES = [16 * 4**k for k in range(12)]  # 16 B to 64 MiB
 
 def ping_pong(slow, passes):
     """Seconds for one message of each size: the fastest of some passes."""
-    group = link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+    group = link.create_slow_group(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
     memory = torch.ones(128 * MIB, dtype=torch.uint8)
     seconds = {size: [] for size in SIZES}
     for _ in range(passes):
@@ -871,7 +871,7 @@ LENGTHS = [16384 * 4**k for k in range(5)]  # bytes: 16 KiB to 4 MiB
 
 
 def race():
-    wire, seconds = link.slow(LATENCY, BANDWIDTH), {}
+    wire, seconds = link.create_slow_group(LATENCY, BANDWIDTH), {}
     for _ in range(4):
         for size in LENGTHS:
             x = torch.zeros(size // 4)

@@ -190,13 +190,13 @@ print(
 def both_rings(way, seq=2048):
     """On a rank: most bytes held in forward, and how far the keys' gradient is off."""
     mine = qkv("contiguous", seq, 4, 4, 16)
-    with count.held(*mine) as held:
+    with count.track_memory(*mine) as held:
         y = way(*mine)
     y.sum().backward()
     full = qkv_of_one(seq)
     F.scaled_dot_product_attention(*full).sum().backward()
     right = full[1].grad.chunk(dist.get_world_size(), 2)[dist.get_rank()]
-    return held.peak, gap(right, mine[1].grad) / right.abs().max().item()
+    return held.peak_bytes, gap(right, mine[1].grad) / right.abs().max().item()
 
 
 def qkv_of_one(seq):
@@ -390,7 +390,7 @@ def swap_gap():
     right = F.scaled_dot_product_attention(*full, is_causal=True)
     calls = []
     for way in (all_to_all, partial(cp.all_to_all_attention, group=group)):
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             y = way(*mine)
         calls.append(sum(sent.calls.values()))
     return gap(right.chunk(N, 2)[rank], y), *calls
@@ -545,7 +545,7 @@ def attention_sent(heads, kv_heads, seq, size):
     found, N = [], dist.get_world_size()
     for attention in (cp.ring_attention, cp.all_to_all_attention):
         mine = qkv("zigzag", seq, heads, kv_heads, size, torch.float32)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             attention(*mine, dist.group.WORLD, layout="zigzag").sum().backward()
         # Of what is handed to an all-to-all, a rank keeps its own part.
         handed = sent.payload["all_to_all"] + sent.payload["all_to_all_single"]
@@ -611,7 +611,7 @@ def one_after_the_other(q, k, v, group):
 
 def forwards(times):
     """By tokens on a rank: seconds without the link; over it, plain and overlapped."""
-    fast, slow = dist.group.WORLD, link.slow(0, BANDWIDTH)
+    fast, slow = dist.group.WORLD, link.create_slow_group(0, BANDWIDTH)
     overlapped = partial(cp.ring_attention, causal=False, layout="contiguous")
     ways = (overlapped, fast), (one_after_the_other, slow), (overlapped, slow)
     found = {}
@@ -672,15 +672,15 @@ def attention_bytes(attention, contexts):
     for seq in [*contexts, *contexts]:
         mine = qkv("zigzag", seq, 8, 8, 16, torch.float32)
         dy = torch.ones_like(mine[0])
-        with count.held() as held:
+        with count.track_memory() as held:
             y = attention(*(x * 1 for x in mine))  # computed, as a model's would be
             time.sleep(0.05)
-            kept = held.now
-        with count.held(*mine) as held:
+            kept = held.current_bytes
+        with count.track_memory(*mine) as held:
             y = attention(*mine)
             held.reset_peak()
             torch.autograd.grad(y, mine, dy)
-        found[seq].append((kept, held.peak))
+        found[seq].append((kept, held.peak_bytes))
         del y
     return found
 

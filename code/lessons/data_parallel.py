@@ -98,13 +98,13 @@ def local_batch(step, size=4, rank=None):
 # %%
 def train_alone(steps):
     model, optimizer = model_and_optimizer()
-    begin = count.clock(ranks.device())  # it waits for the GPU, if there is one
+    begin = count.read_clock(ranks.device())  # it waits for the GPU, if there is one
     for step in range(steps):
         tokens, targets = local_batch(step)
         optimizer.zero_grad()
         loss(model(tokens), targets).backward()
         optimizer.step()
-    seconds = (count.clock(ranks.device()) - begin) / steps
+    seconds = (count.read_clock(ranks.device()) - begin) / steps
     return seconds, drift(model, dist.group.WORLD)
 
 
@@ -467,9 +467,9 @@ def sent_by(way):
     loss(model(tokens) * 0, targets).backward()  # gradients exist from here on
     on_wire = []
     for _ in range(5):
-        before = count.wire_bytes()  # of all ranks, so before any of them begins
+        before = count.read_loopback_bytes()  # of all ranks, so before any of them begins
         dist.barrier()
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             if way == "average_gradients":
                 average_gradients(model, world)
             if way == "average_in_buckets":
@@ -477,7 +477,7 @@ def sent_by(way):
             if way == "DataParallel":
                 loss(hooked(tokens), targets).backward()
         dist.barrier()
-        on_wire.append((count.wire_bytes() or 0) - (before or 0))
+        on_wire.append((count.read_loopback_bytes() or 0) - (before or 0))
     return sent.collectives["all_reduce"], min(on_wire)  # other traffic can only add
 
 
@@ -532,7 +532,7 @@ WIRE = CostModel(latency=2e-3, bandwidth=1e9)
 
 
 def seconds_of(way):
-    wire = link.slow(WIRE.latency, WIRE.bandwidth)
+    wire = link.create_slow_group(WIRE.latency, WIRE.bandwidth)
     model = GPT(PRESETS["micro"])
     buckets = [Bucket(dealt, wire) for dealt in assign_buckets(model.parameters())]
     tokens, targets = text.get_batch(64, 1)
@@ -750,7 +750,7 @@ class Sleeper(nn.Module):
 
 
 def sleeping_steps(growing):
-    wire = link.slow(SLEEP_WIRE.latency, SLEEP_WIRE.bandwidth)
+    wire = link.create_slow_group(SLEEP_WIRE.latency, SLEEP_WIRE.bandwidth)
     part = 1 if growing else 1 / dist.get_world_size()
     model = DataParallel(Sleeper(part), wire, 2 * LAYER_BYTES, 2 * LAYER_BYTES)
     seconds = []
@@ -1114,7 +1114,7 @@ def norms(forget):
 
 def traffic(forget):
     model = DataParallel(model_and_optimizer()[0], dist.group.WORLD)
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         for part in range(4):
             tokens, targets = local_batch(part)
             if forget or part == 3:

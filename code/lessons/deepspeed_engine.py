@@ -378,11 +378,11 @@ def peak(cases):
     """On a rank: the most bytes that training holds, for each configuration."""
     batches, found = [local_batch(step) for step in range(3)], {}
     for name, settings in cases.items():
-        with count.held() as held:
+        with count.track_memory() as held:
             engine = de.initialize(model(), settings)
             for batch in batches:
                 de.step(engine, [batch])
-        found[name] = held.peak
+        found[name] = held.peak_bytes
         del engine
     return found
 
@@ -448,7 +448,7 @@ def saved_bytes():
         if asked:
             de.recompute(module, config=settings)
         engine = de.initialize(module, settings)
-        with count.saved(module) as saved:
+        with count.track_saved_activations(module) as saved:
             value = loss(engine(tokens), targets)
         engine.backward(value)
         engine.step()
@@ -707,7 +707,7 @@ ways = {way: lab.run(way, 2, task) for way in ("one", "data", "offload", "tensor
 reports = [ways[way][i] for i in range(2) for way in ways]
 slower = ways["offload"][0].rate < ways["data"][0].rate  # it gathers, for each token
 show.check_timing(slower, "ZeRO-3 is slower than copies")
-print(", ".join(f"{what}: {value}" for what, value in count.machine()))
+print(", ".join(f"{what}: {value}" for what, value in count.describe_machine()))
 breakdown.table(reports, caption="Two ranks that share one machine")
 
 # %% [markdown]

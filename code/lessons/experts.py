@@ -48,7 +48,7 @@ from shardlab.common.machines import MACHINES
 from shardlab.common.shapes import PRESETS
 from shardlab.data_parallel import buckets
 from shardlab.gpt import router
-from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, parameter_count
+from shardlab.gpt.model import GPT, Config, Experts, FeedForward, loss, count_parameters
 from shardlab.measure import count
 
 show.set_style()
@@ -89,7 +89,7 @@ def apart(a, b):
 
 # %% tags=["hide-input"]
 # Table: parameters held, and used by a token
-llama = parameter_count(PRESETS["llama-3-405b"])
+llama = count_parameters(PRESETS["llama-3-405b"])
 SHAPES = {
     "Llama 3 405B": experts.Parameters(llama, llama),
     "Mixtral 8x7B": experts.parameters(PRESETS["mixtral-8x7b"]),
@@ -349,7 +349,7 @@ print("2 x 2 ranks: every gradient is a part of one process's")
 # ![Six tokens of a sequence, each with a first and a second choice, and three experts with four places each. First choices come first: expert 0 is the first choice of tokens 0, 1, 3, 4 and 5, so that token 5 finds no place there, nor does token 2 with its second choice. Expert 1 gets tokens 2, 0, 3 and 5, expert 2 tokens 1 and 4. Two of twelve choices are dropped.](../figures/experts_capacity.svg)
 
 # %%
-show.source(router.drop)
+show.source(router.drop_overflow)
 
 
 # %% [markdown]
@@ -536,7 +536,7 @@ show.table(rows, head)
 def sent(config):
     model = experts.parallelize(plain(config), dist.group.WORLD)
     tokens, targets = (mine(x) for x in batch(0))
-    with experts.watch(model) as routed, count.sent() as found:
+    with experts.watch(model) as routed, count.record_traffic() as found:
         loss(model(tokens), targets).backward()
     lost = sum(int(one.dropped.sum()) for one in routed)
     want = experts.predicted_sent(config, tokens.numel(), 4, lost)
@@ -724,7 +724,7 @@ def beside():
     x_BSH, found = normal(dist.get_rank(), 4, 32, 128).requires_grad_(), {}
     for name, compute in both.items():
         x_BSH.grad = None
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             y_BSH = compute(x_BSH)
             y_BSH.square().sum().backward()
         found[name] = y_BSH.detach(), x_BSH.grad, sent.payload["all_to_all_single"]
@@ -947,7 +947,7 @@ check(my_admit)
 # :class: dropdown
 # ```
 #
-# A loop is plainest. `router.drop` has none: in the order of choices it counts how often each expert was chosen before.
+# A loop is plainest. `router.drop_overflow` has none: in the order of choices it counts how often each expert was chosen before.
 
 # %%
 def my_admit(chosen_TC, count, places):

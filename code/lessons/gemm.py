@@ -53,7 +53,7 @@ from shardlab.measure.count import speed
 show.set_style()
 
 
-def random(M, K, N, dtype=torch.float32):
+def make_matrices(M, K, N, dtype=torch.float32):
     """The same two matrices on every rank that asks: a_MK, b_KN."""
     generator = torch.Generator().manual_seed(0)
     a_MK, b_KN = (torch.randn(*s, generator=generator) for s in ((M, K), (K, N)))
@@ -75,10 +75,10 @@ def random(M, K, N, dtype=torch.float32):
 M, K, N = 2048, 512, 8192
 BUDGET = 40e6  # bytes on each rank
 
-needed = gemm.predict("rows", M, N, K, ranks=1).held
+needed = gemm.predict_cost("rows", M, N, K, ranks=1).peak_bytes
 try:
     gemm.check_budget(needed, BUDGET, f"[{M}, {K}] @ [{K}, {N}]")
-except gemm.OverBudget as error:
+except gemm.MemoryBudgetError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
@@ -89,7 +89,7 @@ except gemm.OverBudget as error:
 assert needed > BUDGET
 
 
-def too_large():
+def exceed_gpu_memory():
     side = int((torch.cuda.mem_get_info()[1] / 4) ** 0.5) + 1024
     a, b = (torch.zeros(shape, device="cuda") for shape in ((side, 8), (8, side)))
     try:
@@ -100,7 +100,7 @@ def too_large():
 
 
 if ranks.choose_backend(1)[1] == "cuda":
-    print(ranks.run(too_large, 1)[0])
+    print(ranks.run(exceed_gpu_memory, 1)[0])
 else:
     print("There is no GPU here: the budget stands in for it.")
 
@@ -141,7 +141,7 @@ def plain_rows(a_mK, b_KN):
     return torch.cat(parts)
 
 
-def story():
+def print_product():
     rank = dist.get_rank()
     a_MK = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
     b_KN = torch.tensor([[1, 0], [10, 1]]) * (rank == 0)  # rank 0 alone knows B
@@ -154,7 +154,7 @@ def story():
 
 
 # CPU: integers, for which GPUs have no products
-found = ranks.run(story, 2, device="cpu")
+found = ranks.run(print_product, 2, device="cpu")
 
 
 # %% [markdown]
@@ -175,8 +175,8 @@ def plain_inner(a_Mk, b_kN):
     return c_MN
 
 
-def three_ways():
-    a_MK, b_KN = (x.round() for x in random(8, 12, 16))  # whole numbers add up exactly
+def check_plain_schemes():
+    a_MK, b_KN = (x.round() for x in make_matrices(8, 12, 16))  # whole numbers add up exactly
     size, rank = dist.get_world_size(), dist.get_rank()
     a_mK, a_Mk = a_MK.chunk(size)[rank], a_MK.chunk(size, dim=1)[rank]
     b_kN, b_Kn = b_KN.chunk(size)[rank], b_KN.chunk(size, dim=1)[rank]
@@ -188,7 +188,7 @@ def three_ways():
     return [(c_MN - a_MK @ b_KN).abs().max().item() for c_MN in products]
 
 
-off = ranks.run(three_ways, 4)
+off = ranks.run(check_plain_schemes, 4)
 print("largest difference from one process:", max(map(max, off)))
 
 # %% tags=["hide-input"]
@@ -208,7 +208,9 @@ assert max(map(max, off)) == 0
 # `shard_slice` says who has which rows. Nothing has to divide: of 10 rows four ranks have 3, 3, 2 and 2.
 
 # %%
-show.source(gemm.shard_slice, gemm.cut, gemm.by_rows, gemm.by_columns)
+show.source(
+    gemm.shard_slice, gemm.shard_operands, gemm.multiply_rows, gemm.multiply_columns
+)
 
 # %% [markdown]
 # To gather, the shorter shares are padded, and the padding is dropped where it arrives.
@@ -217,13 +219,13 @@ show.source(gemm.shard_slice, gemm.cut, gemm.by_rows, gemm.by_columns)
 # Columns do not: what arrives are $t$ narrow matrices, which have to be copied side by side. [Below](#gemm-wrong) is what happens if they are not.
 
 # %%
-show.source(gemm.core._padded, gemm.gather_rows, gemm.gather_columns)
+show.source(gemm.core._pad_shard, gemm.gather_rows, gemm.gather_columns)
 
 # %% [markdown]
 # By the inner dimension, `full=False` leaves each rank its own rows of the sum.
 
 # %%
-show.source(gemm.by_inner, gemm.core.reduce_scatter)
+show.source(gemm.multiply_inner, gemm.core.reduce_scatter)
 
 # %% [markdown]
 # ### What each rank holds
@@ -231,37 +233,38 @@ show.source(gemm.by_inner, gemm.core.reduce_scatter)
 # The cell counts what a rank holds at its peak on four ranks.
 
 # %%
-WAYS = {
+PEAK_CASES = {
     "rows, C stays cut": ("rows", False),
     "columns, C stays cut": ("columns", False),
     "inner, all-reduce": ("inner", True),
 }
 
 
-def held_by_four():
+def measure_peaks():
     group, rank, peaks = dist.group.WORLD, dist.get_rank(), []
-    for way, _ in WAYS.values():
-        a, b = (x.clone() for x in gemm.cut(way, *random(M, K, N), 4, rank))
-        with count.held(a, b) as held:
+    for way, _ in PEAK_CASES.values():
+        a, b = (x.clone() for x in gemm.shard_operands(way, *make_matrices(M, K, N), 4, rank))
+        with count.track_memory(a, b) as held:
             if way == "inner":
-                gemm.by_inner(a, b, group)
+                gemm.multiply_inner(a, b, group)
             else:
-                (gemm.by_rows if way == "rows" else gemm.by_columns)(a, b)
-        peaks.append(held.peak)
+                (gemm.multiply_rows if way == "rows" else gemm.multiply_columns)(a, b)
+        peaks.append(held.peak_bytes)
     return peaks
 
 
-measured = ranks.run(held_by_four, 4, device="cpu")[0]  # CPU: bytes of gloo's way
+measured = ranks.run(measure_peaks, 4, device="cpu")[0]  # CPU: bytes of gloo's way
 
 # %% tags=["hide-input"]
 # Table: bytes held by a rank, predicted and measured
 rows = []
-for (name, (way, full)), peak in zip(WAYS.items(), measured, strict=True):
-    cost = gemm.predict(way, M, N, K, ranks=4, full=full)
-    assert peak == cost.held
-    parts = (f"{size / 1e6:.2f}" for size in (cost.a, cost.b, cost.c, cost.held))
-    fits = "yes" if cost.held <= BUDGET else "no"
-    rows.append((name, *parts, f"{peak / 1e6:.2f}", peak - cost.held, fits))
+for (name, (way, full)), peak in zip(PEAK_CASES.items(), measured, strict=True):
+    cost = gemm.predict_cost(way, M, N, K, ranks=4, full=full)
+    assert peak == cost.peak_bytes
+    sizes = cost.a_bytes, cost.b_bytes, cost.c_bytes, cost.peak_bytes
+    parts = (f"{size / 1e6:.2f}" for size in sizes)
+    fits = "yes" if cost.peak_bytes <= BUDGET else "no"
+    rows.append((name, *parts, f"{peak / 1e6:.2f}", peak - cost.peak_bytes, fits))
 head = ["way", "A (MB)", "B (MB)", "C (MB)", "held, predicted (MB)", "measured (MB)"]
 show.table(rows, [*head, "difference (B)", "fits in 40 MB"])
 
@@ -298,14 +301,14 @@ def plain_summa(a_mk, b_kn, grid):
     return c_mn
 
 
-def on_a_grid():
-    a_MK, b_KN = (x.round() for x in random(8, 12, 16))
-    grid = gemm.grid(dist.group.WORLD, 2, 2)
-    c_mn = plain_summa(*(x.contiguous() for x in grid.cut(a_MK, b_KN)), grid)
-    return (c_mn - grid.block(a_MK @ b_KN)).abs().max().item()
+def check_plain_summa():
+    a_MK, b_KN = (x.round() for x in make_matrices(8, 12, 16))
+    grid = gemm.create_grid(dist.group.WORLD, 2, 2)
+    c_mn = plain_summa(*(x.contiguous() for x in grid.take_blocks(a_MK, b_KN)), grid)
+    return (c_mn - grid.take_block(a_MK @ b_KN)).abs().max().item()
 
 
-off = ranks.run(on_a_grid, 4)
+off = ranks.run(check_plain_summa, 4)
 print("largest difference from one process:", max(off))
 
 # %% tags=["hide-input"]
@@ -318,7 +321,7 @@ assert max(off) == 0
 # Panels end where a block ends, in $A$ or in $B$, so the grid need not be square, and nothing has to divide.
 
 # %%
-show.source(gemm.Grid, gemm.panels, gemm.summa, fold=70)
+show.source(gemm.Grid, gemm.split_panels, gemm.multiply_summa, fold=70)
 
 
 # %% [markdown]
@@ -326,25 +329,25 @@ show.source(gemm.Grid, gemm.panels, gemm.summa, fold=70)
 
 # %% tags=["hide-input", "measured"]
 # Measures the plain SUMMA beside the core: bytes held, and seconds
-def plain_and_core():
+def compare_with_core():
     group, side = dist.group.WORLD, 1024
-    grid = gemm.grid(group, 2, 2, lambda one: link.slow(2e-4, 40e6, one))
-    a, b = (x.contiguous() for x in grid.cut(*random(side, side, side)))
+    grid = gemm.create_grid(group, 2, 2, lambda one: link.create_slow_group(2e-4, 40e6, one))
+    a, b = (x.contiguous() for x in grid.take_blocks(*make_matrices(side, side, side)))
     works = (
         lambda: plain_summa(a, b, grid),
-        lambda: gemm.summa(a, b, side, grid, width=64),
+        lambda: gemm.multiply_summa(a, b, side, grid, width=64),
     )
     peaks = []
     for work in works:
-        with count.held(a, b) as held:
+        with count.track_memory(a, b) as held:
             work()
-        peaks.append(held.peak)
-    pairs = [[gemm.stopwatch(work, group, 1) for work in works] for _ in range(9)]
+        peaks.append(held.peak_bytes)
+    pairs = [[gemm.time_on_group(work, group, 1) for work in works] for _ in range(9)]
     return peaks, pairs
 
 
 # CPU: times of the CPU's work and a wire
-peaks, pairs = ranks.run(plain_and_core, 4, device="cpu")[0]
+peaks, pairs = ranks.run(compare_with_core, 4, device="cpu")[0]
 ms = [f"{1e3 * statistics.median(times):.0f}" for times in zip(*pairs, strict=True)]
 ratio = statistics.median(plain / core for plain, core in pairs)
 assert peaks[1] < peaks[0], peaks
@@ -370,23 +373,24 @@ SIZES = (10, 7, 9), (3, 50, 2), (129, 257, 65)
 ROUNDING = {torch.float32: 2**-24, torch.float64: 2**-53}
 
 
-def differences(dtype):
+def measure_errors(dtype):
     """Way -> (largest difference from one process, allowed)."""
     group, found = dist.group.WORLD, {}
     for sizes in SIZES:
-        a_MK, b_KN = random(*sizes, dtype)
+        a_MK, b_KN = make_matrices(*sizes, dtype)
         right, inner = a_MK @ b_KN, sizes[1]
         allowed = 2 * inner * ROUNDING[dtype] * (a_MK.abs() @ b_KN.abs()).max().item()
         pairs = [
-            (way, gemm.multiply(way, a_MK, b_KN, group), right) for way in gemm.CUTS
+            (scheme, gemm.multiply_sharded(scheme, a_MK, b_KN, group), right)
+            for scheme in gemm.SCHEMES_1D
         ]
-        cut = gemm.multiply("inner", a_MK, b_KN, group, full=False)
+        cut = gemm.multiply_sharded("inner", a_MK, b_KN, group, full=False)
         gathered = gemm.gather_rows(cut, sizes[0], group)
         pairs.append(("inner, reduce-scattered", gathered, right))
         for shape in GRIDS[dist.get_world_size()]:
-            grid = gemm.grid(group, *shape)
-            block = gemm.summa(*grid.cut(a_MK, b_KN), inner, grid, width=20)
-            pairs.append(("summa", block, grid.block(right)))
+            grid = gemm.create_grid(group, *shape)
+            block = gemm.multiply_summa(*grid.take_blocks(a_MK, b_KN), inner, grid, width=20)
+            pairs.append(("summa", block, grid.take_block(right)))
         for way, got, want in pairs:
             off = (got - want).abs().max().item() if want.numel() else 0.0
             assert got.shape == want.shape and off <= allowed, (
@@ -400,11 +404,11 @@ def differences(dtype):
     return found
 
 
-def both():
-    return [differences(dtype) for dtype in ROUNDING]
+def measure_all_errors():
+    return [measure_errors(dtype) for dtype in ROUNDING]
 
 
-by_size = [found for size in GRIDS for found in ranks.run(both, size)]
+by_size = [found for size in GRIDS for found in ranks.run(measure_all_errors, size)]
 rows = []
 for way in by_size[0][0]:
     cells = []
@@ -440,7 +444,7 @@ show.table(rows, ["way", *head])
 
 # %% tags=["hide-input", "measured"]
 # Table: bytes sent, predicted, counted, and seen on the interface
-CASES = [
+SENT_CASES = [
     ("rows", True),
     ("columns", True),
     ("inner", False),
@@ -450,49 +454,49 @@ CASES = [
 SHAPE = 1024, 1024, 2048  # M, K, N
 
 
-def bytes_sent():
+def count_bytes_sent():
     group, found = dist.group.WORLD, []
-    a_MK, b_KN = random(*SHAPE)
-    grid = gemm.grid(group, 2, 2)
+    a_MK, b_KN = make_matrices(*SHAPE)
+    grid = gemm.create_grid(group, 2, 2)
 
     def multiply(way, full):
         if way == "summa":
-            return gemm.summa(*grid.cut(a_MK, b_KN), SHAPE[1], grid)
-        return gemm.multiply(way, a_MK, b_KN, group, full)
+            return gemm.multiply_summa(*grid.take_blocks(a_MK, b_KN), SHAPE[1], grid)
+        return gemm.multiply_sharded(way, a_MK, b_KN, group, full)
 
-    for way, full in CASES:
-        with count.sent() as sent:
+    for way, full in SENT_CASES:
+        with count.record_traffic() as sent:
             multiply(way, full)
         readings = []
         for _ in range(3):  # the least of three: others may use the interface, too
             dist.barrier()
-            before = count.wire_bytes()
+            before = count.read_loopback_bytes()
             dist.barrier()
             multiply(way, full)
             dist.barrier()
-            readings.append((count.wire_bytes() or 0) - (before or 0))
+            readings.append((count.read_loopback_bytes() or 0) - (before or 0))
             dist.barrier()
         found.append((sent.collectives, min(readings)))
     return found
 
 
-by_rank, rows = ranks.run(bytes_sent, 4, device="cpu"), []  # CPU: bytes on loopback
+by_rank, rows = ranks.run(count_bytes_sent, 4, device="cpu"), []  # CPU: bytes on loopback
 m, k, n = SHAPE
-for number, (way, full) in enumerate(CASES):
+for number, (way, full) in enumerate(SENT_CASES):
     for rank, found in enumerate(by_rank):
         shape = (2, 2) if way == "summa" else None
-        cost = gemm.predict(way, m, n, k, 4, full=full, rank=rank, shape=shape)
+        cost = gemm.predict_cost(way, m, n, k, 4, full=full, rank=rank, shape=shape)
         assert found[number][0] == cost.collectives  # calls and bytes, exactly
     seen = by_rank[0][number][1]
     # Headers add some percent, other traffic of the machine more; nothing takes away.
-    near = not seen or 1 <= seen / cost.wire < 1.25
+    near = not seen or 1 <= seen / cost.wire_bytes < 1.25
     show.check_timing(near, f"{way}: the formula's bytes, +25 %")
     name = f"{way}, C on all" if full else f"{way}, C cut"
     calls = ", ".join(
         f"{times} {what}" for what, (times, _) in cost.collectives.items()
     )
-    wire = (f"{value / 4 / 1e6:.2f}" for value in (cost.wire, seen))
-    rows.append((name, calls, *wire, f"{seen / cost.wire - 1:+.1%}"))
+    wire = (f"{value / 4 / 1e6:.2f}" for value in (cost.wire_bytes, seen))
+    rows.append((name, calls, *wire, f"{seen / cost.wire_bytes - 1:+.1%}"))
 head = [
     "way",
     "collectives of a rank",
@@ -515,12 +519,12 @@ side, rows = 16384, []
 full = 2 * side**2  # bytes of one matrix in 16 bits
 for t in (4, 16, 64, 256):
     p = int(t**0.5)
-    one_d = gemm.predict("rows", side, side, side, t, 2, full=False)
+    one_d = gemm.predict_cost("rows", side, side, side, t, 2, full=False)
     received = collectives.bytes_sent("all_gather", full, 2, t, 0)  # sent = received
-    two_d = gemm.predict(
+    two_d = gemm.predict_cost(
         "summa", side, side, side, t, 2, full=False, shape=(p, p), width=256
     )
-    cells = (one_d.held, two_d.held, received, two_d.wire / t)
+    cells = (one_d.peak_bytes, two_d.peak_bytes, received, two_d.wire_bytes / t)
     rows.append((t, *(f"{value / 1e6:,.0f}" for value in cells)))
 head = [
     "held: by rows (MB)",
@@ -572,7 +576,7 @@ for t in (2, 8, 64):
         ("inner", 10e-6),
     ):
         fast = gemm.Machine(flops=400e12, latency=latency, bandwidth=200e9)
-        cells.append(gemm.pays_from(way, t, fast, itemsize=2))
+        cells.append(gemm.find_break_even_side(way, t, fast, itemsize=2))
     # The formula's 2000 and 4000, and the next multiple of t above them.
     assert 0 < cells[0] - 2000 <= t and 0 < cells[1] - 4000 <= t, cells
     rows.append((t, *(f"{side:,}" for side in cells)))
@@ -582,20 +586,20 @@ show.table(rows, ["ranks", *head, "inner, α = 10 µs (side)"])
 
 # %% [markdown]
 # Now a machine that we have: this one, with two ranks, one core each, and an emulated link of 400 MB/s between them.
-# `gemm.measure` finds operations per second, latency and bandwidth, and `gemm.pays_from` predicts the crossing from them.
+# `gemm.measure_machine` finds operations per second, latency and bandwidth, and `gemm.find_break_even_side` predicts the crossing from them.
 # Then both ways are measured around it, at half of the predicted side and at twice of it, and in between.
 
 # %%
-def one_and_two():
-    wire = link.slow(2e-4, 400e6)
-    machine = gemm.measure(wire, side=512, repeats=15)
-    crossing = gemm.pays_from("rows", 2, machine)
+def time_one_and_two():
+    wire = link.create_slow_group(2e-4, 400e6)
+    machine = gemm.measure_machine(wire, side=512, repeats=15)
+    crossing = gemm.find_break_even_side("rows", 2, machine)
     sides = [round(factor * crossing) for factor in (0.5, 0.71, 1, 1.41, 2)]
     times = {side: (float("inf"), float("inf")) for side in sides}
     for side in sides * 5:  # again and again: what disturbs the machine disturbs all
-        a, b = random(side, side, side)
-        works = lambda: a @ b, lambda: gemm.multiply("rows", a, b, wire)
-        now = [gemm.stopwatch(work, wire, 3, min) for work in works]
+        a, b = make_matrices(side, side, side)
+        works = lambda: a @ b, lambda: gemm.multiply_sharded("rows", a, b, wire)
+        now = [gemm.time_on_group(work, wire, 3, min) for work in works]
         times[side] = tuple(map(min, times[side], now))
     return machine, crossing, times
 
@@ -607,7 +611,7 @@ def one_and_two():
 # %% tags=["hide-input", "measured"]
 # Measures where one rank and two take equally long, and draws it
 # CPU: times of the CPU's work and a wire
-machine, crossing, times = ranks.run(one_and_two, 2, device="cpu")[0]
+machine, crossing, times = ranks.run(time_one_and_two, 2, device="cpu")[0]
 sides = list(times)
 gains = [split / alone for alone, split in times.values()]  # above 1: one is faster
 after = next((i for i, gain in enumerate(gains) if gain < 1), 0)
@@ -624,7 +628,7 @@ figure, axes = plt.subplots(figsize=(5.2, 3.3))
 looks = (("1 rank", show.RANK_COLORS[0]), ("2 ranks", show.RANK_COLORS[1]))
 for number, (name, color) in enumerate(looks):
     line = [
-        1e3 * gemm.seconds("rows", n, n, n, number + 1, machine).total for n in sides
+        1e3 * gemm.predict_seconds("rows", n, n, n, number + 1, machine).total for n in sides
     ]
     axes.plot(sides, line, color=color, lw=1.6)
     axes.plot(
@@ -677,7 +681,7 @@ weight = torch.nn.Parameter(torch.ones(many // 4, device=device))
 weight.grad = torch.ones_like(weight)
 adamw = torch.optim.AdamW([weight], fused=True)
 size = wide.numel()
-WORK = {  # name: (FLOP, bytes, the work); all in float32
+WORKLOADS = {  # name: (FLOP, bytes, the work); all in float32
     "large product": (2 * n**3, 12 * n**2, lambda: a @ b),  # [n, n] @ [n, n]
     "matrix × 16 columns": (32 * size, 4 * size, lambda: wide @ sixteen),
     "matrix × 1 column": (2 * size, 4 * size, lambda: wide @ one),
@@ -692,7 +696,7 @@ WORK = {  # name: (FLOP, bytes, the work); all in float32
 
 # %% tags=["hide-input", "measured"]
 # Measures and draws the roofline of this machine
-def raised(roof, points):
+def raise_roof(roof, points):
     """A roof is what nothing exceeds: the best rates that anything here reached."""
     return count.Rates(
         max(roof.flops, *(rate for _, _, rate in points)),
@@ -701,9 +705,9 @@ def raised(roof, points):
 
 
 points = []
-for name, (flop, moved, work) in WORK.items():
-    points.append((name, flop / moved, flop / speed.seconds(work, device)))
-roof = raised(count.rates(torch.float32, device), points)
+for name, (flop, moved, work) in WORKLOADS.items():
+    points.append((name, flop / moved, flop / speed.measure_seconds(work, device)))
+roof = raise_roof(count.measure_rates(torch.float32, device), points)
 reached = {name: rate for name, _, rate in points}
 memory_bound = max(reached["matrix × 1 column"], reached["addition"])
 show.check_timing(
@@ -733,16 +737,16 @@ show.figure(
 # The cell measures the share that each rank would get, for 1 to 16 ranks, on one device: no communication, just the thin product.
 
 # %%
-def thin_shards():
+def time_thin_shards():
     device = ranks.device()
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     m, k, n = (1024, 4096, 16384) if gpu else (64, 2048, 2048)
     shards = {
-        cut: gemm.shard_throughput(m, n, k, cut=cut, dtype=dtype, device=device)
+        cut: gemm.measure_shard_throughput(m, n, k, scheme=cut, dtype=dtype, device=device)
         for cut in ("columns", "rows")
     }
-    return count.rates(dtype, device), shards, dtype.itemsize
+    return count.measure_rates(dtype, device), shards, dtype.itemsize
 
 
 # %% [markdown]
@@ -750,7 +754,7 @@ def thin_shards():
 
 # %% tags=["hide-input", "measured"]
 # Table: what thin shards reach of the roof
-rates, found, itemsize = ranks.run(thin_shards, 1)[0]
+rates, found, itemsize = ranks.run(time_thin_shards, 1)[0]
 points = []
 for cut, shards in found.items():
     for shard in shards:
@@ -760,13 +764,13 @@ for cut, shards in found.items():
             f"[{shard.M}, {shard.K}] @ [{shard.K}, {shard.N}]",
         )
         points.append((name, 2 * shard.M * shard.K * shard.N / moved, shard.flops))
-roof = raised(rates, points)
+roof = raise_roof(rates, points)
 rows = []
 for number, (name, intensity, rate) in enumerate(points):
     first = points[number - number % 5][2]  # t = 1 of the same cut
     cells = (
         f"{intensity:.0f}",
-        f"{roof.reachable(intensity) / 1e9:,.0f}",
+        f"{roof.get_attainable_flops(intensity) / 1e9:,.0f}",
         f"{rate / 1e9:,.0f}",
     )
     rows.append((*name, *cells, f"{rate / first:.0%}"))
@@ -799,7 +803,7 @@ show.table(rows, head)
 # These are its names for our ways; the table says when it sends.
 
 # %%
-PLACED = {
+PLACEMENTS = {
     "rows": ([Shard(0)], [Replicate()]),
     "columns": ([Replicate()], [Shard(1)]),
     "inner": ([Shard(1)], [Shard(0)]),
@@ -807,16 +811,16 @@ PLACED = {
 }
 
 
-def calls(mode):
+def format_calls(mode):
     counts = mode.get_comm_counts().items()
     return ", ".join(f"{n} {str(k).split('.')[-1]}" for k, n in counts) or "nothing"
 
 
-def with_dtensor():
-    a_MK, b_KN = random(130, 258, 66)
+def multiply_with_dtensor():
+    a_MK, b_KN = make_matrices(130, 258, 66)
     meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
     found = {}
-    for way, placements in PLACED.items():
+    for way, placements in PLACEMENTS.items():
         mesh = meshes[len(placements[0]) - 1]
         a, b = (
             distribute_tensor(x, mesh, p, src_data_rank=None)
@@ -827,18 +831,19 @@ def with_dtensor():
         with CommDebugMode() as second:
             full = c.full_tensor()
         off = (full - a_MK @ b_KN).abs().max().item()
-        found[way] = ", ".join(map(str, c.placements)), calls(first), calls(second), off
+        sent = format_calls(first), format_calls(second)
+        found[way] = ", ".join(map(str, c.placements)), *sent, off
     return found
 
 
-found = ranks.run(with_dtensor, 4, device="cpu")[0]  # CPU: DTensor on a CPU mesh
+found = ranks.run(multiply_with_dtensor, 4, device="cpu")[0]  # CPU: DTensor on a CPU mesh
 
 # %% tags=["hide-input"]
 # Table: what DTensor makes of each way, and when it sends
 rows = []
 for way, (result, first, second, off) in found.items():
     assert off < 1e-4  # sums of 258 products in float32
-    kinds = [", ".join(map(str, placements)) for placements in PLACED[way]]
+    kinds = [", ".join(map(str, placements)) for placements in PLACEMENTS[way]]
     rows.append((way, *kinds, result, first, second))
 show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"])
 
@@ -852,21 +857,21 @@ show.table(rows, ["way", "A", "B", "A @ B", "sent by @", "sent by full_tensor()"
 
 # %% tags=["hide-input", "measured"]
 # Measures DTensor beside ours, for small and for large matrices
-def beside_dtensor():
+def time_beside_dtensor():
     group, mesh, found = dist.group.WORLD, init_device_mesh("cpu", (2,)), []
     for side in (64, 1024):
-        a_MK, b_KN = random(side, side, side)
-        a_mK, _ = gemm.cut("rows", a_MK, b_KN, 2, dist.get_rank())
+        a_MK, b_KN = make_matrices(side, side, side)
+        a_mK, _ = gemm.shard_operands("rows", a_MK, b_KN, 2, dist.get_rank())
         a = distribute_tensor(a_MK, mesh, [Shard(0)], src_data_rank=None)
         b = distribute_tensor(b_KN, mesh, [Replicate()], src_data_rank=None)
         works = (
             lambda a=a_mK, b=b_KN, n=side: gemm.gather_rows(
-                gemm.by_rows(a, b), n, group
+                gemm.multiply_rows(a, b), n, group
             ),
             lambda a=a, b=b: (a @ b).full_tensor(),
         )
         found.append(
-            [[gemm.stopwatch(work, group, 3) for work in works] for _ in range(9)]
+            [[gemm.time_on_group(work, group, 3) for work in works] for _ in range(9)]
         )
     return found
 
@@ -874,7 +879,7 @@ def beside_dtensor():
 rows = []
 for side, pairs in zip(
     # CPU: times are gloo's
-    (64, 1024), ranks.run(beside_dtensor, 2, device="cpu")[0], strict=True
+    (64, 1024), ranks.run(time_beside_dtensor, 2, device="cpu")[0], strict=True
 ):
     low, middle, high = statistics.quantiles(
         [ours / theirs for ours, theirs in pairs], n=4
@@ -897,11 +902,11 @@ show.table(rows, ["side", "ours (ms)", "DTensor (ms)", "ours / DTensor"])
 # None of these three raises an error.
 
 # %%
-def mistakes():
+def make_mistakes():
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    a_MK, b_KN = random(256, 256, 256)
-    a_Mk, b_kN = gemm.cut("inner", a_MK, b_KN, size, rank)
-    _, b_Kn = gemm.cut("columns", a_MK, b_KN, size, rank)
+    a_MK, b_KN = make_matrices(256, 256, 256)
+    a_Mk, b_kN = gemm.shard_operands("inner", a_MK, b_KN, size, rank)
+    _, b_Kn = gemm.shard_operands("columns", a_MK, b_KN, size, rank)
     found = {"inner, never added up": a_Mk @ b_kN}
     pieces = [torch.empty_like(a_MK @ b_Kn) for _ in range(size)]
     dist.all_gather(pieces, a_MK @ b_Kn, group=group)
@@ -914,7 +919,7 @@ def mistakes():
     return [(name, c, (c - right).norm() / right.norm()) for name, c in found.items()]
 
 
-by_rank = ranks.run(mistakes, 4)
+by_rank = ranks.run(make_mistakes, 4)
 
 # %% tags=["hide-input"]
 # Table: the three mistakes, and what a reader sees of them
@@ -933,13 +938,13 @@ show.table(rows, ["mistake", "shape", "the same on all ranks", "relative error o
 # The fourth mistake is a small one. In bfloat16 the summands are rounded to eight bits *before* they are added, and each addition rounds again.
 
 # %%
-def rounding():
-    a_MK, b_KN = random(256, 1024, 256, torch.bfloat16)
+def compare_rounding():
+    a_MK, b_KN = make_matrices(256, 1024, 256, torch.bfloat16)
     right = a_MK.double() @ b_KN.double()
     group = dist.group.WORLD
-    found = [gemm.multiply(way, a_MK, b_KN, group) for way in ("rows", "inner")]
-    a_Mk, b_kN = gemm.cut("inner", a_MK, b_KN, dist.get_world_size(), dist.get_rank())
-    found.append(gemm.by_inner(a_Mk.float(), b_kN.float(), group).bfloat16())
+    found = [gemm.multiply_sharded(way, a_MK, b_KN, group) for way in ("rows", "inner")]
+    a_Mk, b_kN = gemm.shard_operands("inner", a_MK, b_KN, dist.get_world_size(), dist.get_rank())
+    found.append(gemm.multiply_inner(a_Mk.float(), b_kN.float(), group).bfloat16())
     return [((c.double() - right).norm() / right.norm()).item() for c in found]
 
 
@@ -948,7 +953,7 @@ def rounding():
 rows = []
 for t in (1, 2, 4, 8):
     # CPU: rounding of the CPU's bfloat16
-    by_rows, summed, in_float32 = ranks.run(rounding, t, device="cpu")[0]
+    by_rows, summed, in_float32 = ranks.run(compare_rounding, t, device="cpu")[0]
     rows.append((t, *(f"{100 * off:.2f}" for off in (by_rows, summed, in_float32))))
 assert summed > 1.5 * by_rows and in_float32 < 1.1 * by_rows
 head = ["by rows (%)", "inner, summed in bfloat16 (%)", "inner, summed in float32 (%)"]

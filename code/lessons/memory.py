@@ -101,7 +101,7 @@ def off(measured, predicted):
 
 # %% tags=["hide-input", "measured"]
 # Table: what this machine has
-show.table(count.machine(), ["what", "this machine's"])
+show.table(count.describe_machine(), ["what", "this machine's"])
 
 # %% [markdown]
 # Three facts about a GPU decide what it can train.
@@ -224,17 +224,17 @@ weights, gradients, moments = plain_states(model, optimizer)
 
 # %% tags=["hide-input"]
 # Holds the plain count against the bytes that a step really holds
-with count.held(model, optimizer, tokens, targets) as held:
-    named = held.now
+with count.track_memory(model, optimizer, tokens, targets) as held:
+    named = held.current_bytes
     optimizer.zero_grad()
-    start = held.now
+    start = held.current_bytes
     value = loss(model(tokens), targets)
-    kept = held.now - start
+    kept = held.current_bytes - start
     value.backward()
     optimizer.step()
-    most = held.peak
-counters = count.states(model, optimizer)["counters"]
-given = count.bytes_of((tokens, targets))
+    most = held.peak_bytes
+counters = count.measure_state_bytes(model, optimizer)["counters"]
+given = count.sum_bytes((tokens, targets))
 assert weights + gradients + moments + counters + given == named
 assert kept == activations + 4  # the loss itself
 assert 1.05 < most / (named + activations) < 1.2
@@ -274,7 +274,7 @@ def float32():
     model, optimizer, tokens, targets = training()
     loss(model(tokens), targets).backward()
     optimizer.step()
-    return count.states(model, optimizer), 0
+    return count.measure_state_bytes(model, optimizer), 0
 
 
 def mixed():
@@ -288,7 +288,7 @@ def mixed():
     for copy, parameter in zip(master, model.parameters(), strict=True):
         copy.grad = None  # it was there for the step alone
         parameter.data.copy_(copy)
-    return count.states(model, optimizer), count.bytes_of(master)
+    return count.measure_state_bytes(model, optimizer), count.sum_bytes(master)
 
 
 # %% tags=["hide-input"]
@@ -393,7 +393,7 @@ rows = []
 for name, (config, batch, precision) in SHAPES.items():
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     model, _, tokens, targets = training(config, batch, dtype=dtype)
-    with count.saved(model, tokens, targets) as saved:
+    with count.track_saved_activations(model, tokens, targets) as saved:
         loss(model(tokens), targets)
     layout = Layout(micro_batch=batch)
     want = memory.activations(config, layout, precision=precision)
@@ -444,17 +444,17 @@ show.source(
 # %% [markdown]
 # ## A whole step, predicted and measured
 #
-# Now a whole step. On the CPU, [`count.held`](../code/shardlab/measure/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
+# Now a whole step. On the CPU, [`count.track_memory`](../code/shardlab/measure/count/storage.py) notes when each storage is made and when it is freed; on a GPU it reads the allocator's own counters.
 # The next cell runs two steps. It writes down how many bytes are held after each line, and at most while the line runs.
 
 # %%
 def watch(model, optimizer, tokens, targets, trace=False):
     """One step: bytes held {after each line}, {at most in it}, states, trace, marks."""
     after, most, marks = {}, {}, [time.perf_counter()]
-    with count.held(model, optimizer, tokens, targets, trace=trace) as held:
+    with count.track_memory(model, optimizer, tokens, targets, trace=trace) as held:
 
         def line(name):
-            after[name], most[name] = held.now, held.peak
+            after[name], most[name] = held.current_bytes, held.peak_bytes
             marks.append(time.perf_counter())
             held.reset_peak()
 
@@ -465,7 +465,7 @@ def watch(model, optimizer, tokens, targets, trace=False):
         line("backward")
         optimizer.step()
         line("step")
-        states = count.states(model, optimizer)
+        states = count.measure_state_bytes(model, optimizer)
         optimizer.zero_grad()
         line("zero_grad")
     return after, most, states, held.trace, marks[1:-1]
@@ -706,7 +706,7 @@ assert all(map(torch.equal, kept, again))
 # ## Many GPUs, simulated on fake tensors
 #
 # What would each of 8 GPUs hold of Llama 3 8B, or each of 64, if each kept only its shard of the states? (How that works is the lesson [ZeRO](zero.md).)
-# No such machine is needed to find out. `count.pretended_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
+# No such machine is needed to find out. `count.simulate_fsdp_step` runs PyTorch's own sharded training on *fake* tensors, which have a shape and a size but no data. The other ranks of its process group do not exist.
 #
 # **These numbers are simulated, not measured.** With a small model on four real ranks, the simulation was [equal to the byte](../tests/test_held.py).
 # It does not contain what an allocator loses to fragments, and what nccl takes.
@@ -715,7 +715,7 @@ assert all(map(torch.equal, kept, again))
 # Table: Llama 3 8B on 8 and on 64 GPUs, simulated and by the formula
 rows = []
 for size in (8, 64):
-    found = count.pretended_step(llama, size)
+    found = count.simulate_fsdp_step(llama, size)
     layout = Layout(dp=size, zero=3, recompute="full")
     want = memory.estimate(llama, layout, precision="bf16-compute")
     assert abs(found["peak"] / want.peak - 1) < 0.05
@@ -761,7 +761,7 @@ with tempfile.TemporaryDirectory() as folder:
     path = Path(folder, "config.json")
     path.write_text(json.dumps(QWEN3))
     qwen = hub.read(path)
-print(f"{qwen.total:,} parameters, of which a token meets {qwen.active:,}")
+print(f"{qwen.num_params:,} parameters, of which a token meets {qwen.num_active_params:,}")
 
 # %% [markdown]
 # A Mixtral's file has nearly the same keys. Read as one, the same sizes make another model:
@@ -772,7 +772,7 @@ as_mixtral = Config(
     experts=128,
     experts_per_token=8,
 )
-print(f"{memory.parameter_count(as_mixtral) - qwen.total:,} parameters")
+print(f"{memory.parameter_count(as_mixtral) - qwen.num_params:,} parameters")
 
 # %% [markdown]
 # Its heads have half the size, and queries and keys are not normalised: 1.5 % of the parameters would be missing, and two thirds of what attention keeps for backward.
@@ -801,7 +801,7 @@ show.table(rows, ["on each rank", *head], caption="One sequence of 4,096 tokens 
 #
 # ## What other tools count
 #
-# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.held`, and it also says what kind of bytes were held at the peak.
+# PyTorch brings a tool for this, `MemTracker`. It should agree with `count.track_memory`, and it also says what kind of bytes were held at the peak.
 
 # %%
 job = training()
@@ -822,14 +822,14 @@ assert kinds["Total"] == ours
 for kind, size in kinds.items():
     if size:
         print(f"{str(kind).split('.')[-1]}: {size:,} bytes")
-print(f"count.held: {ours:,} bytes")
+print(f"count.track_memory: {ours:,} bytes")
 
 # %% [markdown]
 # Both peaks are equal to the byte. `TEMP` is two tensors of the logits' size, which a formula for layers alone does not contain.
 # On a GPU there are three more instruments:
 #
 # - `torch.cuda.memory_summary()` prints the allocator's counters.
-# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for. `count.held` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`.
+# - `torch.cuda.max_memory_allocated()` is the peak in the allocator's blocks, which are [somewhat larger](#memory-wrong) than what was asked for. `count.track_memory` reads the bytes that were asked for, `requested_bytes` in `memory_stats()`.
 # - `torch.cuda.memory._record_memory_history()` and `_dump_snapshot(file)` write down every allocation with its stack, for the viewer at `pytorch.org/memory_viz`.
 #
 # DeepSpeed's estimator predicts before the job runs. The first column is what its documentation {cite}`deepspeed2026memory` prints for T5-3B on one node of eight GPUs. The second is from its formulas, the third our own count of the states.
@@ -891,12 +891,12 @@ def peak(fn):
     """Most bytes held in `fn`, called for the third time, above what training needs."""
     optimizer.zero_grad()
     kept.clear()
-    with count.held(model, optimizer, tokens, targets) as held:
+    with count.track_memory(model, optimizer, tokens, targets) as held:
         fn()
         fn()
         held.reset_peak()
         fn()
-        return held.peak
+        return held.peak_bytes
 
 
 # %% [markdown]

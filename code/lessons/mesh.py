@@ -75,10 +75,11 @@ from shardlab.common import show
 from shardlab.common.shapes import PRESETS, Config
 from shardlab.data_parallel.buckets import add_up
 from shardlab.gpt.model import GPT, loss
-from shardlab.layout import Layout, orders
+from shardlab.layout import Layout, list_axis_orders
 from shardlab.measure import count
 from shardlab.mesh import Parallel, picture
-from shardlab.mesh.job import Job, alone, apart, batch_of, model_of, train
+from shardlab.mesh.job import Job, build_model, compare_runs, load_batch
+from shardlab.mesh.job import train_on_rank, train_single_process
 from shardtools.commands.mesh import add_command
 
 show.set_style()
@@ -87,26 +88,26 @@ EIGHT = Layout(dp=2, pp=2, tp=2, microbatches=2)
 GB = 1e9
 
 
-def adamw(model):
+def make_adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
-def short(difference):
+def format_gap(difference):
     """A difference with one digit; 0 is exactly that."""
     return f"{difference:.0e}" if difference else "0"
 
 
-def gap(a, b):
+def max_difference(a, b):
     """The largest difference between two tensors."""
     return (a - b).abs().max().item()
 
 
-def parallel(layout, config=SMALL):
+def make_parallel(layout, config=SMALL):
     """The same GPT on every rank, cut along three axes."""
-    return Parallel(model_of(config), mesh.join(layout, dist.group.WORLD), layout)
+    return Parallel(build_model(config), mesh.create_groups(layout, dist.group.WORLD), layout)
 
 
-def shardlab(line):
+def run_shardlab(line):
     """What `python -m shardlab …` prints."""
     parser = argparse.ArgumentParser()
     add_command(parser.add_subparsers())
@@ -121,17 +122,17 @@ def shardlab(line):
 LLAMA = PRESETS["llama-3-70b"]
 
 
-def beyond(shape, config, batch, seq, node=8):
+def count_beyond_node(shape, config, batch, seq, node=8):
     """Bytes that leave the busiest node in a step, for each of its GPUs, by axis."""
-    step = partial(mesh.predicted_sent, config, batch=batch, seq=seq)
-    stages = [step(shape, shape.rank(pp=i)) for i in range(shape.pp)]
-    found = shape.leaving(node, lambda rank: stages[shape.place(rank)["pp"]])
+    step = partial(mesh.predict_sent_bytes, config, batch=batch, seq=seq)
+    stages = [step(shape, shape.find_rank(pp=i)) for i in range(shape.pp)]
+    found = shape.count_node_egress(node, lambda rank: stages[shape.get_coordinates(rank)["pp"]])
     return {axis: max(each) / node for axis, each in found.items()}
 
 
 rows, totals = [], {}
-for shape in orders(Layout(dp=16, pp=4, tp=8)):
-    found = beyond(shape, LLAMA, batch=16, seq=8192)
+for shape in list_axis_orders(Layout(dp=16, pp=4, tp=8)):
+    found = count_beyond_node(shape, LLAMA, batch=16, seq=8192)
     totals[shape.order] = sum(found.values())
     cells = [f"{found[axis] / GB:.1f}" for axis in ("tp", "pp", "dp")]
     rows.append([" → ".join(shape.order), *cells, f"{totals[shape.order] / GB:.0f}"])
@@ -166,7 +167,8 @@ for axis, name in enumerate(("data", "pipeline", "tensor")):
 
 # %%
 DEGREES, NODE = Layout(dp=2, pp=2, tp=2), 4  # ranks in a node
-show.figure(picture.draw(DEGREES, NODE), picture.alt(DEGREES, NODE), "mesh-groups")
+figure, alt = picture.draw_groups(DEGREES, NODE), picture.write_alt_text(DEGREES, NODE)
+show.figure(figure, alt, "mesh-groups")
 
 # %% [markdown]
 # :::{calculator} mesh
@@ -180,7 +182,8 @@ show.figure(picture.draw(DEGREES, NODE), picture.alt(DEGREES, NODE), "mesh-group
 
 # %%
 WRONG = replace(DEGREES, order=("tp", "pp", "dp"))
-show.figure(picture.draw(WRONG, NODE), picture.alt(WRONG, NODE), "mesh-wrong-order")
+figure, alt = picture.draw_groups(WRONG, NODE), picture.write_alt_text(WRONG, NODE)
+show.figure(figure, alt, "mesh-wrong-order")
 
 # %% [markdown]
 # ### Why tensor stands innermost
@@ -198,29 +201,29 @@ show.figure(picture.draw(WRONG, NODE), picture.alt(WRONG, NODE), "mesh-wrong-ord
 #
 # ### PyTorch's mesh is the same arithmetic
 #
-# `init_device_mesh` takes the degrees, outermost first, and makes the groups. So does `mesh.join`, in fewer lines:
+# `init_device_mesh` takes the degrees, outermost first, and makes the groups. So does `mesh.create_groups`, in fewer lines:
 
 # %% tags=["hide-input"]
-# Shows the module's join
-show.source(mesh.join)
+# Shows the module's create_groups
+show.source(mesh.create_groups)
 
 
 # %%
-def both_meshes():
-    ours = mesh.join(EIGHT, dist.group.WORLD)
+def compare_groups():
+    ours = mesh.create_groups(EIGHT, dist.group.WORLD)
     kind = ranks.device().type
     theirs = init_device_mesh(kind, (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
     members = dist.get_process_group_ranks
-    return [(members(a), members(b)) for a, b in zip(ours, mesh.groups_of(theirs))]
+    return [(members(a), members(b)) for a, b in zip(ours, mesh.get_mesh_groups(theirs))]
 
 
-joined = ranks.run(both_meshes, 8)
+joined = ranks.run(compare_groups, 8)
 assert all(ours == theirs for rank in joined for ours, theirs in rank)
 print("rank 5 is with", *(ours for ours, _ in joined[5]), "in both")
 
 
 # %% [markdown]
-# From here on groups are arguments. Those of a `DeviceMesh` will do as well: `mesh.groups_of` reads them.
+# From here on groups are arguments. Those of a `DeviceMesh` will do as well: `mesh.get_mesh_groups` reads them.
 #
 # ## All three cuts in their plainest form
 #
@@ -257,31 +260,32 @@ def plain_step(layers, x_BH, groups):
 
 # %% tags=["hide-input"]
 # Holds all eight ranks' gradients against one process
-def drawn():
+def draw_weights():
     torch.manual_seed(0)
     layers = [(torch.randn(8, 32) / 3, torch.randn(32, 8) / 6) for _ in range(2)]
     return layers, torch.randn(4, 8)
 
 
-def plain_rank():
-    layers, x_BH = drawn()
+def run_plain_step():
+    layers, x_BH = draw_weights()
     layers = [[w.to(ranks.device()) for w in layer] for layer in layers]
-    return plain_step(layers, x_BH.to(ranks.device()), mesh.join(EIGHT, dist.group.WORLD))
+    groups = mesh.create_groups(EIGHT, dist.group.WORLD)
+    return plain_step(layers, x_BH.to(ranks.device()), groups)
 
 
-layers, y_BH = drawn()
+layers, y_BH = draw_weights()
 for weight in sum(layers, ()):
     weight.requires_grad_()
 for up_HF, down_FH in layers:
     y_BH = gelu(y_BH @ up_HF) @ down_FH
 y_BH.square().mean().backward()
 worst = 0.0
-for _, stage, part, dup, ddown in ranks.run(plain_rank, 8):
+for _, stage, part, dup, ddown in ranks.run(run_plain_step, 8):
     up_HF, down_FH = layers[stage]
-    worst = max(worst, gap(dup, up_HF.grad.chunk(2, 1)[part]))
-    worst = max(worst, gap(ddown, down_FH.grad.chunk(2, 0)[part]))
+    worst = max(worst, max_difference(dup, up_HF.grad.chunk(2, 1)[part]))
+    worst = max(worst, max_difference(ddown, down_FH.grad.chunk(2, 0)[part]))
 assert worst < 1e-6  # float32, gradients up to 0.1
-print(f"8 ranks, each with a quarter of the weights: gradients off by {short(worst)}")
+print(f"8 ranks, each with a quarter of the weights: gradients off by {format_gap(worst)}")
 
 # %% [markdown]
 # What it leaves out: micro-batches, without which one stage always waits for the other; a batch that does not divide evenly by the copies; a loss over a vocabulary; clipping; and ZeRO, without which every copy holds all of the optimizer.
@@ -300,9 +304,9 @@ print(f"8 ranks, each with a quarter of the weights: gradients off by {short(wor
 # Shows how the cuts are applied
 show.source(
     Parallel.__init__,
-    Parallel._cut_matrices,
-    Parallel._cut_layers,
-    Parallel._share_copies,
+    Parallel._shard_matrices,
+    Parallel._split_layers,
+    Parallel._shard_replicas,
 )
 
 # %% [markdown]
@@ -310,7 +314,7 @@ show.source(
 
 # %% tags=["hide-input"]
 # Shows a step
-show.source(Parallel.step, Parallel._loss, Parallel._joined)
+show.source(Parallel.step, Parallel._compute_loss, Parallel._average_loss)
 
 # %% [markdown]
 # Two things here are in none of the earlier lessons:
@@ -331,18 +335,20 @@ SHAPES = {
     ),
 }
 JOBS = {name: Job(SMALL, layout) for name, layout in SHAPES.items()}
-results = {name: ranks.run(train, job.layout.ranks, job) for name, job in JOBS.items()}
+results = {
+    name: ranks.run(train_on_rank, job.layout.world_size, job) for name, job in JOBS.items()
+}
 
 # %% tags=["hide-input"]
 # Table: losses, gradients and weights beside one process's
-want = ranks.run(alone, 1, JOBS["1 × 2 × 2, GPipe"])[0]
+want = ranks.run(train_single_process, 1, JOBS["1 × 2 × 2, GPipe"])[0]
 rows = []
 for name, found in results.items():
-    gaps = apart(found[0], want)
+    gaps = compare_runs(found[0], want)
     # Float32: losses of 5.5 in units of 5e-7; another order of sums; AdamW divides by gradients,
     # which makes 1e-7 of a gradient near 0 up to 1e-5 of a weight.
     assert gaps["losses"] < 5e-6 and gaps["gradients"] < 1e-5 and gaps["weights"] < 1e-4
-    rows.append([name, SHAPES[name].ranks, *map(short, gaps.values())])
+    rows.append([name, SHAPES[name].world_size, *map(format_gap, gaps.values())])
 head = ["data × pipeline × tensor", "ranks", "losses", "last gradients", "weights"]
 show.table(rows, head)
 
@@ -364,23 +370,23 @@ show.table(rows, head)
 
 # %% tags=["hide-input"]
 # Shows who counts what
-show.source(Parallel.clip_grad_norm_, Parallel._counts)
+show.source(Parallel.clip_grad_norm_, Parallel._is_counted_in_norm)
 
 
 # %% tags=["hide-input"]
 # Table: the gradient norm, and two ways to get it wrong
-def norms():
-    job = parallel(Layout(pp=2, tp=2, microbatches=2, sequence_parallel=True))
+def compute_norms():
+    job = make_parallel(Layout(pp=2, tp=2, microbatches=2, sequence_parallel=True))
     with torch.no_grad():  # such that norms have gradients that one sees
         for name, parameter in job.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)
-    reference = model_of(SMALL)
+    reference = build_model(SMALL)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)
-    tokens, targets = batch_of(SMALL, 4, 0)
+    tokens, targets = load_batch(SMALL, 4, 0)
     loss(reference(tokens), targets).backward()
     job.step(tokens, targets)
     local = nn.utils.get_total_norm([p.grad for p in job.parameters()])
@@ -390,7 +396,7 @@ def norms():
     return [x.item() for x in (full, job.clip_grad_norm_(1e9), square.sqrt(), local)]
 
 
-found = ranks.run(norms, 4)
+found = ranks.run(compute_norms, 4)
 one, ours, everything, _ = found[0]
 assert abs(ours - one) < 1e-5 * one < 0.02 * one < everything - one
 rows = [
@@ -415,21 +421,21 @@ show.table(rows, ["who adds up what", "gradient norm"])
 # - *copies weigh the same*: the average over copies ignores that one copy has three sequences and the other has one.
 
 # %%
-def faulty(fault, sizes=(3, 1)):
+def run_faulty_step(fault, sizes=(3, 1)):
     """A step with a fault in it: how far each gradient is off, in parts of its own norm."""
-    job = parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
+    job = make_parallel(replace(EIGHT, zero=1, sequence_parallel=True, microbatches=1))
     if fault == "the twins do not meet":
         job.pipeline.twin = None
     elif fault == "norms are not summed":
-        job.partly = set()
+        job.partial_grads = set()
     elif fault == "copies weigh the same":
         job.pipeline.passes.loss = lambda x, y: tp.loss(x, y, job.groups.tp)
-    tokens, targets = batch_of(SMALL, 4, 0)
+    tokens, targets = load_batch(SMALL, 4, 0)
     copy = dist.get_rank(job.groups.dp)
     job.step(tokens.split(sizes)[copy], targets.split(sizes)[copy])
-    reference = model_of(SMALL)
+    reference = build_model(SMALL)
     loss(reference(tokens), targets).backward()
-    found = mesh.full_tensors(job, lambda piece: piece.grad)
+    found = mesh.gather_model_tensors(job, lambda piece: piece.grad)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     return {n: ((found[n] - w).norm() / w.norm()).item() for n, w in wanted.items()}
 
@@ -439,17 +445,17 @@ FAULTS = ["none", "the twins do not meet", "norms are not summed", "copies weigh
 
 # %% tags=["hide-input"]
 # Table: which gradients each fault spoils
-def all_faults():
-    return [faulty(fault) for fault in FAULTS]
+def run_all_faults():
+    return [run_faulty_step(fault) for fault in FAULTS]
 
 
 rows = []
-for fault, found in zip(FAULTS, ranks.run(all_faults, 8)[0]):
+for fault, found in zip(FAULTS, ranks.run(run_all_faults, 8)[0]):
     found = {n: off for n, off in found.items() if "key.bias" not in n}  # these are 0 anyway
     wrong = [n for n in found if found[n] > 1e-3]
     worst = max(found, key=found.get)
-    told = f"{100 * found[worst]:.0f} % ({worst})" if wrong else short(found[worst])
-    rows.append([fault, f"{len(wrong)} of {len(found)}", told])
+    worst_text = f"{100 * found[worst]:.0f} % ({worst})" if wrong else format_gap(found[worst])
+    rows.append([fault, f"{len(wrong)} of {len(found)}", worst_text])
     assert bool(wrong) == (fault != "none")
 show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 
@@ -464,8 +470,8 @@ show.table(rows, ["fault", "gradients that are wrong", "the worst of them"])
 # One seed on all ranks breaks the second rule. A seed for each rank breaks the first.
 
 # %%
-def masks(seeded):
-    groups = mesh.join(Layout(dp=2, tp=2), dist.group.WORLD)
+def draw_masks(seeded):
+    groups = mesh.create_groups(Layout(dp=2, tp=2), dist.group.WORLD)
     copy = dist.get_rank(groups.dp)
     torch.manual_seed({"one seed": 0, "by rank": dist.get_rank(), "by copy": copy}[seeded])
     return nn.functional.dropout(torch.ones(1000), 0.5) > 0
@@ -476,7 +482,7 @@ def masks(seeded):
 rows = []
 for seeded in ("one seed", "by rank", "by copy"):
     # CPU: masks by the CPU's generator
-    found = ranks.run(masks, 4, seeded, device="cpu")
+    found = ranks.run(draw_masks, 4, seeded, device="cpu")
     alike = [(found[0] == found[other]).float().mean().item() for other in (1, 2)]
     rows.append([seeded, *(f"{100 * fraction:.0f} %" for fraction in alike)])
     right = alike[0] == 1 and abs(alike[1] - 0.5) < 0.1
@@ -519,10 +525,11 @@ show.table(rows, head)
 # Table: what leaves the two nodes under each order, predicted and counted
 counted = {tuple(r["place"].items()): r["sent"] for r in results["2 × 2 × 2, ZeRO-1, sequence"]}
 rows, least = [], {}
-for shape in orders(SHAPES["2 × 2 × 2, ZeRO-1, sequence"]):
-    predicted = shape.leaving(4, Job(SMALL, shape).sent)
+for shape in list_axis_orders(SHAPES["2 × 2 × 2, ZeRO-1, sequence"]):
+    predicted = shape.count_node_egress(4, Job(SMALL, shape).predict_sent_bytes)
     by_place = {frozenset(place): sent for place, sent in counted.items()}
-    real = shape.leaving(4, lambda rank: by_place[frozenset(shape.place(rank).items())])
+    at = shape.get_coordinates
+    real = shape.count_node_egress(4, lambda rank: by_place[frozenset(at(rank).items())])
     total = sum(map(sum, real.values()))
     assert abs(total - sum(map(sum, predicted.values()))) < 1e-6 * total
     least[shape.order] = total
@@ -543,7 +550,7 @@ show.table(rows, head)
 # In PyTorch you cut the matrices along one axis of a `DeviceMesh`, and shard the parameters along the other.
 
 # %%
-def torch_job(config):
+def build_torch_model(config):
     """ZeRO-3 over data × tensor parallelism, by torch alone."""
     axes = init_device_mesh(ranks.device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
@@ -552,7 +559,7 @@ def torch_job(config):
         plan[f"blocks.*.attention.{name}"] = ColwiseParallel()
     plan |= {"blocks.*.attention.out": RowwiseParallel(), "blocks.*.ffn.up": ColwiseParallel()}
     plan["blocks.*.ffn.down"] = RowwiseParallel()
-    model = parallelize_module(model_of(config), axes["tp"], plan, src_data_rank=None)
+    model = parallelize_module(build_model(config), axes["tp"], plan, src_data_rank=None)
     for part in (*model.blocks, model):  # blocks first, the rest last
         fully_shard(part, mesh=axes["dp"])
     return model, axes["dp"].get_local_rank()
@@ -566,12 +573,12 @@ def torch_job(config):
 UNTIED = replace(SMALL, tied=False)
 
 
-def side_by_side():
-    ours = parallel(Layout(dp=2, tp=2, zero=3), UNTIED)
-    theirs, copy = torch_job(UNTIED)
-    optimizers = adamw(ours), adamw(theirs)
+def train_side_by_side():
+    ours = make_parallel(Layout(dp=2, tp=2, zero=3), UNTIED)
+    theirs, copy = build_torch_model(UNTIED)
+    optimizers = make_adamw(ours), make_adamw(theirs)
     for step in range(5):
-        tokens, targets = (x.chunk(2)[copy] for x in batch_of(UNTIED, 8, step))
+        tokens, targets = (x.chunk(2)[copy] for x in load_batch(UNTIED, 8, step))
         ours.step(tokens, targets)
         with loss_parallel():
             loss(theirs(tokens), targets).backward()
@@ -579,10 +586,10 @@ def side_by_side():
             optimizer.step()
             if step < 4:
                 optimizer.zero_grad()
-    full = mesh.full_tensors(ours)
+    full = mesh.gather_model_tensors(ours)
     # It gathers along one axis after the other, and warns that this is slow.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
+    off = max(max_difference(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
     placed = {n: p.placements for n, p in theirs.named_parameters()}
     refused = ""
     try:
@@ -592,9 +599,9 @@ def side_by_side():
     return off, placed["blocks.0.ffn.up.weight"], placed["blocks.0.ffn_norm.weight"], refused
 
 
-off, matrix, norm, refused = ranks.run(side_by_side, 4, show=False)[0]
+off, matrix, norm, refused = ranks.run(train_side_by_side, 4, show=False)[0]
 assert off < 1e-4 and "same mesh" in refused  # float32, after AdamW
-print(f"weights differ by {short(off)}")
+print(f"weights differ by {format_gap(off)}")
 print("a matrix:   ", matrix, "\na LayerNorm:", norm)
 print("clip_grad_norm_:", refused)
 
@@ -608,15 +615,15 @@ print("clip_grad_norm_:", refused)
 # ## One command for any mesh
 
 # %% tags=["measured"]
-print(shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
+print(run_shardlab("mesh --dp 2 --tp 2 --pp 2 --zero 1 --layers 4 --steps 4"))
 
 # %% [markdown]
 # `python -m shardlab mesh --help` names all options. With `--budget` you say what a rank may hold:
 
 # %%
-for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
-    told = shardlab(f"mesh --hidden 64 --heads 4 {knobs} --steps 3 --budget 5e5")
-    print(f"{knobs or 'one rank':22}", told.splitlines()[0].partition(", ZeRO")[0])
+for options in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3"):
+    printed = run_shardlab(f"mesh --hidden 64 --heads 4 {options} --steps 3 --budget 5e5")
+    print(f"{options or 'one rank':22}", printed.splitlines()[0].partition(", ZeRO")[0])
 
 
 # %% [markdown]
@@ -625,22 +632,22 @@ for knobs in ("", "--tp 2", "--tp 4", "--dp 2 --tp 2", "--dp 2 --tp 2 --zero 3")
 # A layout that no mesh can train is refused in the same way, with one sentence on every rank:
 
 # %%
-def said(make):
+def print_error(make):
     try:
         make()
     except ValueError as error:
         print(error)
 
 
-said(lambda: EIGHT.check(6))
-said(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
-said(lambda: Job(SMALL, replace(EIGHT, zero=3)))
-said(lambda: Job(SMALL, Layout(pp=3)))
-said(lambda: Job(SMALL, Layout(cp=2)))
+print_error(lambda: EIGHT.check_world_size(6))
+print_error(lambda: Job(replace(SMALL, heads=2), Layout(tp=4)))
+print_error(lambda: Job(SMALL, replace(EIGHT, zero=3)))
+print_error(lambda: Job(SMALL, Layout(pp=3)))
+print_error(lambda: Job(SMALL, Layout(cp=2)))
 
 # %% [markdown]
 # `Parallel` also trains interleaved schedules with several chunks on a stage, and full recomputation; [the tests](../tests/test_mesh.py) count their bytes.
-# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.left_out(config, layout)` says what of a layout it does not train.
+# It leaves out context parallelism, experts over ranks, ZeRO in repeated groups, offload, schedules that split the backward, and recomputation of some operators only. `mesh.find_unsupported(config, layout)` says what of a layout it does not train.
 #
 # ## A checkpoint goes on under another mesh
 #
@@ -656,17 +663,17 @@ show.source(Parallel.named_parameters, Parallel.pieces, Parallel.full_state_dict
 
 # %% tags=["hide-input"]
 # Table: saved by 2 × 2 × 2, resumed by others
-def go_on(folder, layout, steps):
+def resume_training(folder, layout, steps):
     """Load what is there, train, save the first time; weights at the beginning and the end."""
-    job = parallel(layout, UNTIED)
-    training, copy = Training(job, adamw(job)), dist.get_rank(job.groups.dp)
+    job = make_parallel(layout, UNTIED)
+    training, copy = Training(job, make_adamw(job)), dist.get_rank(job.groups.dp)
     with Checkpoints(folder, dist.group.WORLD) as store:
         saved = store.list_steps()
         if saved:
             store.load(training)
         begin = job.full_state_dict()
         for _ in range(steps):
-            tokens, targets = batch_of(UNTIED, 8, training.step)
+            tokens, targets = load_batch(UNTIED, 8, training.step)
             job.step(tokens.chunk(layout.dp)[copy], targets.chunk(layout.dp)[copy])
             training.optimizer.step()
             training.optimizer.zero_grad()
@@ -676,25 +683,26 @@ def go_on(folder, layout, steps):
     return begin, job.full_state_dict()
 
 
-def bits(a, b):
+def are_equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in b)
 
 
 rows = []
 with tempfile.TemporaryDirectory() as folder:
     first = replace(EIGHT, zero=1, sequence_parallel=True)
-    _, saved = ranks.run(go_on, 8, folder, first, 2)[0]
-    _, straight = ranks.run(go_on, 8, folder, first, 2)[0]
+    _, saved = ranks.run(resume_training, 8, folder, first, 2)[0]
+    _, straight = ranks.run(resume_training, 8, folder, first, 2)[0]
     for name, layout in (
         ("2 × 1 × 2", replace(first, pp=1)),
         ("4 × 1 × 2", Layout(dp=4, tp=2, zero=1)),
         ("1", Layout(microbatches=2)),
     ):
-        begin, end = ranks.run(go_on, layout.ranks, folder, layout, 2)[0]
-        assert bits(begin, saved)
-        off = max(gap(end[name], straight[name]) for name in straight)
+        begin, end = ranks.run(resume_training, layout.world_size, folder, layout, 2)[0]
+        assert are_equal(begin, saved)
+        off = max(max_difference(end[name], straight[name]) for name in straight)
         assert off < 1e-4  # float32, after AdamW
-        rows.append([name, "the same bits", "the same bits" if not off else f"off by {short(off)}"])
+        after = f"off by {format_gap(off)}" if off else "the same bits"
+        rows.append([name, "the same bits", after])
 assert rows[0][2] == "the same bits" and rows[1][2] != "the same bits"
 head = ["resumed by (data × pipeline × tensor)", "as loaded", "two steps later"]
 show.table(rows, head)
@@ -720,36 +728,37 @@ def hybrid_backward(model, tokens, targets, copies):
 
 # %% tags=["hide-input"]
 # Table: what hybrid sharding sends, counted, and on 64 GPUs
-def hybrid():
+def train_hybrid():
     device, outer, inner = ranks.device().type, 2, 2
     axes = init_device_mesh(device, (outer, inner), mesh_dim_names=("copies", "shards"))
     copies, shards = (axes.get_group(name) for name in axes.mesh_dim_names)
-    ours = zero.shard(model_of(UNTIED), shards, 3)
-    theirs = model_of(UNTIED)
+    ours = zero.shard(build_model(UNTIED), shards, 3)
+    theirs = build_model(UNTIED)
     for part in (*theirs.blocks, theirs):
         fully_shard(part, mesh=axes)
-    optimizers = adamw(ours), adamw(theirs)
+    optimizers = make_adamw(ours), make_adamw(theirs)
     for step in range(3):
-        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in batch_of(UNTIED, 8, step))
-        with count.sent() as sent:
+        tokens, targets = (x.chunk(4)[dist.get_rank()] for x in load_batch(UNTIED, 8, step))
+        with count.record_traffic() as sent:
             hybrid_backward(ours, tokens, targets, copies)
         loss(theirs(tokens), targets).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     full = ours.full_state_dict()
-    off = max(gap(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
-    return off, sent.within(shards).leaving(2), sent.within(copies).leaving(2), len(full)
+    off = max(max_difference(full[n], p.full_tensor()) for n, p in theirs.named_parameters())
+    left = (sent.get_group_traffic(group).count_ring_bytes(2) for group in (shards, copies))
+    return off, *left, len(full)
 
 
-off, inside, outside, tensors = ranks.run(hybrid, 4, show=False)[0]
+off, inside, outside, tensors = ranks.run(train_hybrid, 4, show=False)[0]
 assert off < 1e-4  # float32, after AdamW
 full = 4 * sum(p.numel() for p in GPT(UNTIED).parameters())
 rest = 4 * sum(p.numel() for n, p in GPT(UNTIED).named_parameters() if "blocks" not in n)
 # Halves: gathered in forward, gathered in backward but for the rest, gradients; a byte a tensor.
 assert inside == (3 * full - rest) / 2 + tensors
 assert outside == full / 2  # 2 (2-1)/2 of this rank's half
-print(f"4 ranks: weights as fully_shard's, off by {short(off)}; ", end="")
+print(f"4 ranks: weights as fully_shard's, off by {format_gap(off)}; ", end="")
 print(f"{inside:,.0f} B to the shards, {outside:,.0f} B to the copies, as predicted")
 P, NODES, G = 4 * 8.03e9, 8, 8  # bytes of the weights in float32
 rows = []
@@ -911,8 +920,8 @@ check(my_norm)
 # :label: ex-mesh-choice
 # ```
 #
-# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_cuts(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
-# At hand are `mesh.predicted_states(config, layout, rank)`, `mesh.predicted_sent(config, layout, rank, config.seq, batch // d)` and `layout.leaving(node, sent)`, where `sent` is a function of the rank.
+# Return a `Layout` of `ranks` ranks for `config`, with `zero=1`, such that every rank holds at most `limit` bytes of model states and that as few bytes as possible leave the nodes of `node` ranks in a step of `batch` sequences in all; `None` if none fits. Allowed are $t$ and $p$ that divide the model (`mesh.check_supported(config, layout)` raises ValueError for others) and $d$ that divide `batch`.
+# At hand are `mesh.predict_state_bytes(config, layout, rank)`, `mesh.predict_sent_bytes(config, layout, rank, config.seq, batch // d)` and `layout.count_node_egress(node, sent)`, where `sent` is a function of the rank.
 
 # %%
 def my_mesh(config, ranks, node, limit, batch):
@@ -940,14 +949,14 @@ def my_mesh(config, ranks, node, limit, batch):
     for d, t in ((d, t) for d in sizes for t in sizes if ranks % (d * t) == 0):
         layout = Layout(dp=d, pp=ranks // (d * t), tp=t, zero=1)
         try:
-            mesh.check_cuts(config, layout)
+            mesh.check_supported(config, layout)
         except ValueError:
             continue
-        held = (mesh.predicted_states(config, layout, r) for r in range(ranks))
+        held = (mesh.predict_state_bytes(config, layout, r) for r in range(ranks))
         if batch % d or max(sum(one.values()) for one in held) > limit:
             continue
-        how = config.seq, batch // d
-        out = layout.leaving(node, lambda r: mesh.predicted_sent(config, layout, r, *how))
+        sent = partial(mesh.predict_sent_bytes, config, layout, seq=config.seq, batch=batch // d)
+        out = layout.count_node_egress(node, sent)
         if (total := sum(map(sum, out.values()))) < least:
             best, least = layout, total
     return best

@@ -138,7 +138,7 @@ def counted(technique, *args):
     def mark(*_):
         marks.append((on_wire(sent), sum(sent.calls.values()) + sent.messages))
 
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         hook = register_optimizer_step_post_hook(mark)
         losses, module, optimizer = technique(*args)
         hook.remove()
@@ -146,7 +146,7 @@ def counted(technique, *args):
     held = [*stepped, *module.parameters()]
     held += [p.grad for p in held]
     held += [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    states = count.bytes_of(t for t in held if t is not None)
+    states = count.sum_bytes(t for t in held if t is not None)
     # ZeRO-3 and tensor parallelism put their weights together for it.
     full = getattr(module, "full_state_dict", None)
     weights = [w.detach().cpu() for w in (full().values() if full else module.parameters())]

@@ -300,7 +300,7 @@ def plain_seconds(order, m, wire=None):
     for _ in range(2):
         stage = Stage(part, m, lambda y, targets: y.mean())
         if wire is not None:
-            stage.down = stage.up = link.slow(*wire)
+            stage.down = stage.up = link.create_slow_group(*wire)
         dist.barrier()
         begin = time.perf_counter()
         step(order, stage, data, data)
@@ -393,10 +393,10 @@ def plain_peak(order, m):
     """On a rank: bytes held at the peak of a plain step, beyond weights and batch."""
     part = pipeline.cut(plain(), dist.get_world_size())[dist.get_rank()]
     tokens, targets = batch(8)
-    with count.held(part, tokens, targets) as held:
-        before = held.now
+    with count.track_memory(part, tokens, targets) as held:
+        before = held.current_bytes
         step(order, Stage(part, m), tokens, targets)
-    return held.peak - before
+    return held.peak_bytes - before
 
 
 m, p, rows, first = 8, 4, [], {}
@@ -683,16 +683,16 @@ HOP = UNIT / 2  # seconds; the link has latency, and ample bandwidth
 def core_peak(name, m):
     """The same for a step of the core."""
     mine, (tokens, targets) = staged(name, m), batch(8)
-    with count.held(*mine.parts, tokens, targets) as held:
-        before = held.now
+    with count.track_memory(*mine.parts, tokens, targets) as held:
+        before = held.current_bytes
         mine.step(tokens, targets)
-    return held.peak - before
+    return held.peak_bytes - before
 
 
 def core_seconds(name, m):
     """On a rank whose part sleeps: the shorter of two steps."""
     schedule, found = pipeline.schedule(name, dist.get_world_size(), m), []
-    mine = pipeline.asleep(schedule, link.slow(HOP, 1e9), UNIT, UNIT, UNIT)
+    mine = pipeline.asleep(schedule, link.create_slow_group(HOP, 1e9), UNIT, UNIT, UNIT)
     for _ in range(2):
         dist.barrier()
         begin = time.perf_counter()
@@ -848,7 +848,7 @@ def sleeping_steps(names, microbatches, wire=None):
     """On a rank: of each schedule, with stages that sleep, the shorter of two steps."""
     found = {}
     for name in names:
-        group = link.slow(*wire) if wire else dist.group.WORLD
+        group = link.create_slow_group(*wire) if wire else dist.group.WORLD
         schedule = pipeline.schedule(name, dist.get_world_size(), microbatches)
         mine = pipeline.asleep(schedule, group, UNIT, UNIT, UNIT, record=True)
         steps = []
@@ -941,10 +941,10 @@ def held_in_a_step(m):
         for parameter in mine.parameters():
             parameter.grad = torch.zeros_like(parameter)
         tokens, targets = batch(m)
-        with count.held(*mine.parts, tokens, targets) as held:
-            before = held.now
+        with count.track_memory(*mine.parts, tokens, targets) as held:
+            before = held.current_bytes
             mine.step(tokens, targets)
-        found.append(held.peak - before)
+        found.append(held.peak_bytes - before)
     return found
 
 
@@ -1001,7 +1001,7 @@ def traffic(cases):
     found = []
     for name, m in cases:
         mine = staged(name, m, plain(WIDE))
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             mine.step(*batch(8))
         found.append((sent.messages, sent.bytes))
     return found
@@ -1307,7 +1307,7 @@ def two_by_two(m):
     options = {"replicas": replicas[stage]}
     mine = pipeline.distribute(plain(SMALL), schedule, pipelines[copy_], **options)
     batches = [batch(8, step, SMALL.seq) for step in (0, 1)]  # a batch for each copy
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         mine.step(*batches[copy_])
     alone = plain(SMALL)
     for tokens, targets in batches:

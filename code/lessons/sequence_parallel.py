@@ -104,11 +104,11 @@ def kept(edges, layers=SHAPE.layers):
     shape, group = replace(SHAPE, layers=layers), dist.group.WORLD
     model = tp.parallelize(plain(shape, torch.bfloat16), group, edges=edges)
     tokens, targets = batch(seq=shape.seq)
-    with count.held(model, tokens, targets) as held:
-        before = held.now
+    with count.track_memory(model, tokens, targets) as held:
+        before = held.current_bytes
         value = tp.loss(model(tokens), targets, group)  # holds the graph
         time.sleep(0.05)  # gloo's threads let go of a message a moment after it is over
-        return held.now - before if value.isfinite() else None
+        return held.current_bytes - before if value.isfinite() else None
 
 
 # CPU: bytes held by CPU kernels
@@ -286,11 +286,11 @@ def on_the_wire(repeats=8):
     for way in (scatter, lambda y: sp.ALONG_SEQUENCE.leave(y, group)):
         sent = []
         for _ in range(repeats):
-            before = count.wire_bytes() or 0  # of all ranks, and before any begins
+            before = count.read_loopback_bytes() or 0  # of all ranks, and before any begins
             dist.barrier()
             way(y_BSH)
             dist.barrier()
-            sent.append((count.wire_bytes() or 0) - before)
+            sent.append((count.read_loopback_bytes() or 0) - before)
         found.append(min(sent) / dist.get_world_size())  # other traffic can only add
     return found
 
@@ -485,7 +485,7 @@ def sent(edges):
     """Of a step without the loss's messages: calls and bytes handed over, by kind."""
     model = tp.parallelize(plain(SHAPE), dist.group.WORLD, edges=edges)
     tokens, _ = batch(seq=SHAPE.seq)
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         model(tokens).square().mean().backward()
     times, handed = Counter(), Counter()
     for name, (calls, bytes_) in sent.collectives.items():
@@ -579,13 +579,13 @@ def by_torch(model):
 def three_phases(model, value_of, finish):
     """A step: loss, bytes kept, collectives in forward, backward, optimizer."""
     optimizer = adamw(model)
-    with count.held() as held:  # the model is there before, and not counted
+    with count.track_memory() as held:  # the model is there before, and not counted
         value = value_of()
         time.sleep(0.05)  # as above
-        kept_ = held.now
+        kept_ = held.current_bytes
     value = None
     calls = []
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         for phase in ("forward", "backward", "optimizer"):
             if phase == "forward":
                 value = value_of()

@@ -48,8 +48,8 @@ from shardlab.common.show import plots
 from shardlab.gpt.model import GPT, loss
 from shardlab.measure import count
 from shardlab.measure.count import speed
-from shardlab.mesh.job import batch_of, model_of
-from shardlab.mesh.states import counted, held
+from shardlab.mesh.job import load_batch, build_model
+from shardlab.mesh.states import count_sent_bytes, measure_state_bytes
 from shardtools import strategy
 from shardtools.strategy import MACHINES, Layout, core, measured_runs, fit_runs
 from shardtools.strategy.command import add_command
@@ -199,7 +199,7 @@ for i in (0, 1, 39):
     job = jobs[i]
     size = memory.parameter_count(job.config) / GB
     rows.append(
-        [f"{size:.1f}B", job.layout.ranks, str(job.layout), job.layout.micro_batch,
+        [f"{size:.1f}B", job.layout.world_size, str(job.layout), job.layout.micro_batch,
          job.layout.microbatches, f"{seconds[i]:.1f}"]
     )  # fmt: skip
 show.table(rows, ["parameters", "GPUs", "layout", "b", "m", "a step (s)"])
@@ -518,16 +518,17 @@ ON_FOUR = Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4), Layout(dp=4, zero=3)
 
 def try_step(config, layout):
     """Run a step on a rank; return its bytes of states, and the bytes that it sent."""
-    groups = mesh.join(layout, dist.group.WORLD)
-    copy, batch = dist.get_rank(groups.dp), batch_of(config, layout.batch, 0)
+    groups = mesh.create_groups(layout, dist.group.WORLD)
+    copy, batch = dist.get_rank(groups.dp), load_batch(config, layout.global_batch, 0)
     try:
-        with count.held(device=ranks.device(), limit=20e6):
-            model = mesh.Parallel(model_of(config), groups, layout)
+        with count.track_memory(device=ranks.device(), limit=20e6):
+            model = mesh.Parallel(build_model(config), groups, layout)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            with count.sent() as sent:
+            with count.record_traffic() as sent:
                 model.step(*(x.chunk(layout.dp)[copy] for x in batch))
             optimizer.step()
-            return sum(held(model, optimizer).values()), sum(counted(sent, model).values())
+            held, goes = measure_state_bytes(model, optimizer), count_sent_bytes(sent, model)
+            return sum(held.values()), sum(goes.values())
     except torch.OutOfMemoryError:
         return "out of memory", ""
 
@@ -551,8 +552,8 @@ rows, asked = [], [case[1:] for case in cases]
 # CPU: the limit is one of tensors; a GPU's allocator takes 20 MB at once
 found = ranks.run(try_steps, 4, asked, device="cpu")[0]
 for (name, config, layout), (has, sends) in zip(cases, found, strict=True):
-    states = sum(mesh.predicted_states(config, layout, 0).values())
-    goes = sum(mesh.predicted_sent(config, layout, 0).values())
+    states = sum(mesh.predict_state_bytes(config, layout, 0).values())
+    goes = sum(mesh.predict_sent_bytes(config, layout, 0).values())
     assert (has, sends) == (states, goes) if sends != "" else states > 20e6
     rows.append([name, str(layout), *format_mb(states, has, goes, sends)])
 assert [has == "out of memory" for has, _ in found] == [True] + 7 * [False]
@@ -742,7 +743,7 @@ def step_seconds(config, batch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return speed.seconds(step, DEVICE)
+        return speed.measure_seconds(step, DEVICE)
     finally:
         torch.set_num_threads(threads)
 

@@ -57,7 +57,7 @@ from shardcourse.exercises import check
 from shardlab import collectives, memory, ranks
 from shardlab import tensor_parallel as tp
 from shardlab.common import show, text
-from shardlab.gpt.model import GPT, PRESETS, Attention, Config, loss, rotate
+from shardlab.gpt.model import GPT, PRESETS, Attention, Config, loss, apply_rotary
 from shardlab.layout import Layout
 from shardlab.measure import count, link
 from shardlab.tensor_parallel.core import _CopyTo, _ReduceFrom
@@ -348,9 +348,9 @@ def sums_of(network):
         normal(1, 64, 256),
         normal(2, 256, 64),
     )
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         y_TH = network(x_TH, w1_HF, w2_FH)
-    with count.sent() as backward:
+    with count.record_traffic() as backward:
         y_TH.sum().backward()
     return [sent.calls["all_reduce"] for sent in (forward, backward)]
 
@@ -438,7 +438,7 @@ def all_orders():
     w1_HF, w2_FH = 0.1 * normal(1, WIDE, INNER), 0.1 * normal(2, INNER, WIDE)
     want_TH = gelu(x_TH @ w1_HF) @ w2_FH
     for compute in ORDERS.values():
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             y_TH = compute(x_TH, w1_HF, w2_FH)
         found.append((sent.bytes, apart(y_TH, want_TH)))
     return found
@@ -487,7 +487,7 @@ def to_rank_0_and_plus():
         return apart(y_TH, want_TH) < 1e-5  # float32
 
     y_TH = mine_TH.clone()
-    with count.sent() as there:
+    with count.record_traffic() as there:
         if rank == 0:  # y = y0 + y1.to("cuda:0") + …
             for other in range(1, size):
                 arrived_TH = torch.empty_like(y_TH)
@@ -496,12 +496,12 @@ def to_rank_0_and_plus():
         else:
             ranks.isend(y_TH, 0).wait()
     have_it = right(y_TH)
-    with count.sent() as back:
+    with count.record_traffic() as back:
         for other in range(1, size) if rank == 0 else ():  # y.to("cuda:1"), …
             ranks.isend(y_TH, other).wait()
         if rank:
             ranks.irecv(y_TH, 0).wait()
-    with count.sent() as ring:
+    with count.record_traffic() as ring:
         collectives.all_reduce(mine_TH, world)
     assert right(y_TH) and right(mine_TH)
     return have_it, there.bytes, back.bytes, ring.bytes
@@ -597,7 +597,7 @@ def plain_attention(x_BSH, attention):
         .transpose(1, 2)
         for layer in (attention.query, attention.key, attention.value)
     )
-    q_BaSD, k_BkSD = (rotate(x, attention.config.rotary_base) for x in (q_BaSD, k_BkSD))
+    q_BaSD, k_BkSD = (apply_rotary(x, attention.config.rotary_base) for x in (q_BaSD, k_BkSD))
     y_BaSD = F.scaled_dot_product_attention(
         q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
     )
@@ -702,7 +702,7 @@ def plain_qwen(x_BSH, attention):
         F.rms_norm(x, (size,), CopyTo.apply(norm.weight), norm.eps)
         for x, norm in zip((q_BaSD, k_BkSD), norms, strict=True)
     )
-    q_BaSD, k_BkSD = (rotate(x, c.rotary_base) for x in (q_BaSD, k_BkSD))
+    q_BaSD, k_BkSD = (apply_rotary(x, c.rotary_base) for x in (q_BaSD, k_BkSD))
     y_BaSD = F.scaled_dot_product_attention(
         q_BaSD, k_BkSD, v_BkSD, is_causal=True, enable_gqa=True
     )
@@ -884,13 +884,13 @@ def of_loss(which):
     want = loss(full, targets_BS)
     want.backward()
     mine = cut(logits_BSV, 2).requires_grad_()
-    with count.held(mine.detach(), targets_BS) as held, count.sent() as sent:
+    with count.track_memory(mine.detach(), targets_BS) as held, count.record_traffic() as sent:
         if which == "plain":
             value = plain_loss(mine, targets_BS)
         else:
             value = tp.loss(mine, targets_BS, group)
         value.backward()
-        held_most = held.peak - mine.nbytes - targets_BS.nbytes
+        held_most = held.peak_bytes - mine.nbytes - targets_BS.nbytes
     off = apart(value, want), apart(mine.grad, cut(full.grad, 2))
     rows = embedding_apart(group)
     return max(*off, rows), held_most / mine.nbytes, sent.payload["all_reduce"]
@@ -1063,11 +1063,11 @@ def held():
     model = tp.parallelize(plain(MODEL), dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens, targets = batch(0)
-    with count.saved(model, tokens, targets) as saved:
+    with count.track_saved_activations(model, tokens, targets) as saved:
         value = tp.loss(model(tokens), targets, dist.group.WORLD)
     value.backward()
     optimizer.step()
-    states = count.states(model, optimizer)
+    states = count.measure_state_bytes(model, optimizer)
     del states[
         "counters"
     ]  # AdamW counts its steps, in four bytes for each parameter tensor
@@ -1118,11 +1118,11 @@ def traffic():
     group = dist.group.WORLD
     model = tp.parallelize(plain(MODEL), group)
     tokens, targets = batch(0)
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         logits = model(tokens)
-    with count.sent() as of_loss:
+    with count.record_traffic() as of_loss:
         value = tp.loss(logits, targets, group)
-    with count.sent() as backward:
+    with count.record_traffic() as backward:
         value.backward()
     found = [forward, of_loss, backward]
     assert all(set(sent.calls) <= {"all_reduce"} and not sent.bytes for sent in found)
@@ -1219,7 +1219,7 @@ def silent(x, group):
 
 def on_a_wire(rounds, nothing, pair):
     """On a rank: seconds of steps: silent, on loopback, over the wire in two ways."""
-    world, slow = dist.group.WORLD, link.slow(LATENCY, BANDWIDTH)
+    world, slow = dist.group.WORLD, link.create_slow_group(LATENCY, BANDWIDTH)
     cases = (world, nothing), (world, pair), (slow, pair), (slow, tp.REPLICATED)
     models = [tp.parallelize(plain(WIDER), group, edges) for group, edges in cases]
     seconds = []
@@ -1286,7 +1286,7 @@ def row_in_pieces(x_Ti, w_iO, pieces, group):
 # Holds the pieces against one product, and measures both over a wire
 def in_pieces(rounds):
     """On a rank: seconds of the product, of 1 and of 8 pieces over a wire; gap."""
-    group, size = link.slow(1e-4, 100e6), (1024, 1024, 1024)
+    group, size = link.create_slow_group(1e-4, 100e6), (1024, 1024, 1024)
     x_Ti, w_iO = normal(dist.get_rank(), *size[:2]), normal(1, *size[1:]) / 32
     full_TO = row_in_pieces(x_Ti, w_iO, 1, dist.group.WORLD)
     calls = (
@@ -1702,9 +1702,9 @@ def never_full():
         model = GPT(MODEL)
     tp.parallelize(model, group)
     torch.manual_seed(0)
-    with count.held(device=ranks.device()) as held:
+    with count.track_memory(device=ranks.device()) as held:
         tp.initialize(model)
-    return held.peak, tp.full_state_dict(model)
+    return held.peak_bytes, tp.full_state_dict(model)
 
 
 # %% [markdown]

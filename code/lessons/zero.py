@@ -376,11 +376,11 @@ def core(stage):
 
 def plain_and_core(ways):
     """Of a step of each: messages, seconds; and the peak of two steps."""
-    wire, found = link.slow(1e-3, 1e9), []
+    wire, found = link.create_slow_group(1e-3, 1e9), []
     for way in ways:
         torch.manual_seed(0)
         model, marks = GPT(THREE), []
-        with count.sent() as sent, count.held(model) as held:
+        with count.record_traffic() as sent, count.track_memory(model) as held:
 
             def mark(*_, marks=marks, sent=sent):
                 names = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -391,7 +391,7 @@ def plain_and_core(ways):
             way(model, wire, 2)
             hook.remove()
         first, second = marks
-        found.append((second[0] - first[0], held.peak, second[1] - first[1]))
+        found.append((second[0] - first[0], held.peak_bytes, second[1] - first[1]))
     return found
 
 
@@ -613,10 +613,10 @@ show.table(rows, head, caption="Largest differences from one process")
 def states(stage, dtype):
     model, optimizer = job(stage, **({"compute_dtype": dtype} if stage else {}))
     train(model, optimizer, 1)
-    found = count.states(model, optimizer)
+    found = count.measure_state_bytes(model, optimizer)
     del found["counters"]  # AdamW counts its steps, in four bytes per parameter tensor
     both = [*model.parameters(), *model.module.parameters()]
-    found["parameters"] = count.bytes_of(both)  # a storage that both share counts once
+    found["parameters"] = count.sum_bytes(both)  # a storage that both share counts once
     predicted = sum(zero.predicted_states(model).values()) if stage else None
     return sum(found.values()), predicted
 
@@ -684,7 +684,7 @@ def activations(stage):
     tokens, targets = local_batch(0)
     # Autograd also notes the gathered weights; they are no activations.
     gathered = [flat.full for flat in model.flats] if stage == 3 else []
-    with count.saved(model, model.module, tokens, targets, *gathered) as saved:
+    with count.track_saved_activations(model, model.module, tokens, targets, *gathered) as saved:
         loss(model(tokens), targets)
     return saved.bytes
 
@@ -724,11 +724,11 @@ def peak(make):
     model, optimizer = make()
     tokens, targets = local_batch(0, 1)
     for _ in range(2):  # the first step creates the optimizer's states
-        with count.held(model, getattr(model, "module", model), optimizer) as held:
+        with count.track_memory(model, getattr(model, "module", model), optimizer) as held:
             optimizer.zero_grad()
             loss(model(tokens), targets).backward()
             optimizer.step()
-    return held.peak, sum(count.states(model, optimizer).values())
+    return held.peak_bytes, sum(count.measure_state_bytes(model, optimizer).values())
 
 
 def peaks(cases):
@@ -790,7 +790,7 @@ show.table(rows, head)
 def bytes_sent(model, run):
     """Bytes that this rank sends in `run()`: of gradients, and of weights."""
     others = dist.get_world_size() - 1
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         run()
     gradients = sent.bytes  # of the reduce-scatter, point to point
     if isinstance(model, DataParallel):
@@ -875,7 +875,7 @@ def accumulate(stage, micro_batches=4):
                 (loss(model(tokens), targets) / micro_batches).backward()
 
     gradients, _ = bytes_sent(model, backwards)
-    return gradients, count.states(model, optimizer)["gradients"]
+    return gradients, count.measure_state_bytes(model, optimizer)["gradients"]
 
 
 # %% tags=["hide-input"]
@@ -946,7 +946,7 @@ class Half(nn.Module):
 
 
 def sleeping_steps(forward):
-    wire, half = link.slow(0, BANDWIDTH), forward / BLOCKS / 2
+    wire, half = link.create_slow_group(0, BANDWIDTH), forward / BLOCKS / 2
     models = {}
     for name in ("data parallel", "stage 3", "stage 3, no prefetch"):
         plain = nn.Sequential(
@@ -1044,7 +1044,7 @@ def beside():
     weights = {name: p.full_tensor() for name, p in theirs[0].state_dict().items()}
     found = [max(abs(a - b) for a, b in zip(*losses, strict=True))]
     found.append(largest(weights, ours[0].full_state_dict()))
-    found += [sum(count.states(*pair).values()) for pair in (ours, theirs)]
+    found += [sum(count.measure_state_bytes(*pair).values()) for pair in (ours, theirs)]
     return found
 
 

@@ -134,8 +134,8 @@ SEEDS = [
     Seed(
         "a link's time that is taken while it works",
         "shardtools/cluster/doctor/pairs.py",
-        "return (clock(device) - begin) / (2 * times)",
-        "return (clock(torch.device('cpu')) - begin) / (2 * times)",
+        "return (read_clock(device) - begin) / (2 * times)",
+        "return (read_clock(torch.device('cpu')) - begin) / (2 * times)",
         "cluster.links",
         finding("clock"),
     ),

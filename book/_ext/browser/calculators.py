@@ -158,11 +158,11 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0
 
 def _draw_panels(found):
     """Return the lesson's picture (`shardlab.mesh.picture`) as SVG shapes."""
-    from shardlab.mesh.groups import panels
+    from shardlab.mesh.groups import lay_out_panels
 
-    drawn = panels(found["ranks"], found["node"], found["groups"], found["said"])
-    size, ink, shapes = drawn.size, {"stroke": "currentColor"}, []
-    for x, y, text, place in drawn.words:
+    drawn = lay_out_panels(found["ranks"], found["node"], found["groups"], found["said"])
+    size, ink, shapes = drawn.cell_size, {"stroke": "currentColor"}, []
+    for x, y, text, place in drawn.labels:
         shapes.append(["text", {"x": x, "y": y + 4, "text-anchor": place}, text])
     for x, y, wide, high in drawn.frames:
         frame = {"x": x, "y": y, "width": wide, "height": high, "fill": "none"}
@@ -176,7 +176,7 @@ def _draw_panels(found):
         style = "fill:#fff" if rank % 8 == 0 else "fill:#000"
         middle = {"x": x + size / 2, "y": y + 16, "text-anchor": "middle", "style": style}
         shapes.append(["text", middle, str(rank)])
-    return {"shapes": shapes, "wide": drawn.wide, "high": drawn.high}
+    return {"shapes": shapes, "wide": drawn.width, "high": drawn.height}
 
 
 def calculate_strategy(values):

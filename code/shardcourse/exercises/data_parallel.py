@@ -146,7 +146,7 @@ def _(size: int) -> Trial:
 def _accumulated(answer: Callable[..., Any], size: int, parts: int) -> tuple[Any, ...]:
     rank = dist.get_rank()
     model = DataParallel(_Toy(), dist.group.WORLD, bucket_bytes=64, first_bytes=64)
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         answer(model, lambda x: model(x, True), [_local_batch(rank, part) for part in range(parts)])
     return model.module.gradients(), sent.calls["all_reduce"], len(model.buckets)
 

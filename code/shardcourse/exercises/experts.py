@@ -17,7 +17,7 @@ from shardcourse.exercises import Wrong
 from shardcourse.exercises.forms import Part, Trial, cases, number, on_ranks
 from shardlab import experts, ranks
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.gpt.router import drop
+from shardlab.gpt.router import drop_overflow
 
 number("experts_tokens", 300 * 256 / 8, "tokens",
        says="Right: of eight rows for each token, an expert gets one in 256.", wrong={
@@ -50,12 +50,12 @@ cases(
             (4, 2, 4, 9),
         )
     ],
-    lambda chosen_TC, count, places: drop(chosen_TC[None], count, places)[0],
+    lambda chosen_TC, count, places: drop_overflow(chosen_TC[None], count, places)[0],
     equal=torch.equal,
     says="Right, with one, two and three choices, and where nothing falls.",
     mistakes={
         "You fill places token by token; all first choices come before any second.": (
-            lambda x, n, places: drop(x.reshape(1, -1, 1), n, places).view_as(x)
+            lambda x, n, places: drop_overflow(x.reshape(1, -1, 1), n, places).view_as(x)
         ),
     },
 )

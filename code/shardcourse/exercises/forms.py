@@ -223,7 +223,7 @@ class Part:
 class Seen:
     """Record of a rank's run: what it sent, its messages in order, and `work`'s further results."""
 
-    sent: count.Sent
+    sent: count.Traffic
     posted: list[Posted]
     more: tuple[Any, ...]
 
@@ -279,7 +279,7 @@ def _tried(
     wanted = len(trial.parts)
 
     def run() -> tuple[Any, Seen]:
-        with count.sent() as sent, Messages() as messages:
+        with count.record_traffic() as sent, Messages() as messages:
             try:
                 if work:
                     found = work(answer, *setting)

@@ -61,16 +61,16 @@ def _toy() -> tuple[GPT, torch.Tensor, torch.Tensor]:
 def _(answer: Callable[..., Any]) -> str:
     model, tokens, targets = _toy()
     batches = list(zip(tokens.split(1), targets.split(1), strict=True))
-    with torch.no_grad(), count.held(model, tokens, targets) as frugal:
+    with torch.no_grad(), count.track_memory(model, tokens, targets) as frugal:
         want = sum(loss(model(x), y).item() for x, y in batches) / len(batches)
     held: list[int] = []
 
     def watched() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for batch in batches:
-            held.append(watch.now)
+            held.append(watch.current_bytes)
             yield batch
 
-    with count.held(model, tokens, targets) as watch:
+    with count.track_memory(model, tokens, targets) as watch:
         mean = called(answer, model, watched())
     if isinstance(mean, bool) or not isinstance(mean, (int, float, torch.Tensor)):
         raise Wrong(f"It returned {mean!r}: expected is the mean loss, a number.")
@@ -84,8 +84,8 @@ def _(answer: Callable[..., Any]) -> str:
             f"The mean is right, but with every batch {growth / 1e3:,.0f} kB more are held than "
             "before: what you add up refers to its graph, and the graph to all its activations."
         )
-    if watch.peak > 1.02 * frugal.peak + 1000:
-        extra = (watch.peak - frugal.peak) / 1e3
+    if watch.peak_bytes > 1.02 * frugal.peak_bytes + 1000:
+        extra = (watch.peak_bytes - frugal.peak_bytes) / 1e3
         raise Wrong(
             f"The mean is right and nothing piles up, but each batch takes {extra:,.0f} kB more "
             "than it has to: autograd still saves activations for a backward that never comes."
@@ -120,9 +120,9 @@ def _in_pieces(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
 def _gradients(backward: Callable[..., Any]) -> tuple[list[torch.Tensor | None], int]:
     """Return the gradients that `backward` leaves, and its peak of held bytes."""
     model, tokens, targets = _toy()
-    with count.held(model, tokens, targets) as held:
+    with count.track_memory(model, tokens, targets) as held:
         backward(model, tokens, targets)
-    return [p.grad for p in model.parameters()], held.peak
+    return [p.grad for p in model.parameters()], held.peak_bytes
 
 
 @exercise("my_backward")

@@ -19,13 +19,13 @@ from shardcourse.exercises.forms import cases, close, run_answer, same
 from shardlab import mesh
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardlab.mesh.job import Job, batch_of, model_of
+from shardlab.mesh.job import Job, build_model, load_batch
 from shardtools.commands.mesh import add_command, job_of
 
 
 def _groups(rank: int, d: int, p: int, t: int, order: tuple[str, ...] = mesh.AXES) -> list[Any]:
     shape = Layout(dp=d, pp=p, tp=t, order=order)
-    return [next(g for g in shape.groups(axis) if rank in g) for axis in mesh.AXES]
+    return [next(g for g in shape.list_groups(axis) if rank in g) for axis in mesh.AXES]
 
 
 cases(
@@ -57,7 +57,7 @@ def _job(knobs: list[str]) -> Job:
 
 
 def _fullest(job: Job) -> int:
-    return max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
+    return max(sum(job.predict_state_bytes(rank).values()) for rank in range(job.layout.world_size))
 
 
 @exercise("mesh_budget")
@@ -73,15 +73,15 @@ def _(answer: Any) -> str:
         raise Wrong(f"The command does not know {answer!r}.") from None
     if (job.config.layers, job.config.hidden, job.config.heads) != (2, 64, 4):
         raise Wrong("Leave the model as it is: 2 layers of 64 with 4 heads.")
-    if job.layout.ranks > _MOST:
-        raise Wrong(f"That takes {job.layout.ranks} ranks; there are {_MOST}.")
+    if job.layout.world_size > _MOST:
+        raise Wrong(f"That takes {job.layout.world_size} ranks; there are {_MOST}.")
     held = _fullest(job)
     if held > _LIMIT:
         words = f"The fullest rank would hold {held:,} of {_LIMIT:,} B."
         if job.layout.zero < 3 and job.layout.dp > 1:
             words += f" In ZeRO's stage {job.layout.zero} copies hold something whole."
-        elif job.layout.ranks < _MOST:
-            words += f" There are {_MOST - job.layout.ranks} ranks left."
+        elif job.layout.world_size < _MOST:
+            words += f" There are {_MOST - job.layout.world_size} ranks left."
         raise Wrong(words)
     return f"It fits: {held:,} B on the fullest rank."
 
@@ -92,14 +92,14 @@ _TIED = Config(seq=8, layers=2, heads=2, hidden=16)
 def _norms(answer: Callable[..., Any], p: int, t: int) -> list[Tensor]:
     """Return a rank's norms: the answer's, the right one, the local one, one with copies twice."""
     layout = Layout(pp=p, tp=t)
-    groups = mesh.join(layout, dist.group.WORLD)
-    model = model_of(_TIED)
+    groups = mesh.create_groups(layout, dist.group.WORLD)
+    model = build_model(_TIED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.mul_(0.1)  # makes their gradients larger, so that a mistake shows
     job = mesh.Parallel(model, groups, layout)
-    job.step(*batch_of(_TIED, 2, 0))
+    job.step(*load_batch(_TIED, 2, 0))
     gradients = {name: x.grad for name, x in job.named_parameters()}
     cut = {name for name, dimension in job.cuts.items() if dimension is not None}
     right = job.clip_grad_norm_(1e9)
@@ -133,12 +133,12 @@ _GPT = Config(vocab=512, seq=64, layers=4, heads=4, hidden=64, tied=False)
 
 def _beyond(config: Config, shape: Layout, node: int, batch: int) -> float:
     how = config.seq, batch // shape.dp
-    sent = [mesh.predicted_sent(config, shape, rank, *how) for rank in range(shape.ranks)]
-    return sum(map(sum, shape.leaving(node, sent.__getitem__).values()))
+    sent = [mesh.predict_sent_bytes(config, shape, rank, *how) for rank in range(shape.world_size)]
+    return sum(map(sum, shape.count_node_egress(node, sent.__getitem__).values()))
 
 
 def _fits(config: Config, shape: Layout, limit: float, batch: int) -> bool:
-    held = (mesh.predicted_states(config, shape, rank) for rank in range(shape.ranks))
+    held = (mesh.predict_state_bytes(config, shape, rank) for rank in range(shape.world_size))
     return batch % shape.dp == 0 and max(sum(one.values()) for one in held) <= limit
 
 
@@ -150,7 +150,7 @@ def _least(config: Config, size: int, node: int, limit: float, batch: int) -> fl
             continue
         shape = Layout(dp=d, pp=p, tp=size // (d * p), zero=1)
         try:
-            mesh.check_cuts(config, shape)
+            mesh.check_supported(config, shape)
         except ValueError:
             continue
         if _fits(config, shape, limit, batch):
@@ -165,9 +165,9 @@ def _leaving(
     shape = answer(config, size, node, limit, batch)
     if shape is None:
         return None
-    if shape.ranks != size or shape.zero != 1:
+    if shape.world_size != size or shape.zero != 1:
         raise ValueError(f"{shape}: allowed are layouts of {size} ranks with zero=1")
-    mesh.check_cuts(config, shape)
+    mesh.check_supported(config, shape)
     if not _fits(config, shape, limit, batch):
         raise ValueError(f"{shape}: a rank holds too much there, or d does not divide the batch")
     return _beyond(config, shape, node, batch)

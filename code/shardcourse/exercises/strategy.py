@@ -63,10 +63,10 @@ def laid_out(answer: Any, config: Config, gpu: Machine, gpus: int, batch: int, m
     """Judge a layout for `gpus` and `batch`: it has to fit and take at most `most` seconds."""
     if not isinstance(answer, strategy.Layout):
         raise Wrong(f"The answer should be a strategy.Layout, not a {type(answer).__name__}.")
-    if answer.ranks != gpus:
-        raise Wrong(f"d · t · p · c = {answer.ranks}; there are {gpus} GPUs.")
-    if answer.batch != batch:
-        raise Wrong(f"d · b · m = {answer.batch} sequences; a step has {batch}.")
+    if answer.world_size != gpus:
+        raise Wrong(f"d · t · p · c = {answer.world_size}; there are {gpus} GPUs.")
+    if answer.global_batch != batch:
+        raise Wrong(f"d · b · m = {answer.global_batch} sequences; a step has {batch}.")
     try:
         full = strategy.explain_oom(config, gpu, answer)
         found = strategy.predict(config, gpu, answer)

@@ -35,7 +35,14 @@ from torch import Tensor, nn
 from shardlab.common.arguments import check_integer
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config
-from shardlab.layout.boxes import Box, Piece, elements, shape, spanned, whole
+from shardlab.layout.boxes import (
+    Box,
+    TensorPiece,
+    count_elements,
+    get_box_shape,
+    infer_full_shapes,
+    make_full_box,
+)
 from shardlab.zero.wrapper import Sharded
 
 from . import folder as files
@@ -117,14 +124,14 @@ def load_hub(
 
 def _fill_pieces(
     folder: Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[TensorPiece],
     links: Mapping[str, Link],
     stored: Mapping[str, StoredTensor],
 ) -> None:
     """Fill this rank's pieces, file by file: read only the slices that the pieces need."""
-    by_file: dict[str, list[Piece]] = defaultdict(list)
+    by_file: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
-        if piece.name in links and elements(piece.box):
+        if piece.name in links and count_elements(piece.box):
             by_file[stored[links[piece.name].hub].file].append(piece)
     for file, wanted in by_file.items():
         with safe_open(folder / file, "pt") as opened:  # pages read stay in memory until closed
@@ -159,7 +166,7 @@ def _match_tensors(
     family, boxes = FAMILIES[model_type], [(link.hub, link.box) for link in links.values()]
     embedding, head = (f"{family.module_names[end]}.weight" for end in ("embedding", "head"))
     found, known = {}, set()
-    for name, wanted in spanned(boxes).items():
+    for name, wanted in infer_full_shapes(boxes).items():
         # Some files omit a prefix; some store tied tensors twice, and both must be equal.
         tied = [head] if config.tied and name == embedding else []
         aliases = (name, name.removeprefix(family.optional_prefix), *tied)
@@ -273,13 +280,13 @@ class _Sources:
         dtype = DTYPES[stored.dtype]
         full = torch.empty(stored.shape, dtype=dtype) if is_writer else None
         for name, link in self.links_by_hub[hub]:
-            box = whole(shape(link.box[::-1] if link.transposed else link.box))
+            box = make_full_box(get_box_shape(link.box[::-1] if link.transposed else link.box))
             plan = resharding.plan_transfers(self.holders[name], [(writer, box)])
             assert plan is not None, link  # shapes were compared with the ranks' parts before
             wanted = []
             if full is not None:
                 part = full[tuple(slice(*ends) for ends in link.box)]
-                wanted = [Piece(name, box, part.T if link.transposed else part)]
+                wanted = [TensorPiece(name, box, part.T if link.transposed else part)]
             group, cpu = self.members.group, torch.device("cpu")
             resharding.run_transfers(plan, self.pieces[name], wanted, dtype, group, cpu)
         return full

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from shardlab.common.arguments import MAX_SIZE, check_integer, check_number, check_one_of
 from shardlab.common.files import read_json
 from shardlab.common.shapes import Config, Yarn
-from shardlab.layout.boxes import Box, whole
-from shardlab.layout.entries import ledger
+from shardlab.layout.boxes import Box, make_full_box
+from shardlab.layout.parameters import list_params
 
 
 class Link(NamedTuple):
@@ -227,8 +227,8 @@ def map_tensors(config: Config, model_type: str) -> dict[str, Link]:
     """
     check_one_of(FAMILIES, model_type=model_type)
     family, found = FAMILIES[model_type], {}
-    for entry in ledger(config):
-        if entry.tied is not None:
+    for entry in list_params(config):
+        if entry.tied_to is not None:
             continue
         # blocks.3.ffn.experts.5.up.weight is ffn.experts.up, with layer 3 and expert 5.
         rest, _, suffix = entry.name.rpartition(".")
@@ -240,7 +240,7 @@ def map_tensors(config: Config, model_type: str) -> dict[str, Link]:
         hub_stem = family.module_names[stem].format(expert)
         if config.latent and not config.query_latent:
             hub_stem = hub_stem.replace("q_b_proj", "q_proj")
-        box = whole(entry.shape)
+        box = make_full_box(entry.shape)
         if family.fused_qkv and stem in _QKV:
             rows = entry.shape[0]
             first = _QKV.index(stem) * rows
@@ -249,7 +249,10 @@ def map_tensors(config: Config, model_type: str) -> dict[str, Link]:
         box = box[::-1] if transposed else box
         found[entry.name] = Link(f"{prefix}{hub_stem}.{suffix}", box, transposed)
         if stem == "ffn.router.score" and "ffn.router" in family.module_names:  # plus its bias
-            name, box = entry.name.replace("score.weight", "bias_E"), whole(entry.shape[:1])
+            name, box = (
+                entry.name.replace("score.weight", "bias_E"),
+                make_full_box(entry.shape[:1]),
+            )
             hub = f"{prefix}{family.module_names['ffn.router']}.e_score_correction_bias"
             found[name] = Link(hub, box)
     return found

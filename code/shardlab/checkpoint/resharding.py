@@ -20,8 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardlab.layout.boxes import Box, Piece, common, elements, spanned, whole, within
-from shardlab.layout.entries import ledger
+from shardlab.layout.boxes import (
+    Box,
+    TensorPiece,
+    count_elements,
+    get_slices,
+    infer_full_shapes,
+    intersect_boxes,
+    make_full_box,
+)
+from shardlab.layout.parameters import list_params
 from shardlab.ranks import check_group
 from shardlab.ranks.gather import gather_objects
 from shardlab.ranks.p2p import exchange_all
@@ -48,7 +56,7 @@ def find_holders(parts: Sequence[Parts]) -> dict[str, Holders]:
     found: dict[str, Holders] = defaultdict(dict)
     for rank, mine in enumerate(parts):
         for name, box in mine:
-            if elements(box):
+            if count_elements(box):
                 found[name].setdefault(box, []).append(rank)
     return found
 
@@ -60,12 +68,12 @@ def plan_transfers(holders: Holders, wanted: Iterable[tuple[int, Box]]) -> list[
     """
     found = []
     for rank, box in wanted:
-        missing = elements(box)
+        missing = count_elements(box)
         for theirs, ranks in holders.items():
-            if (both := common(box, theirs)) is not None:
+            if (both := intersect_boxes(box, theirs)) is not None:
                 source = rank if rank in ranks else ranks[rank % len(ranks)]
                 found.append(Transfer(source, rank, both))
-                missing -= elements(both)
+                missing -= count_elements(both)
         if missing:
             return None
     return found
@@ -73,8 +81,8 @@ def plan_transfers(holders: Holders, wanted: Iterable[tuple[int, Box]]) -> list[
 
 def run_transfers(
     plan: Sequence[Transfer],
-    mine: Sequence[Piece],
-    wanted: Sequence[Piece],
+    mine: Sequence[TensorPiece],
+    wanted: Sequence[TensorPiece],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     device: torch.device | None = None,
@@ -99,11 +107,11 @@ def run_transfers(
     exchange_all(outgoing, incoming, group).wait()
 
 
-def _view_box(pieces: Sequence[Piece], box: Box) -> Tensor:
+def _view_box(pieces: Sequence[TensorPiece], box: Box) -> Tensor:
     """Return a view of `box` in the piece that contains it."""
     for piece in pieces:
-        if common(box, piece.box) == box:
-            return piece.tensor[within(box, piece.box)]
+        if intersect_boxes(box, piece.box) == box:
+            return piece.tensor[get_slices(box, piece.box)]
     raise AssertionError(box)
 
 
@@ -140,7 +148,7 @@ def predict_transfer_bytes(
     """Return the bytes that each rank sends in `transfer_weights`.
 
     before, after: the parts of each rank, in the group's order; [] for a rank without that model.
-    `mesh.predicted_pieces` returns a layout's parts. itemsize: bytes of an element of the target.
+    `mesh.predict_pieces` returns a layout's parts. itemsize: bytes of an element of the target.
     """
     if len(before) != len(after):
         raise ValueError(f"after: must have {len(before)} ranks, as before has, not {len(after)}")
@@ -149,7 +157,7 @@ def predict_transfer_bytes(
         each = 4 if name.endswith("bias_E") else itemsize  # bias_E is float32 in any model
         for move in plan:
             if move.source != move.target:
-                sent[move.source] += each * elements(move.box)
+                sent[move.source] += each * count_elements(move.box)
     return sent
 
 
@@ -163,7 +171,7 @@ def plan_tensors(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, l
         wanted = sorted((rank, box) for box, ranks in boxes.items() for rank in ranks)
         found[name] = plan_transfers(holders[name], wanted)
     problems = [f"the source lacks parts of {name}" for name, plan in found.items() if plan is None]
-    sources, targets = (spanned(chain.from_iterable(side)) for side in (before, after))
+    sources, targets = (infer_full_shapes(chain.from_iterable(side)) for side in (before, after))
     for name in sources if targets else ():  # without any target there is nothing to compare
         if sources[name] != targets.get(name):
             has = f"is {list(targets[name])}" if name in targets else "is missing"
@@ -173,15 +181,15 @@ def plan_tensors(before: Sequence[Parts], after: Sequence[Parts]) -> dict[str, l
     return found
 
 
-def group_by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def group_by_name(pieces: Iterable[TensorPiece]) -> dict[str, list[TensorPiece]]:
     """Group the pieces by their tensor's name."""
-    names: dict[str, list[Piece]] = defaultdict(list)
+    names: dict[str, list[TensorPiece]] = defaultdict(list)
     for piece in pieces:
         names[piece.name].append(piece)
     return names
 
 
-def list_parts(pieces: Iterable[Piece]) -> list[tuple[str, Box]]:
+def list_parts(pieces: Iterable[TensorPiece]) -> list[tuple[str, Box]]:
     """Return the names and boxes of pieces, without the tensors, to send to other ranks."""
     return [(piece.name, piece.box) for piece in pieces]
 
@@ -189,7 +197,7 @@ def list_parts(pieces: Iterable[Piece]) -> list[tuple[str, Box]]:
 # A rank's parts of the plain model's tensors, for models with any kind of sharding.
 
 
-def list_pieces(model: nn.Module) -> list[Piece]:
+def list_pieces(model: nn.Module) -> list[TensorPiece]:
     """Return this rank's parameters and buffers, as parts of the plain model's tensors.
 
     Tied tensors are returned once. model: plain, data-parallel, sharded by `tensor_parallel`,
@@ -212,19 +220,19 @@ def _get_tensor_parallel_boxes(model: nn.Module) -> dict[str, Box]:
     if group is None:
         return {}
     rank, size = check_group(group)
-    return {entry.name: entry.box(rank, size) for entry in ledger(model.config)}
+    return {entry.name: entry.get_box(rank, size) for entry in list_params(model.config)}
 
 
-def _make_piece(name: str, tensor: Tensor, boxes: Mapping[str, Box]) -> Piece:
+def _make_piece(name: str, tensor: Tensor, boxes: Mapping[str, Box]) -> TensorPiece:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Piece(name, boxes.get(name, whole(tensor.shape)), tensor)
+        return TensorPiece(name, boxes.get(name, make_full_box(tensor.shape)), tensor)
     local = tensor.to_local()
     sizes, first = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     box = tuple((begin, begin + size) for begin, size in zip(first, sizes, strict=True))
-    return Piece(name, box, local[tuple(slice(size) for size in sizes)])
+    return TensorPiece(name, box, local[tuple(slice(size) for size in sizes)])
 
 
 def notify_weights_changed(model: nn.Module) -> None:

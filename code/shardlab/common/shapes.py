@@ -21,7 +21,7 @@ from shardlab.common.arguments import (
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's settings of rotary positions for longer sequences. See `attention.rotate`.
+    """YaRN's settings of rotary positions for longer sequences. See `attention.apply_rotary`.
 
     Peng et al. 2023, "YaRN" (arXiv 2309.00071).
     """

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from shardlab.common.arguments import check_one_of
 from shardlab.data_parallel import buckets
 from shardlab.gpt.model import GPT, Attention
-from shardlab.measure.count import clock
+from shardlab.measure.count import read_clock
 from shardlab.ranks import check_group, check_same, check_same_once, check_trainable, exchange
 from shardlab.tensor_types.operator import Operator
 
@@ -240,9 +240,9 @@ class _Ring:
             if self.trace is None:
                 yield block
                 continue
-            begin = clock(device)
+            begin = read_clock(device)
             yield block
-            self.trace.append(Work(turn, source, block, clock(device) - begin, backward))
+            self.trace.append(Work(turn, source, block, read_clock(device) - begin, backward))
 
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": all_to_all_attention}
@@ -292,7 +292,7 @@ def _attention(
     """Replace `Attention.forward` for this rank's tokens, [B, s, H] to [B, s, H]."""
     rank, ranks = check_group(group)
     at_s = positions(layout, ranks * x_BsH.shape[1], ranks, rank, x_BsH.device)
-    q_BAsD, k_BKsD, v_BKsD = module.heads(x_BsH, at_s)
+    q_BAsD, k_BKsD, v_BKsD = module.project_heads(x_BsH, at_s)
     y_BAsD = ATTENTIONS[attention](q_BAsD, k_BKsD, v_BKsD, group, True, layout)
     return module.out(y_BAsD.transpose(1, 2).flatten(-2))  # [B, s, A*D] @ [A*D, H]
 

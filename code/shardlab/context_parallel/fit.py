@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardlab.common.shapes import Config
-from shardlab.layout import ALONE, Layout
+from shardlab.layout import SINGLE_RANK, Layout
 from shardlab.memory import PRECISIONS, estimate, in_flight
 
 from .predict import attention_memory
@@ -90,7 +90,7 @@ def grain(layout: Layout) -> int:
 
 
 def tokens_that_fit(
-    config: Config, budget: int, layout: Layout = ALONE, way: str = "ring", **choices: Any
+    config: Config, budget: int, layout: Layout = SINGLE_RANK, way: str = "ring", **choices: Any
 ) -> int:
     """Return the most tokens of context with which a step needs at most `budget` bytes a rank.
 

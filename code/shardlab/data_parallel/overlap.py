@@ -35,7 +35,7 @@ def trace(batch: int, steps: int, latency: float, bandwidth: float) -> dict[str,
     Each step is {"forward": end, "backward": end, "wait": end, "step": end, "buckets": [[ready,
     send begins, send ends], …]}, in seconds since the step began on this rank.
     """
-    wire = link.slow(latency, bandwidth)
+    wire = link.create_slow_group(latency, bandwidth)
     plain = GPT(PRESETS["mini"])
     hooked = DataParallel(copy.deepcopy(plain), wire, bucket_bytes=4 * MIB)
     dealt = assign_buckets(plain.parameters(), bucket_bytes=4 * MIB)

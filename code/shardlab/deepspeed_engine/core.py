@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.gpt import model as plain
-from shardlab.layout import ALONE, Layout
+from shardlab.layout import SINGLE_RANK, Layout
 
 from . import schema
 from .pipe import is_pipeline
@@ -118,7 +118,7 @@ COURSE_PLAN = {
 
 
 def config(
-    layout: Layout = ALONE,
+    layout: Layout = SINGLE_RANK,
     *,
     precision: str = "fp32",
     clipping: float = 0.0,
@@ -161,7 +161,7 @@ def config(
     built: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.microbatches,  # a pipeline's micro-batches, too
-        "train_batch_size": layout.batch,
+        "train_batch_size": layout.global_batch,
         "gradient_clipping": float(clipping),
         "zero_optimization": {"stage": layout.zero},
         "zero_allow_untested_optimizer": True,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from shardlab import ranks
 from shardlab.common.arguments import check_integer, check_number, check_one_of, drop_none
 from shardlab.layout import Layout
-from shardlab.measure.count import clock, held
+from shardlab.measure.count import read_clock, track_memory
 
 from .breakdown import (
     NUMBERS,
@@ -159,25 +159,25 @@ def _built(way: str, layout: Layout, folder: str, precision: str) -> tuple[Any, 
     """Return the engine of a way, and this rank's peak bytes while it built the model."""
     if way == "one":
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        with held() as counted:
+        with track_memory() as counted:
             module = llama().to(ranks.device(), dtype)
-        return _Plain(module), counted.peak
+        return _Plain(module), counted.peak_bytes
     place = "cpu" if ranks.device().type == "cpu" else "auto"
     # DeepSpeed's default bucket has 5e8 elements: more memory than a small Llama's whole training.
     small = {"reduce_bucket_size": 1_000_000}
     settings = config(
         layout, precision=precision, tp_plan="llama", device=place, zero_optimization=small
     )
-    with held() as counted:
+    with track_memory() as counted:
         module = _sharded(folder, settings) if layout.zero == 3 else llama()
-    return initialize(module, settings), counted.peak
+    return initialize(module, settings), counted.peak_bytes
 
 
 def _rank(
     way: str, layout: Layout, task: Task, folder: str, precision: str, memory: float | None
 ) -> dict[str, Any]:
     """Generate, then train, on each rank; return times, outcomes and bytes moved."""
-    with held(device=ranks.device(), limit=memory) if memory else nullcontext():
+    with track_memory(device=ranks.device(), limit=memory) if memory else nullcontext():
         return _work(way, layout, task, folder, precision)
 
 
@@ -197,9 +197,9 @@ def _work(way: str, layout: Layout, task: Task, folder: str, precision: str) -> 
     times = []
     for _ in range(_REPEATS):
         dist.barrier()
-        begin = clock(ranks.device())
+        begin = read_clock(ranks.device())
         outcome = generate(engine, prompt_BS, task.new)
-        times.append(clock(ranks.device()) - begin)
+        times.append(read_clock(ranks.device()) - begin)
     moved = inference_moved(shape, task, layout, held - lookup, number)
     found["inference"] = (outcome, moved, statistics.median(times))
 
@@ -207,17 +207,17 @@ def _work(way: str, layout: Layout, task: Task, folder: str, precision: str) -> 
     for step in range(1 + task.steps):
         if step == 1:
             dist.barrier()
-            begin = clock(ranks.device())
+            begin = read_clock(ranks.device())
         text_BS = mine_BS[:, : task.seq].contiguous()
         value = engine(input_ids=text_BS, labels=text_BS).loss
         engine.backward(value)
         engine.step()
         losses.append(value.detach())
-    seconds = clock(ranks.device()) - begin
+    seconds = read_clock(ranks.device()) - begin
     mean = torch.stack(losses)
     dist.all_reduce(mean)  # [1 + steps]; all ranks of a tensor-parallel group have equal losses
     moved = task.steps * training_moved(held, own, layout.zero == 3, number)
-    found["training"] = (mean / layout.ranks, moved, seconds)
+    found["training"] = (mean / layout.world_size, moved, seconds)
     return found
 
 
@@ -235,8 +235,8 @@ def run(
 
     price: of a GPU hour, in any currency; costs have the same currency. None: no cost, for ranks
     that share one CPU or one GPU. device: as in `ranks.run`. precision: "fp32"; or "bf16" weights
-    with float32 master copies for AdamW. memory: limit of a rank's bytes, as `count.held` counts
-    them.
+    with float32 master copies for AdamW. memory: limit of a rank's bytes, as `count.track_memory`
+    counts them.
 
     Returns a Report for inference and one for training. Raises ValueError for bad arguments, and
     RankError if a rank fails.

@@ -117,7 +117,7 @@ class ExpertParallel(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Map this rank's tokens [B, S, H] to [B, S, H], with the result of `Experts`."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
-        chosen_BSC = self.router.admit(chosen_BSC)
+        chosen_BSC = self.router.apply_capacity(chosen_BSC)
         way = route(chosen_BSC.flatten(0, 1), self.total, self.group)
         token_R = way.order_R // chosen_BSC.shape[-1]
         x_TH = x_BSH.flatten(0, 1)
@@ -234,7 +234,7 @@ class Routed(NamedTuple):
     @property
     def dropped(self) -> Tensor:
         """Number of each token's dropped choices, [B, S]."""
-        return (self.router.admit(self.chosen_BSC) < 0).sum(-1)
+        return (self.router.apply_capacity(self.chosen_BSC) < 0).sum(-1)
 
 
 @contextmanager

@@ -1,37 +1,37 @@
-"""One matrix product on many ranks: how to shard it, the cost of each way, and when it pays off.
+"""One matrix product on many ranks: how to shard it, what each scheme costs, when it pays off.
 
-- `by_rows`, `by_columns`, `by_inner`, `summa` (core): the product, sharded along one dimension or
-  on a grid of ranks, with its communication;
-- `predict`, `seconds`, `pays_from` (cost): predicted memory, bytes sent, and time;
-- `measure`, `shard_throughput` (measure): measured rates, the inputs of the predictions.
+- `multiply_rows`, `multiply_columns`, `multiply_inner`, `multiply_summa` (core): the product,
+  sharded along one dimension or on a grid of ranks, with its communication;
+- `predict_cost`, `predict_seconds`, `find_break_even_side` (cost): memory, bytes sent, and time;
+- `measure_machine`, `measure_shard_throughput` (measure): measured rates for the predictions.
 """
 
 # ruff: noqa: F401 - the names of the package
 from .core import (
-    CUTS,
+    SCHEMES_1D,
     Grid,
-    by_columns,
-    by_inner,
-    by_rows,
-    cut,
+    create_grid,
     gather_columns,
     gather_rows,
-    grid,
-    multiply,
-    panels,
+    multiply_columns,
+    multiply_inner,
+    multiply_rows,
+    multiply_sharded,
+    multiply_summa,
+    shard_operands,
     shard_sizes,
     shard_slice,
-    summa,
+    split_panels,
 )
 from .cost import (
-    WAYS,
+    SCHEMES,
     Cost,
     Machine,
-    OverBudget,
+    MemoryBudgetError,
     check_budget,
-    near_square,
-    pays_from,
-    predict,
-    seconds,
+    choose_grid_shape,
+    find_break_even_side,
+    predict_cost,
+    predict_seconds,
 )
-from .measure import measure, shard_throughput, stopwatch
+from .measure import measure_machine, measure_shard_throughput, time_on_group

@@ -1,4 +1,4 @@
-"""Measured compute and link rates of a group of ranks: the inputs of `cost.seconds`."""
+"""Measured compute and link rates of a group of ranks: the inputs of `cost.predict_seconds`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.distributed import ProcessGroup as Group
 from shardlab import ranks
 from shardlab.common import gpu
 from shardlab.common.arguments import check_one_of
-from shardlab.measure.count import clock, speed
+from shardlab.measure.count import read_clock, speed
 from shardlab.ranks import check_group
 from shardlab.ranks.torch_compat import all_gather_single
 
-from .core import CUTS, shard_sizes
+from .core import SCHEMES_1D, shard_sizes
 from .cost import Machine
 
 
-def stopwatch(
+def time_on_group(
     call: Callable[[], Any],
     group: Group,
     repeats: int = 5,
@@ -38,20 +38,20 @@ def stopwatch(
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group=group)
-        begin = clock(ranks.device())
+        begin = read_clock(ranks.device())
         call()
-        times.append(clock(ranks.device()) - begin)
-    slowest = torch.tensor(times[1:], dtype=torch.float64, device=_wire_device(group))
+        times.append(read_clock(ranks.device()) - begin)
+    slowest = torch.tensor(times[1:], dtype=torch.float64, device=_get_wire_device(group))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # [repeats]
     return pick(slowest.tolist())
 
 
-def _wire_device(group: Group) -> torch.device:
+def _get_wire_device(group: Group) -> torch.device:
     """Return the device of tensors that `group` can send: NCCL sends only GPU tensors."""
     return ranks.device() if gpu.is_gpu_backend(dist.get_backend(group)) else torch.device("cpu")
 
 
-def measure(
+def measure_machine(
     group: Group,
     device: torch.device | None = None,
     side: int | None = None,
@@ -70,26 +70,26 @@ def measure(
     device = ranks.device() if device is None else device
     side = (8192 if gpu.is_gpu(device) else 768) if side is None else side
     a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    product = stopwatch(lambda: a @ b, group, repeats, min)  # [side, side] @ [side, side]
+    product = time_on_group(lambda: a @ b, group, repeats, min)  # [side, side] @ [side, side]
     flops = 2 * side**3 / product
     if number == 1:
         return Machine(flops, 0.0, float("inf"))
 
-    def hop(numbers: int) -> float:  # seconds from one rank to the next
+    def time_hop(numbers: int) -> float:  # seconds from one rank to the next
         piece = torch.ones(numbers, device=device)
         all_pieces = torch.empty(number * numbers, device=device)
         gather = partial(all_gather_single, all_pieces, piece, group=group)
-        return stopwatch(gather, group, repeats, min) / (number - 1)
+        return time_on_group(gather, group, repeats, min) / (number - 1)
 
     small, large = 1, max(2, size // 4 // number)  # 4-byte elements on each rank
-    short, long = hop(small), hop(large)
+    short, long = time_hop(small), time_hop(large)
     # On a busy machine the large message may seem faster than the small one: bound the rate.
     per_byte = max(long - short, 1e-3 * long) / (4 * (large - small))
     return Machine(flops, max(0.0, short - 4 * small * per_byte), 1 / per_byte)
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardTiming:
     """The product that one of `degree` ranks would compute, and its measured speed."""
 
     degree: int
@@ -100,45 +100,45 @@ class Shard:
     flops: float  # FLOP/s
 
 
-def shard_throughput(
+def measure_shard_throughput(
     M: int,
     N: int,
     K: int,
     degrees: Sequence[int] = (1, 2, 4, 8, 16),
-    cut: str = "columns",
+    scheme: str = "columns",
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     repeats: int = 5,
-) -> list[Shard]:
+) -> list[ShardTiming]:
     """Time the largest shard of the product M x K times K x N for each degree, on one device.
 
-    cut: "rows", "columns" or "inner". No other ranks are needed: this process computes one rank's
-    shard. Kernels are slower on thin matrices than on large ones, so the rate falls as degrees
-    grow. Returns the best of `repeats`.
+    scheme: "rows", "columns" or "inner". No other ranks are needed: this process computes one
+    rank's shard. Kernels are slower on thin matrices than on large ones, so the rate falls as
+    degrees grow. Returns the best of `repeats`.
     """
-    check_one_of(CUTS, cut=cut)
+    check_one_of(SCHEMES_1D, scheme=scheme)
     device = ranks.device() if device is None else device
     found = []
     for degree in degrees:
         full = {"rows": M, "columns": N, "inner": K}
-        full[cut] = shard_sizes(full[cut], degree)[0]
+        full[scheme] = shard_sizes(full[scheme], degree)[0]
         m, n, k = full.values()
-        seconds = _product_seconds(m, n, k, dtype, device, repeats)
-        found.append(Shard(degree, m, n, k, seconds, 2 * m * n * k / seconds))
+        seconds = _time_product(m, n, k, dtype, device, repeats)
+        found.append(ShardTiming(degree, m, n, k, seconds, 2 * m * n * k / seconds))
     return found
 
 
-def _product_seconds(
+def _time_product(
     M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> float:
     """Return the seconds of one product, averaged over enough runs for the clock's resolution."""
     a, b = torch.randn(M, K, device=device).to(dtype), torch.randn(K, N, device=device).to(dtype)
     c = a.new_empty(M, N)
 
-    def work(times: int) -> None:
+    def run_products(times: int) -> None:
         for _ in range(times):
             torch.mm(a, b, out=c)  # [M, K] @ [K, N]
 
-    once = speed.seconds(partial(work, 1), device, 1)
+    once = speed.measure_seconds(partial(run_products, 1), device, 1)
     times = max(1, round(0.005 / max(once, 1e-7)))
-    return speed.seconds(partial(work, times), device, repeats) / times
+    return speed.measure_seconds(partial(run_products, times), device, repeats) / times

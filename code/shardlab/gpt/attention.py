@@ -37,11 +37,11 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Map [B, S, H] to [B, S, H]."""
         dropout = self.config.dropout if self.training else 0.0
-        y_BASD = attend(*self.heads(x_BSH), dropout, self.window)
+        y_BASD = compute_attention(*self.project_heads(x_BSH), dropout, self.window)
         return self.out(y_BASD.transpose(1, 2).flatten(-2))  # [B, S, A*D] @ [A*D, H]
 
-    def heads(self, x_BSH: Tensor, positions_S: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return queries [B, A, S, D], keys and values [B, K, S, D]. positions_S: see `rotate`."""
+    def project_heads(self, x_BSH: Tensor, positions_S: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return queries [B, A, S, D], keys and values [B, K, S, D], rotated to `positions_S`."""
         # The number of heads follows from the widths: tensor parallelism may have sharded heads.
         q_BASD, k_BKSD, v_BKSD = (
             linear(x_BSH).unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
@@ -49,11 +49,11 @@ class Attention(nn.Module):
         )
         if self.query_norm is not None:  # over the D features of a head; heads share the weights
             q_BASD, k_BKSD = self.query_norm(q_BASD), self.key_norm(k_BKSD)
-        how = self.config.rotary_base, positions_S, self.config.yarn
-        return rotate(q_BASD, *how), rotate(k_BKSD, *how), v_BKSD
+        rotary = self.config.rotary_base, positions_S, self.config.yarn
+        return apply_rotary(q_BASD, *rotary), apply_rotary(k_BKSD, *rotary), v_BKSD
 
 
-def attend(
+def compute_attention(
     q_BASD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, dropout: float, window: int | None
 ) -> Tensor:
     """Return causal attention, [B, A, S, D], over the last `window` tokens, the query's included.
@@ -71,7 +71,7 @@ def attend(
     )
 
 
-def rotate(
+def apply_rotary(
     x_BASD: Tensor, base: float, positions_S: Tensor | None = None, yarn: Yarn | None = None
 ) -> Tensor:
     """Apply rotary positions: rotate each feature pair by an angle proportional to the position.
@@ -83,7 +83,7 @@ def rotate(
     steps_D = torch.arange(0, size, 2, device=x_BASD.device, dtype=torch.float32) / size
     if positions_S is None:
         positions_S = torch.arange(sequence, device=x_BASD.device)
-    speeds_D = base**-steps_D if yarn is None else stretched(base**-steps_D, base, yarn)
+    speeds_D = base**-steps_D if yarn is None else scale_rotary_speeds(base**-steps_D, base, yarn)
     angles_SD = torch.outer(positions_S.to(torch.float32), speeds_D)  # [S, D/2]
     cos_SD, sin_SD = angles_SD.cos(), angles_SD.sin()
     if yarn is not None:
@@ -93,7 +93,7 @@ def rotate(
     return torch.cat((a * cos_SD - b * sin_SD, a * sin_SD + b * cos_SD), dim=-1)
 
 
-def stretched(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
+def scale_rotary_speeds(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
     """Return YaRN's rotation speeds, [D/2] angles a token, for sequences `factor` times as long.
 
     Pairs that rotate often within the original length encode local order, and keep their speed.
@@ -103,13 +103,11 @@ def stretched(speeds_D: Tensor, base: float, yarn: Yarn) -> Tensor:
     arXiv 2309.00071, section 3.2).
     """
 
-    def pair(turns: float) -> float:  # index of the pair with `turns` turns in the old length
+    def find_pair(turns: float) -> float:  # index of the pair with `turns` turns in the old length
         return len(speeds_D) * log(yarn.seq / (2 * pi * turns)) / log(base)
 
-    first, last = (
-        max(floor(pair(yarn.beta_fast)), 0),
-        min(ceil(pair(yarn.beta_slow)), 2 * len(speeds_D) - 1),
-    )
+    first = max(floor(find_pair(yarn.beta_fast)), 0)
+    last = min(ceil(find_pair(yarn.beta_slow)), 2 * len(speeds_D) - 1)
     numbers_D = torch.arange(len(speeds_D), device=speeds_D.device, dtype=torch.float32)
     part_D = ((numbers_D - first) / max(last - first, 1e-3)).clamp(0, 1)
     return speeds_D * (1 - part_D) + speeds_D / yarn.factor * part_D

@@ -16,11 +16,13 @@ features with position, D = N + P, X value head size, Q query latent, L key-valu
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from shardlab.common.shapes import Config
-from shardlab.gpt.attention import attend, rotate
+from shardlab.gpt.attention import apply_rotary, compute_attention
 
 
 class LatentAttention(nn.Module):
@@ -30,10 +32,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.config, self.window = config, window
         hidden, heads, rank = config.hidden, config.heads, config.query_latent
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
-
+        linear = partial(nn.Linear, bias=False)
         self.query_down = linear(hidden, rank) if rank else None
         self.query_norm = nn.RMSNorm(rank, config.norm_eps) if rank else None
         self.query = linear(rank or hidden, heads * config.head_size)  # A*D
@@ -44,9 +43,9 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Map [B, S, H] to [B, S, H]."""
-        return self.expand(*self.compress(x_BSH))
+        return self.attend_heads(*self.compute_latents(x_BSH))
 
-    def compress(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_latents(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what all heads share: query latent [B, S, Q] (or x), latent, position features.
 
         The key-value latent is [B, S, L], the keys' position features [B, S, P], not yet rotated.
@@ -56,8 +55,8 @@ class LatentAttention(nn.Module):
         latent_BSL, position_BSP = self.down(x_BSH).split(sizes, -1)
         return q_BSQ, self.down_norm(latent_BSL), position_BSP
 
-    def expand(self, q_BSQ: Tensor, latent_BSL: Tensor, position_BSP: Tensor) -> Tensor:
-        """Compute the heads from the outputs of `compress`, and attend: [B, S, H]."""
+    def attend_heads(self, q_BSQ: Tensor, latent_BSL: Tensor, position_BSP: Tensor) -> Tensor:
+        """Compute the heads from the outputs of `compute_latents`, and attend: [B, S, H]."""
         c = self.config
         q_BASD, kv_BASX = (
             linear(x).unflatten(-1, (-1, size)).transpose(1, 2)
@@ -69,7 +68,7 @@ class LatentAttention(nn.Module):
         q_BASN, q_BASP = q_BASD.split([c.nope_head_size, c.rotary], -1)
         k_BASN, v_BASX = kv_BASX.split([c.nope_head_size, c.value_size], -1)
         q_BASP, k_B1SP = (
-            rotate(neighbours_apart(x), c.rotary_base, yarn=c.yarn)
+            apply_rotary(split_rotary_pairs(x), c.rotary_base, yarn=c.yarn)
             for x in (q_BASP, position_BSP[:, None])
         )
         k_BASP = k_B1SP.expand(-1, k_BASN.shape[1], -1, -1)
@@ -77,10 +76,10 @@ class LatentAttention(nn.Module):
         if c.yarn is not None and c.yarn.mscale:  # longer sequences need sharper attention
             q_BASD = q_BASD * c.yarn.score_scale
         dropout = c.dropout if self.training else 0.0
-        y_BASX = attend(q_BASD, k_BASD, v_BASX, dropout, self.window)
+        y_BASX = compute_attention(q_BASD, k_BASD, v_BASX, dropout, self.window)
         return self.out(y_BASX.transpose(1, 2).flatten(-2))  # [B, S, A*X] @ [A*X, H]
 
 
-def neighbours_apart(x_BASP: Tensor) -> Tensor:
+def split_rotary_pairs(x_BASP: Tensor) -> Tensor:
     """Reorder DeepSeek's adjacent rotary pairs (0, 1), (2, 3), … to halves 0, 2, …, 1, 3, …."""
     return x_BASP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

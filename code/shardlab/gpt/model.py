@@ -15,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardlab.common.shapes import PRESETS, Config
-from shardlab.gpt.attention import Attention, rotate
+from shardlab.common.shapes import PRESETS, Config  # noqa: F401 - imported from here
+from shardlab.gpt.attention import Attention, apply_rotary  # noqa: F401 - imported from here
 from shardlab.gpt.latent import LatentAttention
 from shardlab.gpt.router import Router
-
-__all__ = ["GPT", "PRESETS", "Attention", "Block", "Config", "loss", "parameter_count", "rotate"]
 
 
 class FeedForward(nn.Module):
@@ -54,7 +52,7 @@ class Experts(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """Map [B, S, H] to [B, S, H]; zeros for a token that all its experts dropped."""
         _, chosen_BSC, weights_BSC = self.router(x_BSH)
-        chosen_BSC = self.router.admit(chosen_BSC)
+        chosen_BSC = self.router.apply_capacity(chosen_BSC)
         y_BSH = torch.zeros_like(x_BSH) if self.shared is None else self.shared(x_BSH)
         for number, expert in enumerate(self.experts):
             b_R, s_R, c_R = (chosen_BSC == number).nonzero(as_tuple=True)  # in order of tokens
@@ -68,10 +66,10 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: int = 0):
         super().__init__()
-        self.attention_norm = _norm(config)
+        self.attention_norm = _make_norm(config)
         mixed = Attention if config.latent is None else LatentAttention
         self.attention = mixed(config, config.get_window(layer))
-        self.ffn_norm = _norm(config)
+        self.ffn_norm = _make_norm(config)
         sparse = config.experts and layer >= config.dense_layers
         self.ffn = Experts(config) if sparse else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -82,7 +80,7 @@ class Block(nn.Module):
         return x_BSH + self.dropout(self.ffn(self.ffn_norm(x_BSH)))
 
 
-def _norm(config: Config) -> nn.Module:
+def _make_norm(config: Config) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.hidden, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden, eps=config.norm_eps, bias=config.bias)
@@ -96,7 +94,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = _norm(config)
+        self.norm = _make_norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, parameter in self.named_parameters():  # GPT-2's initialization
             if parameter.dim() == 2:
@@ -127,7 +125,7 @@ def loss(logits_BSV: Tensor, targets_BS: Tensor, reduction: str = "mean") -> Ten
     return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction=reduction)
 
 
-def parameter_count(config: Config) -> int:
+def count_parameters(config: Config) -> int:
     """Count the parameters of a model of this shape, tied ones once (on the meta device)."""
     with torch.device("meta"):
         return sum(p.numel() for p in GPT(config).parameters())

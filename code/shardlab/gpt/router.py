@@ -48,7 +48,7 @@ class Router(nn.Module):
         wide = torch.promote_types(logits_BSE.dtype, torch.float32)
         squash = torch.sigmoid if self.config.router == "sigmoid" else partial(F.softmax, dim=-1)
         scores_BSE = squash(logits_BSE.to(wide))
-        eligible_BSE = self._eligible(scores_BSE + self.bias_E)
+        eligible_BSE = self._mask_groups(scores_BSE + self.bias_E)
         chosen_BSC = eligible_BSE.topk(self.config.experts_per_token).indices
         weights_BSC = scores_BSE.gather(-1, chosen_BSC)
         if self.config.experts_per_token > 1:
@@ -57,7 +57,7 @@ class Router(nn.Module):
             weights_BSC = weights_BSC * self.config.routed_scale
         return scores_BSE, chosen_BSC, weights_BSC.to(x_BSH.dtype)
 
-    def _eligible(self, scores_BSE: Tensor) -> Tensor:
+    def _mask_groups(self, scores_BSE: Tensor) -> Tensor:
         """Set the scores of groups that a token did not choose to -inf."""
         groups, some = self.config.expert_groups, self.config.groups_per_token
         if groups == 1:
@@ -81,14 +81,17 @@ class Router(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.bias_E = self.bias_E.float()
 
-    def admit(self, chosen_BSC: Tensor) -> Tensor:
+    def apply_capacity(self, chosen_BSC: Tensor) -> Tensor:
         """Return the choices, with -1 where the chosen expert is full."""
-        places = self.config.get_expert_capacity(chosen_BSC.shape[1])
-        return chosen_BSC if places is None else drop(chosen_BSC, self.config.experts, places)
+        capacity, experts = (
+            self.config.get_expert_capacity(chosen_BSC.shape[1]),
+            self.config.experts,
+        )
+        return chosen_BSC if capacity is None else drop_overflow(chosen_BSC, experts, capacity)
 
 
-def drop(chosen_BSC: Tensor, experts: int, places: int) -> Tensor:
-    """Limit each expert to `places` choices of each sequence, and set the other choices to -1.
+def drop_overflow(chosen_BSC: Tensor, experts: int, capacity: int) -> Tensor:
+    """Limit each expert to `capacity` choices of each sequence, and set the other choices to -1.
 
     All first choices take precedence over all second ones (GShard, arXiv 2006.16668, Algorithm 1).
     """
@@ -96,4 +99,4 @@ def drop(chosen_BSC: Tensor, experts: int, places: int) -> Tensor:
     numbers_BXE = F.one_hot(queue_BX, experts).cumsum(1)
     number_BX = numbers_BXE.gather(-1, queue_BX[..., None])[..., 0]  # 1: an expert's first choice
     number_BSC = number_BX.unflatten(1, (-1, chosen_BSC.shape[1])).transpose(1, 2)
-    return chosen_BSC.masked_fill(number_BSC > places, -1)
+    return chosen_BSC.masked_fill(number_BSC > capacity, -1)

@@ -1,6 +1,6 @@
 """A layout: how many replicas, how the model is split, what each rank does and its groups.
 
-Everything that asks which rank holds what reads a Layout: memory, mesh, planner, engines.
+All code that needs to know which rank holds what uses a Layout: memory, mesh, planner, engines.
 
 N = d · p · c · t ranks form a grid with four axes: d replicas of the model ("dp"), p stages of each
 replica ("pp"), c ranks that share each sequence ("cp"), t ranks that share each matrix ("tp"). A
@@ -16,22 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from shardlab.common.arguments import (
-    check_count,
-    check_one_of,
-    drop_none,
-    join_names,
-    shorten_repr,
-)
+from shardlab.common.arguments import check_count, check_one_of, drop_none, join_names, shorten_repr
 from shardlab.common.shapes import Config
 
-from .stages import Stage, check_rule, check_schedule, route, stages
+from .stages import Stage, build_stages, check_schedule, check_stage_rule, order_stages
 from .structure import Structure
 
 AXES = "dp", "pp", "cp", "tp"
-OFFLOADS = "none", "optimizer", "parameters"
-OPERATORS = "attention", "norms", "ffn", "latents"  # that can be recomputed, one by one
-_DEGREES = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
+OFFLOAD_CHOICES = "none", "optimizer", "parameters"
+RECOMPUTE_OPERATORS = "attention", "norms", "ffn", "latents"  # that can be recomputed, one by one
+_COUNT_FIELDS = "dp", "tp", "pp", "micro_batch", "microbatches", "cp", "ep", "chunks", "replicas"
 
 
 @dataclass(frozen=True)
@@ -60,111 +54,113 @@ class Layout:
     etp: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(**{name: getattr(self, name) for name in _DEGREES})
-        check_count(ranks=self.ranks, **drop_none(etp=self.etp))
+        check_count(**{name: getattr(self, name) for name in _COUNT_FIELDS})
+        check_count(ranks=self.world_size, **drop_none(etp=self.etp))
         self._check_order()
         check_one_of((0, 1, 2, 3), zero=self.zero)
-        check_one_of(OFFLOADS, offload=self.offload)
-        computed_again(self.recompute)
+        check_one_of(OFFLOAD_CHOICES, offload=self.offload)
+        parse_recompute(self.recompute)
         check_one_of((False, True), sequence_parallel=self.sequence_parallel)
-        self._check_copies()
+        self._check_sharding()
         check_schedule(self.pp, self.schedule, self.chunks)
-        check_rule(self.pp, self.stages)
+        check_stage_rule(self.pp, self.stages)
 
     def _check_order(self) -> None:
         wide = [axis for axis in AXES if getattr(self, axis) > 1]
         once = len({*self.order}) == len(self.order)
         if not once or not {*wide} <= {*self.order} <= {*AXES}:
             needs = f", with {', '.join(wide)} among them" if wide else ""
-            allowed = f"dp, pp, cp and tp, each once at most{needs}"
-            raise ValueError(f"order={shorten_repr(self.order)}: allowed are {allowed}")
+            rule = f"must be some of dp, pp, cp and tp, each once at most{needs}"
+            raise ValueError(f"order={shorten_repr(self.order)}: {rule}")
 
-    def _check_copies(self) -> None:
+    def _check_sharding(self) -> None:
         if self.dp % self.replicas:
-            raise ValueError(f"replicas={self.replicas}: allowed are divisors of dp={self.dp}")
-        if (share := self.shards * self.tp) % (self.ep * self.cut):
-            those = "ranks of a group" if self.replicas > 1 else "ranks with the same weights"
-            share, folded = share // self.cut, "" if self.etp is None else f" with etp={self.etp}"
-            raise ValueError(f"ep={self.ep}: allowed are divisors of {share}, the {those}{folded}")
+            raise ValueError(f"replicas={self.replicas}: must divide dp={self.dp}")
+        if (share := self.zero_degree * self.tp) % (self.ep * self.expert_tp):
+            peers = "ranks of a group" if self.replicas > 1 else "ranks with the same weights"
+            folded = "" if self.etp is None else f" with etp={self.etp}"
+            raise ValueError(
+                f"ep={self.ep}: must divide the {share // self.expert_tp} {peers}{folded}"
+            )
         if self.replicas > 1 and not self.zero:
-            raise ValueError(f"replicas={self.replicas}: allowed with zero=0 is 1")
+            raise ValueError(f"replicas={self.replicas}: must be 1 with zero=0")
         if self.offload == "parameters" and self.zero != 3:
-            raise ValueError(f"zero={self.zero}: allowed with offload='parameters' is 3")
+            raise ValueError(f"zero={self.zero}: must be 3 with offload='parameters'")
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def batch(self) -> int:
+    def global_batch(self) -> int:
         """[B] sequences in one step, over all replicas."""
         return self.dp * self.micro_batch * self.microbatches
 
     @property
-    def shards(self) -> int:
-        """The ranks that ZeRO shards over: dp / replicas, times context ranks."""
+    def zero_degree(self) -> int:
+        """The number of ranks that ZeRO shards over: dp / replicas, times context ranks."""
         return self.dp // self.replicas * self.cp
 
     @property
-    def cut(self) -> int:
-        """The ranks that share each matrix of an expert."""
+    def expert_tp(self) -> int:
+        """The number of ranks that share each matrix of an expert."""
         return self.tp if self.etp is None else self.etp
 
     @property
-    def alike(self) -> int:
-        """The ranks with the same experts, over which ZeRO shards their states."""
-        return self.shards * self.tp // (self.ep * self.cut)
+    def expert_zero_degree(self) -> int:
+        """The number of ranks with the same experts, over which ZeRO shards their states."""
+        return self.zero_degree * self.tp // (self.ep * self.expert_tp)
 
-    def parts(self, config: Config | Structure) -> list[Stage]:
-        """Return the content of each stage, first to last; raises as `stages` does."""
-        return stages(config, self.pp, self.stages, self.schedule, self.chunks)
+    def build_stages(self, config: Config | Structure) -> list[Stage]:
+        """Return the content of each stage, first to last; raises as `stages.build_stages` does."""
+        return build_stages(config, self.pp, self.stages, self.schedule, self.chunks)
 
     @property
-    def route(self) -> list[int]:
+    def stage_order(self) -> list[int]:
         """The stage of each part of the model, in the model's order."""
-        return route(self.pp, self.schedule, self.chunks)
+        return order_stages(self.pp, self.schedule, self.chunks)
 
     # Ranks, positions and groups.
 
-    def check(self, ranks: int) -> None:
-        """Raise ValueError unless there are as many ranks as the degrees multiply to."""
-        if ranks != self.ranks:
+    def check_world_size(self, ranks: int) -> None:
+        """Raise ValueError unless `ranks` equals the product of the degrees."""
+        if ranks != self.world_size:
             context = f", cp={self.cp}" if self.cp > 1 else ""
             degrees = f"dp={self.dp}, pp={self.pp}{context} and tp={self.tp}"
-            allowed = f"{self.ranks}, the product of {degrees}"
-            raise ValueError(f"ranks={shorten_repr(ranks)}: allowed is {allowed}")
+            needed = f"{self.world_size}, the product of {degrees}"
+            raise ValueError(f"ranks={shorten_repr(ranks)}: must be {needed}")
 
-    def place(self, rank: int) -> dict[str, int]:
+    def get_coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position along each axis: the digits of its number."""
         found = dict.fromkeys(AXES, 0)
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
-    def rank(self, **place: int) -> int:
+    def find_rank(self, **place: int) -> int:
         """Return the rank at a position; along axes that are left out, at 0."""
         number = 0
         for axis in self.order:
             number = number * getattr(self, axis) + place.get(axis, 0)
         return number
 
-    def groups(self, axis: str) -> list[list[int]]:
+    def list_groups(self, axis: str) -> list[list[int]]:
         """Return the groups of an axis: ranks whose positions differ along it alone."""
         others = [other for other in self.order if other != axis]
         found = []
         for rest in product(*(range(getattr(self, other)) for other in others)):
             place = dict(zip(others, rest, strict=True))
-            found.append([self.rank(**place, **{axis: i}) for i in range(getattr(self, axis))])
+            found.append([self.find_rank(**place, **{axis: i}) for i in range(getattr(self, axis))])
         return found
 
-    def edges(self, axis: str) -> Iterator[tuple[int, int]]:
+    def iter_edges(self, axis: str) -> Iterator[tuple[int, int]]:
         """Yield (sender, receiver) pairs: rings within the groups of "dp", "cp" and "tp".
 
         "pp": both ways between stages of neighbouring parts; "twin": between the ends, if tied.
         """
-        for group in self.groups("pp" if axis == "twin" else axis):
-            stages = [group[stage] for stage in self.route] if axis in ("pp", "twin") else []
+        for group in self.list_groups("pp" if axis == "twin" else axis):
+            stages = [group[stage] for stage in self.stage_order] if axis in ("pp", "twin") else []
             if axis == "pp":
                 for stage, later in zip(stages, stages[1:], strict=False):
                     if stage != later:  # at the turn of a V nothing is sent
@@ -174,25 +170,25 @@ class Layout:
             elif axis in ("dp", "cp", "tp") and len(group) > 1:
                 yield from zip(group, [*group[1:], group[0]], strict=True)
 
-    def leaving(
-        self, node: int, sent: Callable[[int], Mapping[str, float]]
+    def count_node_egress(
+        self, node: int, bytes_sent: Callable[[int], Mapping[str, float]]
     ) -> dict[str, list[float]]:
         """Return, by axis, the bytes that leave each node of `node` ranks.
 
-        sent(rank): bytes sent along each axis and to the "twin"; missing ones are 0. They go in
-        equal parts to the rank's receivers in `edges`. Raises ValueError if the nodes do not divide
-        the ranks.
+        bytes_sent(rank): bytes sent along each axis and to the "twin"; missing axes are 0. They go
+        in equal parts to the rank's receivers in `iter_edges`. Raises ValueError unless `node`
+        divides the ranks.
         """
-        if self.ranks % node:
-            raise ValueError(f"node={node}: allowed are divisors of {self.ranks} ranks")
+        if self.world_size % node:
+            raise ValueError(f"node={node}: must divide the {self.world_size} ranks")
         found = {}
         for axis in (*AXES, "twin"):
-            edges = list(self.edges(axis))
+            edges = list(self.iter_edges(axis))
             ways = Counter(source for source, _ in edges)
-            found[axis] = [0.0] * (self.ranks // node)
+            found[axis] = [0.0] * (self.world_size // node)
             for source, target in edges:
                 if source // node != target // node:
-                    found[axis][source // node] += sent(source).get(axis, 0) / ways[source]
+                    found[axis][source // node] += bytes_sent(source).get(axis, 0) / ways[source]
         return found
 
     # Text.
@@ -215,17 +211,17 @@ class Layout:
         if self.offload != "none":
             words.append(f"{self.offload} on the host")
         if self.pp > 1 and not isinstance(self.stages, str):
-            words.append(f"layers {_runs(self.stages)}")
+            words.append(f"layers {_format_layers(self.stages)}")
         return ", ".join(words)
 
 
-def orders(layout: Layout) -> list[Layout]:
+def list_axis_orders(layout: Layout) -> list[Layout]:
     """Return the layout in every distinct axis order; axes of one rank are left out."""
     wide = [axis for axis in AXES if getattr(layout, axis) > 1]
     return [replace(layout, order=order) for order in permutations(wide)]
 
 
-def _runs(layers: tuple[int, ...]) -> str:
+def _format_layers(layers: tuple[int, ...]) -> str:
     """Format the layers of each stage, with repeats counted: 15+3×16+15."""
     runs: list[list[int]] = []
     for n in layers:
@@ -236,7 +232,7 @@ def _runs(layers: tuple[int, ...]) -> str:
     return "+".join(str(n) if times == 1 else f"{times}×{n}" for times, n in runs)
 
 
-def computed_again(recompute: str) -> frozenset[str]:
+def parse_recompute(recompute: str) -> frozenset[str]:
     """Return the OPERATORS that are recomputed. Raises ValueError for unknown names.
 
     recompute: "none"; "selective", the core of attention; names joined by "+" ("latents": the
@@ -246,11 +242,10 @@ def computed_again(recompute: str) -> frozenset[str]:
     if recompute in ("none", "full"):
         return frozenset()
     named = ["attention"] if recompute == "selective" else str(recompute).split("+")
-    if len(set(named) & set(OPERATORS)) < len(named):
-        some = f"some of {join_names(OPERATORS)} joined by '+'"
-        allowed = f"'none', 'selective' and 'full', and {some}"
-        raise ValueError(f"recompute={recompute!r}: allowed are {allowed}")
+    if len(set(named) & set(RECOMPUTE_OPERATORS)) < len(named):
+        some = f"some of {join_names(RECOMPUTE_OPERATORS)} joined by '+'"
+        raise ValueError(f"recompute={recompute!r}: must be 'none', 'selective', 'full', or {some}")
     return frozenset(named)
 
 
-ALONE = Layout()  # one rank, one sequence per step
+SINGLE_RANK = Layout()  # one rank, one sequence per step

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from shardlab.common.arguments import check_one_of, is_integer, shorten_repr
 from shardlab.common.shapes import Config
 
-from .entries import Entry, in_layer, outside
-from .structure import Structure, structure
+from .parameters import ParamInfo, iter_layer_params, list_outer_params
+from .structure import Structure, get_structure
 
 SCHEDULES = "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"  # as in `pipeline`
 STAGE_RULES = "equal", "megatron", "nanotron"
@@ -34,8 +34,8 @@ class Stage:
     """The part of the model on one stage."""
 
     chunks: tuple[range, ...]  # the numbers of each chunk's layers in the model
-    embedding: bool
-    head: bool
+    has_embedding: bool
+    has_head: bool
 
     @property
     def layers(self) -> int:
@@ -43,12 +43,12 @@ class Stage:
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
-    def numbers(self) -> list[int]:
+    def layer_indices(self) -> list[int]:
         """The layers' numbers in the model, in its order."""
         return sorted(layer for chunk in self.chunks for layer in chunk)
 
 
-def stages(
+def build_stages(
     config: Config | Structure,
     pp: int = 1,
     rule: str | tuple[int, ...] = "equal",
@@ -60,52 +60,54 @@ def stages(
     rule: one of STAGE_RULES, or the layers of each stage. schedule: under "zb-v" the model goes
     there and back, so its end is on the first stage. chunks: per stage.
 
-    Raises ValueError if the layers cannot be divided so, or if the given numbers do not add up.
+    Raises ValueError if the rule cannot divide the layers, or the given numbers do not add up.
     """
-    model = structure(config)
+    model = get_structure(config)
     last = pp - 1
     if rule == "nanotron":
-        layers, last = _by_cost(model, pp)
+        layers, last = _split_by_cost(model, pp)
     elif rule == "megatron":
-        layers = _with_ends(model.layers, pp)
+        layers = _split_with_ends(model.layers, pp)
     elif rule == "equal":
         if model.layers % pp:
-            raise ValueError(f"pp={pp}: allowed are divisors of layers={model.layers}")
+            raise ValueError(f"pp={pp}: must divide layers={model.layers}")
         layers = [model.layers // pp] * pp
     else:
         layers = list(rule)
         if sum(layers) != model.layers:
-            raise ValueError(f"stages={rule}: allowed are those with {model.layers} layers in all")
+            raise ValueError(f"stages={rule}: must add up to the model's {model.layers} layers")
     if schedule == "zb-v" and pp > 1:
         last = 0
     ends = rule == "megatron" and model.layers % pp > 0 and schedule != "zb-v"
-    dealt = _dealt(layers, chunks, route(pp, schedule, chunks), ends)
+    dealt = _assign_chunks(layers, chunks, order_stages(pp, schedule, chunks), ends)
     return [Stage(mine, k == 0, k == last) for k, mine in enumerate(dealt)]
 
 
-def held(config: Config, stage: Stage, ep: int = 1, place: int = 0) -> list[Entry]:
-    """Return the entries of which a rank of `stage` holds a part, in the model's order.
+def list_stage_params(
+    config: Config, stage: Stage, ep: int = 1, ep_rank: int = 0
+) -> list[ParamInfo]:
+    """Return the parameters of which a rank of `stage` holds a part, in the model's order.
 
-    place: the rank's number among the `ep` ranks that share the experts. A tied head is included
+    ep_rank: the rank's number among the `ep` ranks that share the experts. A tied head is included
     only where it is a copy: on another stage than the embedding.
     """
     each = config.experts // ep
-    first, *last = outside(config)
-    found = [first] if stage.embedding else []
-    for layer in stage.numbers:
-        found += in_layer(config, layer, range(place * each, (place + 1) * each))
-    if stage.head:
-        found += last[:-1] if config.tied and stage.embedding else last
+    first, *last = list_outer_params(config)
+    found = [first] if stage.has_embedding else []
+    for layer in stage.layer_indices:
+        found += iter_layer_params(config, layer, range(ep_rank * each, (ep_rank + 1) * each))
+    if stage.has_head:
+        found += last[:-1] if config.tied and stage.has_embedding else last
     return found
 
 
-def route(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
+def order_stages(pp: int, schedule: str = "1f1b", chunks: int = 1) -> list[int]:
     """Return the stage of each part of the model, in its order: round-robin, or as a V."""
     there = list(range(pp))
     return there + there[::-1] if schedule == "zb-v" and pp > 1 else there * chunks
 
 
-def _dealt(
+def _assign_chunks(
     layers: list[int], chunks: int, order: list[int], ends: bool = False
 ) -> list[tuple[range, ...]]:
     """Return the layers of each chunk of each stage, along the model's route `order`.
@@ -128,15 +130,15 @@ def _dealt(
     return found
 
 
-def check_rule(pp: int, rule: str | tuple[int, ...]) -> None:
+def check_stage_rule(pp: int, rule: str | tuple[int, ...]) -> None:
     """Raise ValueError unless `rule` is one of STAGE_RULES or the layers of `pp` stages."""
     if isinstance(rule, str):
         check_one_of(STAGE_RULES, stages=rule)
         return
     counts = isinstance(rule, tuple) and len(rule) == pp
     if not counts or not all(map(is_integer, rule)):
-        allowed = f"{', '.join(STAGE_RULES)}, and a tuple of pp={pp} whole numbers"
-        raise ValueError(f"stages={shorten_repr(rule)}: allowed are {allowed}")
+        choices = f"{', '.join(STAGE_RULES)}, or a tuple of pp={pp} whole numbers"
+        raise ValueError(f"stages={shorten_repr(rule)}: must be {choices}")
 
 
 def check_schedule(pp: int, schedule: str, chunks: int) -> None:
@@ -145,17 +147,17 @@ def check_schedule(pp: int, schedule: str, chunks: int) -> None:
     least = {"interleaved": 2, "zb-v": 2}.get(schedule, 1) if pp > 1 else 1
     more = schedule == "interleaved" and pp > 1
     if chunks < least or (chunks > least and not more):
-        allowed = "are 2 or more" if more else f"is {least}"
+        needed = "2 or more" if more else f"{least}"
         given = f"schedule={schedule!r} and pp={pp}"
-        raise ValueError(f"chunks={chunks}: allowed with {given} {allowed}")
+        raise ValueError(f"chunks={chunks}: must be {needed} with {given}")
 
 
-def _with_ends(layers: int, p: int) -> list[int]:
+def _split_with_ends(layers: int, p: int) -> list[int]:
     """Return equal numbers of layers, or if impossible count each end as a layer, evenly."""
     if layers % p == 0:
         return [layers // p] * p
     if p > layers + 2:
-        raise ValueError(f"pp={p}: allowed are 1 to {layers + 2}, for {layers} layers")
+        raise ValueError(f"pp={p}: must be at most {layers + 2} for {layers} layers")
     each, more = divmod(layers + 2, p)
     counts = [each] * p
     for k in range(more):  # stages after the first keep fewer micro-batches
@@ -165,9 +167,8 @@ def _with_ends(layers: int, p: int) -> list[int]:
     return counts
 
 
-def _by_cost(model: Structure, p: int) -> tuple[list[int], int]:
-    """Return the layers of each stage, and the stage with the head."""
-    h, f = model.hidden, model.kinds[0].wide
+def _split_by_cost(model: Structure, p: int) -> tuple[list[int], int]:
+    h, f = model.hidden, model.kinds[0].active_width
     layer, head = 4 * h * h + 3 * h * f, model.vocab * h
     total = model.layers * layer + head
     found: list[list[int]] = [[] for _ in range(p)]  # costs of each stage's blocks

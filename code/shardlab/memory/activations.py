@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardlab.common.arguments import check_integer, check_one_of
 from shardlab.common.shapes import Config
-from shardlab.layout import ALONE, Layout, computed_again, structure
+from shardlab.layout import SINGLE_RANK, Layout, get_structure, parse_recompute
 
 from .core import (
     PRECISIONS,
@@ -120,7 +120,7 @@ def _backward(
 
 def activations(
     config: Config,
-    layout: Layout = ALONE,
+    layout: Layout = SINGLE_RANK,
     seq: int | None = None,
     precision: str = "bf16",
     *,
@@ -154,7 +154,7 @@ def activations(
         raise ValueError(f"dropout={config.dropout}: allowed with cp={layout.cp} is 0")
     flying = in_flight(layout, layout.pp - 1 if stage is None else stage)
     z = sizes(config, batch, seq, PRECISIONS[precision].compute, tp, layout.sequence_parallel)
-    again = computed_again(recompute)
+    again = parse_recompute(recompute)
     if "latents" in again:
         words = "'none', 'full', and those without latents, which is of today's engines"
         raise ValueError(f"recompute={recompute!r}: allowed for the course's own model are {words}")
@@ -169,14 +169,14 @@ def activations(
     # In a model with experts, the layers without experts keep the tensors of a dense model's
     # layers.
     plain = sum(layer_parts(config, z, again, kind, device).values())
-    dense = sum(n for one, n in by_kind(structure(config), here) if not one.routed)
+    dense = sum(n for one, n in by_kind(get_structure(config), here) if not one.routed)
     less = 0 if recompute == "full" or not config.experts else dense * (layer - plain)
     # Plain scores add the mask without keeping it.
     masked = kind == "fused" and recompute != "full" and "attention" not in again
-    windowed = sum(config.get_window(layer) is not None for layer in here.numbers)
+    windowed = sum(config.get_window(layer) is not None for layer in here.layer_indices)
     masks = z.mask * windowed if masked else 0
     working = {moment: size - shared for moment, size in backward.items()}
-    last = here.head
+    last = here.has_head
     return Activations(
         layer=layer,
         layers=here.layers,
@@ -188,7 +188,7 @@ def activations(
         stream=z.stream,
         last_norm=_norm_backward(config, z, device, last) if last else 0,
         # Embedding: an index and a bit per token. Loss: the same, the sum and the target's logit.
-        rows=batch * seq * (9 * here.embedding + 17 * last) if tp > 1 else 0,
+        rows=batch * seq * (9 * here.has_embedding + 17 * last) if tp > 1 else 0,
         edge=z.edge,
         order=z.order,
         sent=z.sent,

@@ -48,7 +48,7 @@ from functools import lru_cache
 
 from shardlab.common.arguments import check_number, check_one_of
 from shardlab.common.shapes import Config
-from shardlab.layout import ALONE, Layout
+from shardlab.layout import SINGLE_RANK, Layout
 
 from .units import ceil_div
 
@@ -108,7 +108,7 @@ def check_recipe(precision: str, optimizer: str, shape: bool = False) -> Recipe:
 
 
 def states(
-    params: float, layout: Layout = ALONE, precision: str = "bf16", optimizer: str = "adamw"
+    params: float, layout: Layout = SINGLE_RANK, precision: str = "bf16", optimizer: str = "adamw"
 ) -> States:
     """Predict the bytes of model states per rank, for `params` parameters in the model.
 
@@ -124,7 +124,7 @@ def states(
     recipe = check_recipe(precision, optimizer)
     check_number(params=params)
     held = ceil_div(int(params), layout.tp * layout.pp)
-    return states_of(held, ceil_div(held, layout.shards), layout, recipe, optimizer)
+    return states_of(held, ceil_div(held, layout.zero_degree), layout, recipe, optimizer)
 
 
 def states_of(

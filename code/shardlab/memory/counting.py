@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from shardlab.common.arguments import check_integer, drop_none
 from shardlab.common.shapes import Config
-from shardlab.layout import ALONE, KINDS, Layout, Stage, Structure, structure
-from shardlab.layout.entries import Entry
-from shardlab.layout.stages import held
-from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
+from shardlab.layout import PARAMETER_KINDS, SINGLE_RANK, Layout, Stage, Structure, get_structure
+from shardlab.layout.parameters import ParamInfo
+from shardlab.layout.stages import list_stage_params
+from shardlab.layout.structure import LayerKind, check_expert_degree, check_tensor_degree
 
 from .units import ceil_div
 
@@ -29,39 +29,40 @@ def placed(config: Config | Structure, layout: Layout, stage: int | Stage | None
     check_expert_degree(config, layout.ep)
     if isinstance(stage, Stage):
         return stage
-    found = layout.parts(config)
+    found = layout.build_stages(config)
     check_integer(0, layout.pp - 1, **drop_none(stage=stage))
     return found[-1 if stage is None else stage]
 
 
-def shapes(config: Config, layout: Layout = ALONE) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config, layout: Layout = SINGLE_RANK) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one rank's parameters, by name, on a pipeline's last stage."""
     here = placed(config, layout)
     return {
-        entry.name: entry.local(layout.tp if entry.expert is None else layout.cut)
-        for entry in held(config, here, layout.ep)
+        entry.name: entry.get_local_shape(layout.tp if entry.expert is None else layout.expert_tp)
+        for entry in list_stage_params(config, here, layout.ep)
     }
 
 
 @lru_cache(maxsize=1024)
-def in_layer(kind: Kind, tp: int, ep: int, cut: int) -> tuple[tuple[Entry, int], ...]:
+def in_layer(kind: LayerKind, tp: int, ep: int, cut: int) -> tuple[tuple[ParamInfo, int], ...]:
     """Return the entries of a kind of layer, each with its number of elements on a rank.
 
     The entry of the expert that stands for all counts all of the rank's experts.
     """
-    here = kind.routed.number // ep if kind.routed else 0
+    here = kind.routed.num_experts // ep if kind.routed else 0
     return tuple(
-        (e, e.elements(tp) if e.expert is None else here * e.elements(cut)) for e in kind.entries
+        (e, e.count_elements(tp) if e.expert is None else here * e.count_elements(cut))
+        for e in kind.parameters
     )
 
 
-def is_matrix(entry: Entry) -> bool:
+def is_matrix(entry: ParamInfo) -> bool:
     """Return True if Muon trains the entry: a matrix of a layer, and no table."""
-    return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.table
+    return len(entry.shape) == 2 and entry.kind in ("attention", "ffn") and not entry.is_lookup
 
 
 def parameters(
-    config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
+    config: Config | Structure, layout: Layout = SINGLE_RANK, stage: int | Stage | None = None
 ) -> dict[str, int]:
     """Count the parameters on one rank, by part: embedding, attention, ffn, norms, head.
 
@@ -71,25 +72,25 @@ def parameters(
     (pp) or the experts (ep).
     """
     here = placed(config, layout, stage)
-    return dict(held_by(structure(config), layout, here).kinds)
+    return dict(held_by(get_structure(config), layout, here).kinds)
 
 
-def by_kind(model: Structure, here: Stage) -> list[tuple[Kind, int]]:
+def by_kind(model: Structure, here: Stage) -> list[tuple[LayerKind, int]]:
     """Return the kinds of layers on a stage, each with its number of layers."""
-    return [(k, n) for k, n in zip(model.kinds, model.counted(here.chunks), strict=True) if n]
+    return [(k, n) for k, n in zip(model.kinds, model.count_kinds(here.chunks), strict=True) if n]
 
 
 def parameter_count(config: Config | Structure) -> int:
     """Count the parameters of the whole model; tied ones count once."""
-    return structure(config).total
+    return get_structure(config).num_params
 
 
 def in_experts(
-    config: Config | Structure, layout: Layout = ALONE, stage: int | Stage | None = None
+    config: Config | Structure, layout: Layout = SINGLE_RANK, stage: int | Stage | None = None
 ) -> int:
     """Count those of the `parameters` that are in the rank's experts."""
     here = placed(config, layout, stage)
-    return held_by(structure(config), layout, here).experts
+    return held_by(get_structure(config), layout, here).experts
 
 
 @dataclass(frozen=True)
@@ -106,22 +107,24 @@ class Held:
         """Return the number of parameters whose Muon state the rank keeps."""
         if not layout.zero:
             return self.matrices + self.own
-        return ceil_div(self.matrices, layout.shards) + ceil_div(self.own, layout.alike)
+        return ceil_div(self.matrices, layout.zero_degree) + ceil_div(
+            self.own, layout.expert_zero_degree
+        )
 
     def shard(self, layout: Layout) -> int:
         """Return the number of parameters whose states ZeRO leaves on the rank.
 
         Ranks with the same parameters divide them, fewer ranks for experts. Shards are rounded up.
         """
-        shards = layout.shards
+        shards = layout.zero_degree
         same = self.all - self.experts
-        return ceil_div(same, shards) + ceil_div(self.experts, layout.alike)
+        return ceil_div(same, shards) + ceil_div(self.experts, layout.expert_zero_degree)
 
 
 def held_by(model: Structure, layout: Layout, here: Stage) -> Held:
     """Return the counts of a rank of a stage, cached and unchecked, for plans of many layouts."""
-    cuts = layout.tp, layout.ep, layout.cut
-    return _held(model, cuts, model.counted(here.chunks), here.embedding, here.head)
+    cuts = layout.tp, layout.ep, layout.expert_tp
+    return _held(model, cuts, model.count_kinds(here.chunks), here.has_embedding, here.has_head)
 
 
 @lru_cache(maxsize=4096)
@@ -132,13 +135,13 @@ def _held(
     embedding: bool,
     head: bool,
 ) -> Held:
-    counts, experts, matrices = dict.fromkeys(KINDS, 0), 0, [0, 0]
-    first, *last = model.outside
+    counts, experts, matrices = dict.fromkeys(PARAMETER_KINDS, 0), 0, [0, 0]
+    first, *last = model.outer_params
     ends = [first] if embedding else []
     if head:
-        ends += [e for e in last if not (e.tied and embedding)]
+        ends += [e for e in last if not (e.tied_to and embedding)]
     for entry in ends:
-        counts[entry.kind] += entry.elements(cuts[0])
+        counts[entry.kind] += entry.count_elements(cuts[0])
     for kind, n in zip(model.kinds, layers, strict=True):
         for entry, elements in in_layer(kind, *cuts) if n else ():
             own = entry.expert is not None

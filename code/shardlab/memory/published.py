@@ -9,7 +9,7 @@ from bisect import bisect_right
 from fractions import Fraction
 from math import ceil
 
-from shardlab.layout import ALONE, Layout
+from shardlab.layout import SINGLE_RANK, Layout
 
 from .core import OPTIMIZERS, check_recipe, states
 
@@ -45,7 +45,7 @@ def korthikanti_layer(
 
 
 def bytes_per_parameter(
-    precision: str = "bf16", optimizer: str = "adamw", layout: Layout = ALONE
+    precision: str = "bf16", optimizer: str = "adamw", layout: Layout = SINGLE_RANK
 ) -> Fraction:
     """Return the bytes of model states per parameter on each rank, exactly, as 4 + 12/64.
 
@@ -59,13 +59,13 @@ def bytes_per_parameter(
     if recipe.block:
         kept += Fraction(4 * kinds, recipe.block)
     parts = Fraction(recipe.parameters), Fraction(recipe.gradients), kept
-    zero, shards = layout.zero, layout.shards
+    zero, shards = layout.zero, layout.zero_degree
     shared = (part / (shards if zero >= s else 1) for part, s in zip(parts, (3, 2, 1), strict=True))
     return sum(shared, Fraction())
 
 
 def largest(
-    memory: float, layout: Layout = ALONE, precision: str = "bf16", optimizer: str = "adamw"
+    memory: float, layout: Layout = SINGLE_RANK, precision: str = "bf16", optimizer: str = "adamw"
 ) -> int:
     """Return the most parameters whose states alone fit into `memory` bytes per rank.
 

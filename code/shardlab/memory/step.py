@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from shardlab.common.shapes import Config
-from shardlab.layout import ALONE, Layout, Stage, Structure, structure
-from shardlab.layout.entries import Entry
-from shardlab.layout.structure import Kind
+from shardlab.layout import SINGLE_RANK, Layout, Stage, Structure, get_structure
+from shardlab.layout.parameters import ParamInfo
+from shardlab.layout.structure import LayerKind
 
 from .activations import Activations, activations
 from .core import OPTIMIZERS, Recipe, States, check_recipe, states_of
@@ -45,7 +45,7 @@ class Estimate:
 
 def estimate(
     config: Config,
-    layout: Layout = ALONE,
+    layout: Layout = SINGLE_RANK,
     seq: int | None = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
@@ -77,13 +77,13 @@ def estimate(
     """
     recipe = check_recipe(precision, optimizer, shape=True)
     here = placed(config, layout, stage)
-    pp, zero, shards = layout.pp, layout.zero, layout.shards
+    pp, zero, shards = layout.pp, layout.zero, layout.zero_degree
     how: dict[str, Any] = {"attention": attention, "device": device}
     if stage is None and pp > 1:
         of = partial(estimate, config, layout, seq, precision, optimizer, **how)
         return max((of(stage=k) for k in fullest(layout)), key=lambda one: one.peak)
     kept = activations(config, layout, seq, precision, stage=stage, **how)
-    model = structure(config)
+    model = get_structure(config)
     mine = held_by(model, layout, here)
     held = mine.all
     matrices = mine.muon(layout)
@@ -93,14 +93,14 @@ def estimate(
     tokens = 16 * layout.micro_batch * seq  # tokens and targets, int64
     gathered = unit.gathered(recipe) if shards > 1 and zero == 3 else 0
     buckets = on_the_way(layout, held * recipe.gradients)
-    messages = kept.stream * (2 if here.embedding or here.head else 3) if pp > 1 else 0
+    messages = kept.stream * (2 if here.has_embedding or here.has_head else 3) if pp > 1 else 0
     earlier = layout.microbatches > 1
     sharded = zero if shards > 1 else 0
     moments = _moments(kept, state, recipe, unit, earlier, sharded, shards)
     if held and layout.offload == "none":  # else the optimizer computes in host memory
         entries, muon = _in_order(model, here), optimizer == "muon"
         tensors = [
-            e.elements(layout.tp if e.expert is None else layout.cut)
+            e.count_elements(layout.tp if e.expert is None else layout.expert_tp)
             for e in entries
             if not (muon and is_matrix(e))
         ]
@@ -124,21 +124,21 @@ def fullest(layout: Layout) -> Iterable[int]:
 
 def on_the_way(layout: Layout, gradients: int) -> int:
     """Return the bytes of gradients in buckets; 0 with ZeRO-3, where weights are gathered too."""
-    if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.shards > 1):
+    if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.zero_degree > 1):
         return 0
     return gradients if layout.zero == 0 else min(gradients, BUCKET)
 
 
-def _in_order(model: Structure, here: Stage) -> list[Entry]:
+def _in_order(model: Structure, here: Stage) -> list[ParamInfo]:
     """Return a stage's parameters in the model's order: two layers per kind, one expert."""
-    first, *last = model.outside
-    found = [first] if here.embedding else []
+    first, *last = model.outer_params
+    found = [first] if here.has_embedding else []
     for kind, layers in by_kind(model, here):
-        found += min(2, layers) * [*kind.entries]
-    return found + [e for e in last if here.head and not (e.tied and here.embedding)]
+        found += min(2, layers) * [*kind.parameters]
+    return found + [e for e in last if here.has_head and not (e.tied_to and here.has_embedding)]
 
 
-def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -> int:
+def muon_temporaries(entries: Iterable[ParamInfo], layout: Layout, recipe: Recipe) -> int:
     """Return the bytes that Muon's step needs for its largest matrix, beside the states.
 
     torch 2.13's Muon has an update as wide as the gradient, and orthogonalizes it in 16 bits: twice
@@ -147,10 +147,10 @@ def muon_temporaries(entries: Iterable[Entry], layout: Layout, recipe: Recipe) -
     """
     found = 0
     for entry in filter(is_matrix, entries):
-        ranks = layout.tp if entry.expert is None else layout.cut
-        same = layout.shards if entry.expert is None else layout.alike
-        own = ceil_div(entry.elements(ranks), same if layout.zero else 1)
-        whole, square = entry.elements(), min(entry.shape) ** 2
+        ranks = layout.tp if entry.expert is None else layout.expert_tp
+        same = layout.zero_degree if entry.expert is None else layout.expert_zero_degree
+        own = ceil_div(entry.count_elements(ranks), same if layout.zero else 1)
+        whole, square = entry.count_elements(), min(entry.shape) ** 2
         widened = 4 if recipe.master and recipe.gradients < 4 else 0
         turned = 2 * max(2 * whole + 2 * square, whole + 3 * square)
         found = max(found, (4 + widened) * own + turned)
@@ -272,16 +272,16 @@ class Unit:
         """Return the unit of a rank of `stage`, with a large layer: one with experts, if any."""
         tp = layout.tp
 
-        def elements(kind: Kind) -> int:
-            return sum(n for _, n in in_layer(kind, tp, layout.ep, layout.cut))
+        def elements(kind: LayerKind) -> int:
+            return sum(n for _, n in in_layer(kind, tp, layout.ep, layout.expert_tp))
 
         inside = sum(n * elements(kind) for kind, n in by_kind(model, stage))
         kind = max(model.kinds, key=lambda k: (bool(k.routed), elements(k)))
-        one = in_layer(kind, tp, layout.ep, layout.cut)
+        one = in_layer(kind, tp, layout.ep, layout.expert_tp)
         downs = [
-            e.elements(tp if e.expert is None else layout.cut)
-            for e in kind.entries
-            if e.kind == "ffn" and e.tp == 1
+            e.count_elements(tp if e.expert is None else layout.expert_tp)
+            for e in kind.parameters
+            if e.kind == "ffn" and e.tp_dim == 1
         ]
         return Unit(
             elements(kind),
@@ -290,7 +290,7 @@ class Unit:
             max(downs, default=0),
             held_by(model, layout, stage).all - inside,
             ceil_div(model.vocab, tp) * model.hidden,
-            model.tied and stage.embedding and stage.head,
-            stage.embedding,
-            stage.head,
+            model.tied and stage.has_embedding and stage.has_head,
+            stage.has_embedding,
+            stage.has_head,
         )

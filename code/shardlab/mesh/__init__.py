@@ -4,7 +4,7 @@
   lesson teaches;
 - `states`: whole weights and gradients, checkpoint tensors, measured bytes held and sent;
 - `predict`: the same bytes by formula, and the layouts that a mesh cannot train;
-- `groups`, `picture`: the groups of any layout, in words and drawn;
+- `groups`, `picture`: the groups of any layout, as text and drawn;
 - `job`: the training run of `python -m shardlab mesh`.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
@@ -15,17 +15,18 @@ from importlib import import_module
 
 # Names that need torch are loaded on first use, so programs that only look at groups do not wait.
 # Module names are complete, so that a recording's key finds the files.
-_LATER = {
-    "shardlab.mesh.core": ("AXES", "Parallel", "groups_of", "join"),
+_LAZY_NAMES = {
+    "shardlab.mesh.core": ("AXES", "Parallel", "create_groups", "get_mesh_groups"),
     "shardlab.mesh.predict": (
-        "check_cuts", "left_out", "predicted_pieces", "predicted_sent", "predicted_states",
+        "check_supported", "find_unsupported", "predict_pieces", "predict_sent_bytes",
+        "predict_state_bytes",
     ),
-    "shardlab.mesh.states": ("counted", "full_tensors", "held"),
+    "shardlab.mesh.states": ("count_sent_bytes", "gather_model_tensors", "measure_state_bytes"),
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    for module, names in _LATER.items():
+    for module, names in _LAZY_NAMES.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

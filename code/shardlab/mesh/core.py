@@ -1,9 +1,9 @@
 """Tensor, pipeline and data parallelism together, with the results of one process.
 
-In the order of the lesson: the three groups of a rank (`Groups`, `join`); the plain GPT, cut along
-each of them (`Parallel.__init__`); a training step, in which every group adds up its share
-(`step`); one gradient norm over all ranks (`clip_grad_norm_`). Each kind of parallelism has its own
-package, which knows nothing of the others; this file decides the order in which they meet.
+In the order of the lesson: the three groups of a rank (`Groups`, `create_groups`); the plain GPT,
+cut along each of them (`Parallel.__init__`); a training step, in which every group adds up its
+share (`step`); one gradient norm over all ranks (`clip_grad_norm_`). Each kind of parallelism has
+its own package, which knows nothing of the others; this file combines them in the right order.
 
     tensor      each matrix over t ranks: sums inside of every layer (`tensor_parallel`)
     pipeline    some layers on each of p stages, in one part of the model or in several chunks:
@@ -32,8 +32,8 @@ from shardlab.common.arguments import check_type
 from shardlab.data_parallel.buckets import add_up, clip_by_joint_norm
 from shardlab.gpt.model import GPT, IGNORED
 from shardlab.layout import Layout
-from shardlab.layout.boxes import Piece, whole
-from shardlab.layout.entries import ledger
+from shardlab.layout.boxes import TensorPiece, make_full_box
+from shardlab.layout.parameters import list_params
 from shardlab.pipeline import Part, Pipeline, Schedule
 from shardlab.ranks import check_group, check_same, checks, device
 from shardlab.ranks.gather import gather_named_tensors
@@ -41,7 +41,7 @@ from shardlab.zero.flat import Flat
 from shardlab.zero.saved import pieces_of
 
 from . import states
-from .predict import check_cuts, layers_of_parts
+from .predict import check_supported, count_chunk_layers
 
 Group = dist.ProcessGroup
 AXES = "dp", "pp", "tp"  # the axes of a layout that `Parallel` supports
@@ -55,7 +55,7 @@ class Groups(NamedTuple):
     tp: Group
 
 
-def join(layout: Layout, world: Group) -> Groups:
+def create_groups(layout: Layout, world: Group) -> Groups:
     """Return this rank's groups in `layout`; all ranks of `world` call this.
 
     Ranks are numbered within `world`. Every rank makes its tp group first, then pp, then dp. Groups
@@ -64,12 +64,12 @@ def join(layout: Layout, world: Group) -> Groups:
     every rank when layouts differ.
     """
     rank, size = check_group(world, "world")
-    layout.check(size)
+    layout.check_world_size(size)
     check_same(world, layout=layout)
     members = dist.get_process_group_ranks(world)
     made = {}
     for axis in ("tp", "pp", "dp"):
-        mine = next(group for group in layout.groups(axis) if rank in group)
+        mine = next(group for group in layout.list_groups(axis) if rank in group)
         made[axis] = dist.new_group(
             [members[number] for number in mine],
             timeout=checks.get_timeout(world),
@@ -78,14 +78,14 @@ def join(layout: Layout, world: Group) -> Groups:
     return Groups(**made)
 
 
-def groups_of(device_mesh: DeviceMesh) -> Groups:
+def get_mesh_groups(device_mesh: DeviceMesh) -> Groups:
     """Return the same groups from a DeviceMesh.
 
     Its dimensions are called "dp", "pp" and "tp", in any order; other names raise ValueError.
     """
     names = device_mesh.mesh_dim_names or ()
     if sorted(names) != sorted(AXES):
-        raise ValueError(f"mesh_dim_names={names!r}: allowed are dp, pp and tp, each once")
+        raise ValueError(f"mesh_dim_names={names!r}: must be dp, pp and tp, each once")
     return Groups(*(device_mesh.get_group(axis) for axis in AXES))
 
 
@@ -93,7 +93,7 @@ class Parallel(nn.Module):
     """This rank's part of a plain GPT that is cut along three groups at once.
 
         layout = Layout(dp=2, pp=2, tp=2, zero=1, microbatches=4)
-        job = Parallel(GPT(config), join(layout, dist.group.WORLD), layout)
+        job = Parallel(GPT(config), create_groups(layout, dist.group.WORLD), layout)
         optimizer = torch.optim.AdamW(job.parameters(), lr=1e-3, foreach=False)
         loss = job.step(tokens, targets)            # this replica's share of the batch
         job.clip_grad_norm_(1.0)
@@ -110,51 +110,52 @@ class Parallel(nn.Module):
     `parameters()` yields what this rank's optimizer trains, under the plain model's names: its part
     of each matrix, or with ZeRO a flat piece of that part.
 
-    Raises ValueError before anything is sent for sizes that the degrees do not divide, for whatever
-    else `check_cuts` refuses and for groups of other sizes; on every rank when arguments differ.
+    Raises ValueError before anything is sent for sizes that the degrees do not divide, for
+    everything else that `check_supported` refuses and for groups of other sizes; on every rank when
+    arguments differ.
     """
 
     def __init__(self, model: GPT, groups: Groups, layout: Layout, seed: int = 0):
         super().__init__()
         check_type(GPT, model=model)
-        check_cuts(model.config, layout)
+        check_supported(model.config, layout)
         check_same(*groups, config=model.config, layout=layout, seed=seed)
         for axis, group in zip(AXES, groups, strict=True):
             if (degree := getattr(layout, axis)) != (size := check_group(group)[1]):
-                raise ValueError(f"{axis}={degree}: allowed with this group is {size}")
+                raise ValueError(f"{axis}={degree}: must be {size}, the size of the group")
         self.config, self.layout, self.groups = model.config, layout, groups
         m, chunks = layout.microbatches, layout.chunks
         schedule = pipeline.schedule(layout.schedule, layout.pp, m, chunks)
-        self._cut_matrices(model, layout.sequence_parallel)
-        parts = self._cut_layers(model, schedule)
+        self._shard_matrices(model, layout.sequence_parallel)
+        parts = self._split_layers(model, schedule)
         self.blocks = {number: block for part in parts for number, block in part.blocks.items()}
         if layout.recompute == "full":
             pipeline.compute_again(list(self.blocks.values()))
-        self._share_copies(parts, schedule)
+        self._shard_replicas(parts, schedule)
         if self.config.dropout:  # a tensor group shares a seed: see `parallelize`
             torch.manual_seed(
                 seed + dist.get_rank(groups.dp) * layout.pp + dist.get_rank(groups.pp)
             )
 
-    def _cut_matrices(self, model: GPT, sequence: bool) -> None:
+    def _shard_matrices(self, model: GPT, sequence: bool) -> None:
         """Cut matrices over the tensor group, and with `sequence` the tokens."""
         edges = sequence_parallel.ALONG_SEQUENCE if sequence else tensor_parallel.REPLICATED
         tensor_parallel.parallelize(model, self.groups.tp, edges)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.partly = set()  # parameters that are whole on every rank but see 1/t of the tokens
+        self.partial_grads = set()  # parameters, whole on every rank, that see 1/t of the tokens
         if sequence:
-            self.partly = {names[p] for p in sequence_parallel.seen_partly(model)}
-        self.cuts = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
-        self.cuts.setdefault("head.weight", 0)  # if tied, it had the embedding's name
-        self.several = tensor_parallel.parts(model)  # name -> number of parts
-        self.several.setdefault("head.weight", self.layout.tp)
+            self.partial_grads = {names[p] for p in sequence_parallel.seen_partly(model)}
+        self.shard_dims = tensor_parallel.cuts(model)  # name -> dimension that is cut, or None
+        self.shard_dims.setdefault("head.weight", 0)  # if tied, it had the embedding's name
+        self.num_shards = tensor_parallel.parts(model)  # name -> number of parts
+        self.num_shards.setdefault("head.weight", self.layout.tp)
 
-    def _cut_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
+    def _split_layers(self, model: GPT, schedule: Schedule) -> list[Part]:
         """Keep this rank's parts; a tied embedding and head become twins."""
         layout, (stage, _) = self.layout, check_group(self.groups.pp)
-        parts = pipeline.cut(model, layers_of_parts(model.config, layout))
+        parts = pipeline.cut(model, count_chunk_layers(model.config, layout))
         mine = [parts[number] for number in schedule.placement[stage]]
-        first, last = layout.route[0], layout.route[-1]
+        first, last = layout.stage_order[0], layout.stage_order[-1]
         if model.embedding.weight.is_meta:
             for part in mine:
                 for tensor in part.to_empty(device=device()).state_dict().values():
@@ -168,11 +169,11 @@ class Parallel(nn.Module):
             self.twin = model.embedding.weight, other
         return mine
 
-    def _share_copies(self, parts: list[Part], schedule: Schedule) -> None:
+    def _shard_replicas(self, parts: list[Part], schedule: Schedule) -> None:
         """Shard over the replicas with ZeRO, or average; make the pipeline."""
         layout = self.layout
-        self.plain_form = parts[0].between
-        self.shard = layout.tp if layout.sequence_parallel else 1
+        self.get_plain_spec = parts[0].between
+        self.sequence_shards = layout.tp if layout.sequence_parallel else 1
         self.sharded = []
         for part in parts if layout.zero else []:
             late = {"late": True} if layout.zero == 1 else {}
@@ -184,23 +185,23 @@ class Parallel(nn.Module):
             self.sharded or parts,
             schedule,
             self.groups.pp,
-            self._loss,
-            between=self._form,
+            self._compute_loss,
+            between=self._get_activation_spec,
             replicas=None if layout.zero else self.groups.dp,
             twin=self.twin,
         )
         for sharded in self.sharded:
             sharded.changed()  # Pipeline copied the embedding's twin into a piece
 
-    def _form(self, tokens_BS: Tensor) -> pipeline.parts.Form:
+    def _get_activation_spec(self, tokens_BS: Tensor) -> pipeline.parts.Form:
         """Return shape ([B, S, H] or [B, s, H]) and dtype of sent activations."""
-        (batch, seq, hidden), dtype = self.plain_form(tokens_BS)
-        return torch.Size((batch, seq // self.shard, hidden)), dtype
+        (batch, seq, hidden), dtype = self.get_plain_spec(tokens_BS)
+        return torch.Size((batch, seq // self.sequence_shards, hidden)), dtype
 
-    def _loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
+    def _compute_loss(self, logits_BSv: Tensor, targets_BS: Tensor) -> Tensor:
         """Return the mean over this replica's targets times its weight: see `step`."""
         mean = tensor_parallel.loss(logits_BSv, targets_BS, self.groups.tp)
-        return mean * self.weight.to(mean.dtype)
+        return mean * self.loss_weight.to(mean.dtype)
 
     def step(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """Run forward and backward of one batch; each replica is given its own share.
@@ -213,20 +214,20 @@ class Parallel(nn.Module):
         counted = (targets_BS != IGNORED).sum()
         total = counted.clone()
         dist.all_reduce(total, group=self.groups.dp)  # a scalar
-        self.weight = counted * self.layout.dp / total.double()
+        self.loss_weight = counted * self.layout.dp / total.double()
         # tp: sums in every layer. pp: activations, and the sum of the twins' gradients. dp: the
         # average, if every replica holds everything.
         value = self.pipeline.step(tokens_BS, targets_BS)
         if self.layout.zero == 1:
             for part in self.sharded:
                 part.reduce()  # dp: the average, of which each replica gets its pieces
-        if self.partly:  # tp: norms and late biases, with gradients from 1/t of the tokens
-            known = [p.grad for name, p in self.named_parameters() if name in self.partly]
+        if self.partial_grads:  # tp: norms and late biases, with gradients from 1/t of the tokens
+            known = [p.grad for name, p in self.named_parameters() if name in self.partial_grads]
             add_up([g for g in known if g is not None], self.groups.tp, joined=True)
-        return self._joined(value, total)
+        return self._average_loss(value, total)
 
     @torch.no_grad()
-    def _joined(self, value: Tensor | None, total: Tensor) -> Tensor:
+    def _average_loss(self, value: Tensor | None, total: Tensor) -> Tensor:
         """Return the loss averaged over replicas, on every rank: two scalars."""
         dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         mean = torch.zeros((), dtype=dtype, device=total.device)
@@ -245,16 +246,16 @@ class Parallel(nn.Module):
         """
         counted, copies = [], []
         for name, parameter in self.named_parameters():
-            (counted if self._counts(name) else copies).append(parameter)
+            (counted if self._is_counted_in_norm(name) else copies).append(parameter)
         dp, pp, tp = self.groups
         over, alike = ((dp, pp, tp), ()) if self.layout.zero else ((pp, tp), (dp,))
         return clip_by_joint_norm(self, limit, over, counted, copies=copies, alike=alike)
 
-    def _counts(self, name: str) -> bool:
+    def _is_counted_in_norm(self, name: str) -> bool:
         """Return True if this rank's gradient counts in the norm; copies do not."""
         (_, stages), (rank, _) = check_group(self.groups.pp), check_group(self.groups.tp)
         second = self.config.tied and stages > 1 and name == "head.weight"  # the embedding's twin
-        return not second and rank % (self.layout.tp // self.several[name]) == 0
+        return not second and rank % (self.layout.tp // self.num_shards[name]) == 0
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -263,8 +264,8 @@ class Parallel(nn.Module):
         for name, parameter in self.pipeline.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
-    def changed(self) -> None:
-        """Note that pieces have new values on some rank; all ranks call this."""
+    def mark_changed(self) -> None:
+        """Record that pieces have new values on some rank; all ranks call this."""
         for part in self.sharded:
             part.changed()
 
@@ -273,29 +274,30 @@ class Parallel(nn.Module):
         """The flat tensors of this rank's ZeRO-sharded parts."""
         return [flat for part in self.sharded for flat in part.flats]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorPiece]:
         """Return views of the trained tensors and buffers, placed in the plain model's.
 
-        After filling them, call `changed` on all ranks. A tied head has the embedding's name.
+        After filling them, call `mark_changed` on all ranks. A tied head has the embedding's name.
         """
         rank, size = check_group(self.groups.tp)
-        boxes = {entry.name: entry.box(rank, size) for entry in ledger(self.config)}
+        boxes = {entry.name: entry.get_box(rank, size) for entry in list_params(self.config)}
         if self.sharded:
             found = [piece for flat in self.flats for piece in pieces_of(flat, boxes)]
         else:
-            found = [Piece(name, boxes[name], p.detach()) for name, p in self.named_parameters()]
+            found = [TensorPiece(n, boxes[n], p.detach()) for n, p in self.named_parameters()]
         found = [piece._replace(name=self.checkpoint_name(piece.name)) for piece in found]
-        return found + [Piece(name, whole(b.shape), b) for name, b in self.untrained.items()]
+        buffers = self.buffers_by_name.items()
+        return found + [TensorPiece(name, make_full_box(b.shape), b) for name, b in buffers]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the plain model's state dict on every rank; all call this."""
-        found = states.full_tensors(self)
+        found = states.gather_model_tensors(self)
         if self.config.experts:
-            found |= gather_named_tensors(self.untrained, self.groups.pp)
+            found |= gather_named_tensors(self.buffers_by_name, self.groups.pp)
         return found
 
     @property
-    def untrained(self) -> dict[str, Tensor]:
+    def buffers_by_name(self) -> dict[str, Tensor]:
         """The buffers of this rank's layers: a router's bias, whole on tp ranks."""
         return {
             f"blocks.{number}.{name}": buffer
@@ -304,17 +306,17 @@ class Parallel(nn.Module):
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError: the tensors of one rank are no model."""
-        raise ValueError("state_dict: a rank has its part alone; allowed is full_state_dict()")
+        """Raise ValueError: the tensors of one rank are not a whole model."""
+        raise ValueError("state_dict: a rank has only its part; call full_state_dict()")
 
     def checkpoint_tensors(self, optimizer: torch.optim.Optimizer, to_load: bool) -> Any:
         """Return weights and moments by the plain names, for `shardlab.checkpoint`."""
         return states.checkpoint_tensors(self, optimizer, to_load)
 
     def checkpoint_name(self, name: str) -> str:
-        """Return a name in checkpoints: a tied head has the embedding's."""
+        """Return the name in checkpoints: a tied head has the embedding's name."""
         return "embedding.weight" if self.config.tied and name == "head.weight" else name
 
     def restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load such tensors, saved under any mesh."""
+        """Load the tensors of `checkpoint_tensors`, saved under any mesh."""
         states.restore(self, optimizer, state)

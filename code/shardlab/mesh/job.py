@@ -1,6 +1,6 @@
 """A small training job on any mesh, for the command and the lesson, compared with one process.
 
-Every step's batch is a window of the offline text, dealt out to the replicas in order.
+Every step's batch is a window of the offline text, split over the replicas in order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardlab.common.shapes import Config
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.measure.count import clock
+from shardlab.measure.count import read_clock
 
-from .core import Parallel, join
-from .predict import check_cuts, predicted_sent, predicted_states
-from .states import counted, full_tensors, held
+from .core import Parallel, create_groups
+from .predict import check_supported, predict_sent_bytes, predict_state_bytes
+from .states import count_sent_bytes, gather_model_tensors, measure_state_bytes
 
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -44,79 +44,80 @@ class Job:
         check_integer(3, steps=self.steps)
         check_type(Config, config=self.config)
         check_type(Layout, layout=self.layout)
-        check_cuts(self.config, self.layout, self.config.seq)
-        if (size := self.layout.ranks) > (most := ranks.max_world_size()):
-            raise ValueError(f"ranks={size}: allowed on this machine are 1 to {most}")
+        check_supported(self.config, self.layout, self.config.seq)
+        if (size := self.layout.world_size) > (most := ranks.max_world_size()):
+            raise ValueError(f"ranks={size}: must be at most {most} on this machine")
 
-    def states(self, rank: int) -> dict[str, int]:
+    def predict_state_bytes(self, rank: int) -> dict[str, int]:
         """Predict the bytes of model states on a rank."""
-        return predicted_states(self.config, self.layout, rank)
+        return predict_state_bytes(self.config, self.layout, rank)
 
-    def sent(self, rank: int) -> dict[str, float]:
+    def predict_sent_bytes(self, rank: int) -> dict[str, float]:
         """Predict the bytes that leave a rank in a step."""
-        return predicted_sent(self.config, self.layout, rank)
+        return predict_sent_bytes(self.config, self.layout, rank)
 
 
-def batch_of(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
+def load_batch(config: Config, batch: int, step: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of all replicas in a step, [batch, seq] each."""
     tokens, targets = text.get_batch(config.seq, batch, start=step * batch)
     return tokens.to(ranks.device()), targets.to(ranks.device())
 
 
-def model_of(config: Config) -> GPT:
+def build_model(config: Config) -> GPT:
     """Make a GPT with the same weights on every rank."""
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
 
 
-def train(job: Job) -> dict[str, Any]:
+def train_on_rank(job: Job) -> dict[str, Any]:
     """Train `job` on this rank; return losses, last gradients, weights, bytes and seconds."""
     config, layout = job.config, job.layout
-    groups = join(layout, dist.group.WORLD)
-    model = Parallel(model_of(config), groups, layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    groups = create_groups(layout, dist.group.WORLD)
+    model = Parallel(build_model(config), groups, layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     rank, copy, device = dist.get_rank(), dist.get_rank(groups.dp), ranks.device()
     losses, seconds = [], []
 
-    whole_batches = (batch_of(config, layout.batch, step) for step in range(job.steps))
+    whole_batches = (load_batch(config, layout.global_batch, step) for step in range(job.steps))
     batches = [[x.chunk(layout.dp)[copy] for x in batch] for batch in whole_batches]
     for tokens, targets in batches[:-1]:
         dist.barrier()
-        begin = clock(device)
+        begin = read_clock(device)
         losses.append(model.step(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(clock(device) - begin)
-    with count.sent() as sent, count.held(model, optimizer, device=device) as most:
+        seconds.append(read_clock(device) - begin)
+    memory = count.track_memory(model, optimizer, device=device)
+    with count.record_traffic() as sent, memory as tracker:
         losses.append(model.step(*batches[-1]))
-    gradients = full_tensors(model, lambda piece: piece.grad)
-    found = held(model, optimizer)
+    gradients = gather_model_tensors(model, lambda piece: piece.grad)
+    found = measure_state_bytes(model, optimizer)
     optimizer.step()
-    predicted = job.sent(rank)
+    predicted = job.predict_sent_bytes(rank)
     predicted["pp"] += predicted.pop("twin")
-    weights = full_tensors(model)
+    weights = gather_model_tensors(model)
     return {
         "losses": [value.item() for value in losses],
         "gradients": gradients if rank == 0 else {},
         "weights": weights if rank == 0 else {},
-        "place": layout.place(rank),
+        "place": layout.get_coordinates(rank),
         "held": found,
-        "held_predicted": job.states(rank),
-        "peak": most.peak,
-        "sent": counted(sent, model),
+        "held_predicted": job.predict_state_bytes(rank),
+        "peak": tracker.peak_bytes,
+        "sent": count_sent_bytes(sent, model),
         "sent_predicted": predicted,
         "seconds": statistics.median(seconds[1:]),
     }
 
 
-def alone(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def train_single_process(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Train the same job in one process, which sees the whole batch."""
-    model = model_of(job.config).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    model = build_model(job.config).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
     losses = []
     for number in range(job.steps):
         optimizer.zero_grad()
-        tokens, targets = batch_of(job.config, job.layout.batch, number)
+        tokens, targets = load_batch(job.config, job.layout.global_batch, number)
         value = loss(model(tokens), targets)
         value.backward()
         losses.append(value.item())
@@ -126,7 +127,7 @@ def alone(job: Job, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "weights": trained}
 
 
-def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
+def compare_runs(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     """Return the largest differences of losses, gradients and weights between two runs."""
     pairs = zip(found["losses"], want["losses"], strict=True)
     gaps = {"losses": max(abs(a - b) for a, b in pairs)}
@@ -135,19 +136,20 @@ def apart(found: dict[str, Any], want: dict[str, Any]) -> dict[str, float]:
     return gaps
 
 
-def rounding(job: Job) -> dict[str, float]:
+def measure_rounding(job: Job) -> dict[str, float]:
     """Return the differences between one process in float32 and in float64: rounding alone."""
     narrow, wide = (
-        ranks.run(alone, 1, job, dtype, timeout=600, show=False)[0]
+        ranks.run(train_single_process, 1, job, dtype, timeout=600, show=False)[0]
         for dtype in (torch.float32, torch.float64)
     )
-    return apart(narrow, wide)
+    return compare_runs(narrow, wide)
 
 
 def run(job: Job) -> dict[str, Any]:
     """Train `job` on its ranks and in one process; return everything that the command prints."""
-    results = ranks.run(train, job.layout.ranks, job, timeout=600, show=False)
-    gaps = apart(results[0], ranks.run(alone, 1, job, timeout=600, show=False)[0])
+    results = ranks.run(train_on_rank, job.layout.world_size, job, timeout=600, show=False)
+    (plain,) = ranks.run(train_single_process, 1, job, timeout=600, show=False)
+    gaps = compare_runs(results[0], plain)
     kept = [{k: v for k, v in r.items() if k not in ("gradients", "weights")} for r in results]
     seconds = max(result["seconds"] for result in results)
     return {
@@ -156,5 +158,5 @@ def run(job: Job) -> dict[str, Any]:
         "losses": results[0]["losses"],
         "differences": gaps,
         "seconds": seconds,
-        "tokens_per_second": job.layout.batch * job.config.seq / seconds,
+        "tokens_per_second": job.layout.global_batch * job.config.seq / seconds,
     }

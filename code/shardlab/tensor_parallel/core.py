@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from shardlab.common.arguments import check_type
 from shardlab.gpt.latent import LatentAttention
 from shardlab.gpt.model import GPT, Attention, FeedForward
-from shardlab.layout.entries import COPIED
+from shardlab.layout.parameters import KV_HEADS
 from shardlab.ranks import check_group, check_same
 from shardlab.tensor_types.operator import Operator
 
@@ -233,7 +233,7 @@ def cut_attention(attention: Attention, group: Group, edges: Edges = REPLICATED)
     """
     config, first = attention.config, ("query", "key", "value")
     shard_slice("heads", config.heads, group)
-    parts = parts_of(COPIED, config.key_value_heads, check_group(group)[1])
+    parts = parts_of(KV_HEADS, config.key_value_heads, check_group(group)[1])
     for name in first:  # a head's features are adjacent in the outputs
         plain, some = getattr(attention, name), None if name == "query" else parts
         setattr(attention, name, ColumnLinear(plain, group, edges.enter, some))
@@ -250,12 +250,12 @@ def cut_latent(attention: LatentAttention, group: Group, edges: Edges = REPLICAT
         layer = ColumnLinear(getattr(attention, name), group, edges.enter)
         setattr(attention, name, layer)
         Entrance([layer], group, edges)
-    attention.compress = partial(_entering, attention, group, edges.enter)
+    attention.compute_latents = partial(_entering, attention, group, edges.enter)
     _end(attention, group, edges)
 
 
 def _entering(attention: LatentAttention, group: Group, enter: Edge, x: Tensor) -> Any:
-    q, latent, position_BSP = LatentAttention.compress(attention, x)
+    q, latent, position_BSP = LatentAttention.compute_latents(attention, x)
     return q, latent, enter(position_BSP, group)  # q and latent enter in their layers' Entrances
 
 

@@ -24,7 +24,7 @@ from math import gcd
 from shardlab import memory
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardlab.layout.entries import COPIED
+from shardlab.layout.parameters import KV_HEADS
 
 WIDTHS = "heads", "ffn_width", "vocab"  # sizes that the ranks must divide, besides key-value heads
 
@@ -93,7 +93,7 @@ def weights_added(config: Config, t: int) -> list[int]:
     """Return the elements of a layer's weight gradients all-reduced in backward, per message."""
     norms = [config.head_size] * (2 if config.qk_norm else 0)
     heads = config.key_value_heads * config.head_size
-    if parts_of(COPIED, config.key_value_heads, t) == t:
+    if parts_of(KV_HEADS, config.key_value_heads, t) == t:
         return norms
     return norms + 2 * [heads * config.hidden, *([heads] if config.bias else [])]
 
@@ -136,8 +136,8 @@ def parts_of(name: str, size: int, t: int) -> int:
 
 def check_degree(config: Config, t: int) -> None:
     """Raise ValueError unless t ranks divide this shape, and name the degrees that would."""
-    for name in (*widths(config), COPIED):
-        if (value := getattr(config, name)) % t and (name != COPIED or t % value):
+    for name in (*widths(config), KV_HEADS):
+        if (value := getattr(config, name)) % t and (name != KV_HEADS or t % value):
             fits = ", ".join(map(str, degrees(config)))
             allowed = f"multiples of {t}; allowed ranks for this model are {fits}"
             raise ValueError(f"{name}={value}: allowed on {t} ranks are {allowed}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardlab.layout.boxes import Box, Piece, elements, shape, stretch
+from shardlab.layout.boxes import Box, TensorPiece, count_elements, get_box_shape, iter_range_boxes
 from shardlab.ranks.gather import gather_objects
 
 from .flat import Flat, all_gather
@@ -109,13 +109,13 @@ def deal_out(flat: Flat, values: Mapping[str, Tensor], targets: Mapping[str, Ten
             targets[name].copy_(part)
 
 
-def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[Piece]:
+def pieces_of(flat: Flat, boxes: Mapping[str, Box]) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a flat tensor; boxes: each parameter's, in the plain tensor."""
     for name, piece, (first, last) in zip(flat.names, flat.pieces, flat.spans(), strict=True):
         end = 0
-        for box in stretch(boxes[name], first, last):
-            begin, end = end, end + elements(box)
-            yield Piece(name, box, piece.detach()[begin:end].view(shape(box)))
+        for box in iter_range_boxes(boxes[name], first, last):
+            begin, end = end, end + count_elements(box)
+            yield TensorPiece(name, box, piece.detach()[begin:end].view(get_box_shape(box)))
 
 
 def rows(flats: Sequence[Flat], values: Mapping[str, Tensor | None]) -> dict[str | None, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardlab import ranks
 from shardlab.data_parallel.buckets import Backward, clip_by_joint_norm, copy_from_rank_0, deal
-from shardlab.layout.boxes import Box, Piece, whole
+from shardlab.layout.boxes import Box, TensorPiece, make_full_box
 from shardlab.ranks.checks import check_state
 
 from . import saved
@@ -194,18 +194,20 @@ class Sharded(nn.Module):
         saved.warm([p for p in self.parameters() if p in given and p.requires_grad], optimizer)
         self.changed()  # it was an optimizer step, and then all ranks must gather
 
-    def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[Piece]:
+    def pieces(self, boxes: Mapping[str, Box] | None = None) -> list[TensorPiece]:
         """Return this rank's trained tensors and buffers as boxes of the plain module's tensors.
 
         The boxes are views: after filling them, call `changed` on all ranks. boxes: the part of
         each plain tensor that the module has, if the module itself is cut.
         """
-        parts = {name: whole(parameter.shape) for name, parameter in self.frozen.items()}
+        parts = {name: make_full_box(parameter.shape) for name, parameter in self.frozen.items()}
         for flat in self.flats:
-            parts |= {n: whole(shape) for n, shape in zip(flat.names, flat.shapes, strict=True)}
+            parts |= {
+                n: make_full_box(shape) for n, shape in zip(flat.names, flat.shapes, strict=True)
+            }
         parts |= boxes or {}
-        found = [Piece(name, parts[name], p.detach()) for name, p in self.frozen.items()]
-        found += [Piece(n, whole(b.shape), b) for n, b in self.module.named_buffers()]
+        found = [TensorPiece(name, parts[name], p.detach()) for name, p in self.frozen.items()]
+        found += [TensorPiece(n, make_full_box(b.shape), b) for n, b in self.module.named_buffers()]
         return found + [piece for flat in self.flats for piece in saved.pieces_of(flat, parts)]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

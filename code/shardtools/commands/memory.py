@@ -31,7 +31,7 @@ from typing import Any
 from shardlab import memory
 from shardlab.common.arguments import check_integer, check_one_of
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import ALONE, SCHEDULES, STAGE_RULES, Layout, Structure, structure
+from shardlab.layout import SCHEDULES, SINGLE_RANK, STAGE_RULES, Layout, Structure, get_structure
 from shardtools import options
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -92,7 +92,7 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     names = ["dp", "tp", "pp", *["cp"] * ("cp" in settings)]
     layout = _layout(settings)
     if ranks is not None:
-        layout.check(ranks)
+        layout.check_world_size(ranks)
     check_integer(seq=settings.get("seq", 1))
     check_integer(0, layout.pp - 1, stage=settings.get("stage", 0))
     more: dict[str, Any] = {}
@@ -100,30 +100,35 @@ def _counted(settings: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
     if "model" in settings:
         name = settings.pop("model")
         check_one_of(PRESETS, model=name)
-        model = structure(PRESETS[name])
+        model = get_structure(PRESETS[name])
         counted = memory.estimate(PRESETS[name], layout, **({"device": "gpu"} | settings))
         more["peak"], seq = counted.peak, settings.get("seq", model.seq)
     else:
         model, name = _model(settings)
         seq = settings.setdefault("seq", min(model.seq, SEQ))
         counted = memory.estimate_structure(model, layout, **settings)
-        numbers = {"total": model.total, "active": model.active, "model_type": model.model_type}
-        more |= {"count": numbers, "assumed": list(model.assumed)}
-        unknown = model.unplanned and f"unknown: {model.unplanned}"
+        numbers = {
+            "total": model.num_params,
+            "active": model.num_active_params,
+            "model_type": model.model_type,
+        }
+        more |= {"count": numbers, "assumed": list(model.assumptions)}
+        unknown = model.unsupported_reason and f"unknown: {model.unsupported_reason}"
     found = {part: getattr(counted, part, 0) for part in PARTS}
     found |= {"total": sum(found.values()), **more, "host": counted.host}
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in names)
-    active = more.get("count", {}).get("active", model.total)
-    some = f" ({active / 1e9:.4g} of them active)" if active < model.total else ""
+    degrees += f" = {layout.world_size} rank{'s' * (layout.world_size > 1)}"
+    active = more.get("count", {}).get("active", model.num_params)
+    some = f" ({active / 1e9:.4g} of them active)" if active < model.num_params else ""
     settings = {"precision": "bf16", "optimizer": "adamw"} | settings
     title = (
-        f"{name} of {model.total / 1e9:.4g} billion parameters{some}, "
+        f"{name} of {model.num_params / 1e9:.4g} billion parameters{some}, "
         f"{settings['precision']}, {settings['optimizer']}, "
         f"{layout.micro_batch} × {seq:,} tokens on each rank\n"
-        f"{degrees} = {layout.ranks} rank{'s' * (layout.ranks > 1)}, ZeRO stage {layout.zero}"
+        f"{degrees}, ZeRO stage {layout.zero}"
     )
-    if model.experts and layout.ranks > 1:
-        title += f"; experts over {layout.ep}, each matrix of one over {layout.cut} (--etp)"
+    if model.experts and layout.world_size > 1:
+        title += f"; experts over {layout.ep}, each matrix of one over {layout.expert_tp} (--etp)"
     return found, title, unknown
 
 
@@ -143,7 +148,7 @@ def _layout(settings: dict[str, Any]) -> Layout:
 
     By default a pipeline has as many micro-batches as it can hold.
     """
-    fields = {name: settings.pop(name) for name in vars(ALONE) if name in settings}
+    fields = {name: settings.pop(name) for name in vars(SINGLE_RANK) if name in settings}
     if "batch" in settings:
         check_integer(batch=settings["batch"])
         fields["micro_batch"] = settings.pop("batch")

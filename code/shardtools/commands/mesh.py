@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from shardlab.common.arguments import check_integer, check_number
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardlab.mesh.groups import said
+from shardlab.mesh.groups import describe_axis
 from shardtools import options
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def _main(chosen: argparse.Namespace) -> int:
     job = job_of(chosen)
     if (budget := chosen.budget) is not None:
         check_number(budget=budget)
-        most = max(sum(job.states(rank).values()) for rank in range(job.layout.ranks))
+        most = max(
+            sum(job.predict_state_bytes(rank).values()) for rank in range(job.layout.world_size)
+        )
         if most > budget:
             if chosen.json:
                 print(json.dumps({"fits": False, "needs": most, "budget": budget}))
@@ -96,19 +98,19 @@ def _groups(chosen: argparse.Namespace) -> str:
     """Format the groups of each axis, and which of them leave a node."""
     mesh, node = Layout(**_fields(chosen)), chosen.node
     check_integer(node=node)
-    if mesh.ranks % node:
-        raise ValueError(f"node={node}: allowed are divisors of {mesh.ranks} ranks")
-    if mesh.ranks > MOST:
-        raise ValueError(f"ranks={mesh.ranks}: allowed with --node are {MOST} at most")
+    if mesh.world_size % node:
+        raise ValueError(f"node={node}: allowed are divisors of {mesh.world_size} ranks")
+    if mesh.world_size > MOST:
+        raise ValueError(f"ranks={mesh.world_size}: allowed with --node are {MOST} at most")
     axes = [axis for axis in reversed(mesh.order) if getattr(mesh, axis) > 1]
     if chosen.json:
-        groups = {axis: mesh.groups(axis) for axis in axes}
-        told = {axis: said(mesh, axis, node) for axis in axes}
-        return json.dumps({"ranks": mesh.ranks, "node": node, "groups": groups, "said": told})
-    lines = [f"{mesh.ranks} ranks in nodes of {node}, {' → '.join(mesh.order)}"]
+        groups = {axis: mesh.list_groups(axis) for axis in axes}
+        told = {axis: describe_axis(mesh, axis, node) for axis in axes}
+        return json.dumps({"ranks": mesh.world_size, "node": node, "groups": groups, "said": told})
+    lines = [f"{mesh.world_size} ranks in nodes of {node}, {' → '.join(mesh.order)}"]
     for axis in axes:
-        lines += ["", said(mesh, axis, node)]
-        lines += [f"  {' '.join(map(str, group))}" for group in mesh.groups(axis)]
+        lines += ["", describe_axis(mesh, axis, node)]
+        lines += [f"  {' '.join(map(str, group))}" for group in mesh.list_groups(axis)]
     return "\n".join(lines)
 
 
@@ -134,18 +136,19 @@ def job_of(chosen: argparse.Namespace) -> Job:
         fields.setdefault("chunks", 2)
     layout = Layout(**fields)
     check_integer(batch=batch)
-    if batch % layout.batch:
+    if batch % layout.global_batch:
         allowed = f"multiples of dp={layout.dp} copies times {layout.microbatches} micro-batches"
         raise ValueError(f"batch={batch}: allowed are {allowed}")
-    return Job(config, replace(layout, micro_batch=batch // layout.batch), given["steps"])
+    return Job(config, replace(layout, micro_batch=batch // layout.global_batch), given["steps"])
 
 
 def told(job: Job, found: dict[str, Any]) -> str:
     """Format a job's results for a terminal."""
     layout, config = job.layout, job.config
     lines = [
-        f"{layout.ranks} ranks: dp={layout.dp} pp={layout.pp} tp={layout.tp}, ZeRO {layout.zero}, "
-        f"{config.layers} layers of {config.hidden}, {layout.batch} × {config.seq} tokens a step",
+        f"{layout.world_size} ranks: dp={layout.dp} pp={layout.pp} tp={layout.tp}, "
+        f"ZeRO {layout.zero}, {config.layers} layers of {config.hidden}, "
+        f"{layout.global_batch} × {config.seq} tokens a step",
         "",
         "rank  d p t   holds (B)  predicted    peak (B)   tp sent (B)   pp sent (B)   dp sent (B)",
     ]

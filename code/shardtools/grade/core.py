@@ -138,15 +138,15 @@ class Traffic:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.bytes, self.messages = group, 0.0, 0
 
-    def add(self, sent: count.Sent) -> None:
+    def add(self, sent: count.Traffic) -> None:
         """Count what was sent, and assert that it was sent in the group."""
-        inside = sent.within(self.group)
+        inside = sent.get_group_traffic(self.group)
         assert (sent.calls, sent.messages) == (inside.calls, inside.messages), (
             "sends in a group that it was not given"
         )
         self.messages += sent.messages + sum(sent.calls.values())
         # A broadcast or a reduce passes through all ranks but one.
-        self.bytes += sent.leaving(self.group.size(), others=1 - 1 / self.group.size())
+        self.bytes += sent.count_ring_bytes(self.group.size(), others=1 - 1 / self.group.size())
 
     def check(self, max_bytes: float, max_messages: int) -> None:
         """Assert that no more was sent than is needed."""

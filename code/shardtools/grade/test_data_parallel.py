@@ -112,16 +112,16 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
     for step in range(STEPS):
         for optimizer in both:
             optimizer.zero_grad(set_to_none=not case.has("gradients set to zero, not None"))
-        with count.sent() as early:
+        with count.record_traffic() as early:
             for part in range(micro - 1):
                 with model.no_sync():
                     compute_loss(part).backward()
         assert not early.calls and not early.messages, "sends something inside of no_sync"
-        with count.sent() as joining:
+        with count.record_traffic() as joining:
             loss = compute_loss(micro - 1)
         extra = joining.payload.total() + joining.bytes
         assert extra <= 64, f"sends {extra} bytes in forward and to join the losses"
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             loss.backward()
             model.finish()
         traffic.add(sent)

@@ -93,7 +93,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
         expert.register_forward_hook(lambda *_, number=number: calls.update([number]))
     layer, traffic = engine.ExpertParallel(mine, group), Traffic(group)
     batches = [draw_batch(case, copy, rank, turn) for turn in range(turns)]
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         outputs = [layer(x, chosen, weights) for x, chosen, weights, _ in batches]
         pairs = zip(outputs, batches, strict=True)
         sum((y * gradient).sum() for y, (*_, gradient) in pairs).backward()

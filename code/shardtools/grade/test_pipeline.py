@@ -109,7 +109,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
     for step in range(steps):
         inputs, targets = draw_batches(case, copy, step)
         first, last = inputs if rank == 0 else None, targets if rank == n - 1 else None
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             loss = engine.train_step(stage, group, shapes, case.dtype, first, last, compute_loss)
         traffic.add(sent)
         assert not sent.calls, f"calls {' and '.join(sent.calls)}: messages are enough"

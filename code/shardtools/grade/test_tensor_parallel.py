@@ -82,16 +82,16 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
     layers = [kind(layer, group) for kind, layer in zip(kinds, whole, strict=True)]
     traffic = Traffic(group)
 
-    with count.sent() as forward:
+    with count.record_traffic() as forward:
         inside = layers[0](x)
     silent = not forward.calls and not forward.messages
     assert silent, "sends something in the forward of ColumnLinear"
-    with count.sent() as sent:
+    with count.record_traffic() as sent:
         y = layers[1](torch.tanh(inside))
         if again:
             y = layers[1](torch.tanh(layers[0](y + x)))
         loss = engine.cross_entropy(layers[2]((x + y).flatten(0, -2)), targets, group)
-    with count.sent() as back:
+    with count.record_traffic() as back:
         (3 * loss).backward()
     traffic.add(sent)
     traffic.add(back)

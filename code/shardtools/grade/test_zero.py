@@ -94,7 +94,7 @@ def check(engine: ModuleType, case: Case, copy: int, group: dist.ProcessGroup) -
         if case.has("another learning rate after a step") and step == 1:
             for part in [part for one in made for part in one.param_groups]:
                 part["lr"] /= 4
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             norm = optimizer.step(max_norm)
         traffic.add(sent)
         right_norm = None

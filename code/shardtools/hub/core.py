@@ -29,8 +29,8 @@ def read(path: str | Path, name: str = "config") -> Structure:
 def planned(path: str | Path, name: str = "config") -> Structure:
     """Read a structure, but raise ValueError for a model that cannot be predicted."""
     found = read(path, name)
-    if found.unplanned:
-        words = f"{found.model_type} is counted, and not planned: {found.unplanned}"
+    if found.unsupported_reason:
+        words = f"{found.model_type} is counted, and not planned: {found.unsupported_reason}"
         raise ValueError(f"{name}={str(path)!r}: {words}")
     return found
 
@@ -49,5 +49,5 @@ def _read(text: str, trace: bool = True) -> Structure:
     found = structure(given, trace)
     if how:
         words = f"{how} is not read: weights are counted unquantised, as a training has them"
-        found = replace(found, assumed=(*found.assumed, words))
+        found = replace(found, assumptions=(*found.assumptions, words))
     return found

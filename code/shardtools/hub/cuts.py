@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from shardlab.layout.entries import COPIED, Entry
+from shardlab.layout.parameters import KV_HEADS, ParamInfo
 
 if TYPE_CHECKING:  # these load torch
     from .kinds import Alike, Tensor
@@ -46,30 +46,32 @@ LEAST = 0.01  # share of a layer's parameters below which an uncut tensor is not
 MOST = 4  # most names in a list
 WORDS = {  # units by their names in Config, if they have one
     "heads": "heads",
-    "kv_heads": COPIED,
-    "both": f"{COPIED} of a fused matrix",
+    "kv_heads": KV_HEADS,
+    "both": f"{KV_HEADS} of a fused matrix",
     "width": "ffn_width",
     "twice": "ffn_width",  # gate and up in one matrix
 }
 
 
-def inside(tensor: Tensor, traced: Traced | None) -> Entry:
+def inside(tensor: Tensor, traced: Traced | None) -> ParamInfo:
     """Return the entry of a layer's tensor, with its cut; traced: the trace of its layer."""
     name, shape = tensor.name, tensor.shape
     expert = 0 if tensor.experts else None
     mixes = _mixes(tensor, traced)
     kind = "attention" if mixes else "ffn"
     if _of_norm(name):
-        return Entry(name, shape, "norms", partly=True)
+        return ParamInfo(name, shape, "norms", partial_grad=True)
     if name.count(".") == 1 and len(shape) == 1 and _NORM.search(name) and not mixes:
-        return Entry(name, shape, "norms", partly=True)
+        return ParamInfo(name, shape, "norms", partial_grad=True)
     dimension, along, units = _cut(tensor, traced) or (None, "", 0)
     if dimension == 1 and len(shape) == 1:  # a bias that is added after the all-reduce
-        return Entry(name, shape, kind, partly=True, expert=expert)
+        return ParamInfo(name, shape, kind, partial_grad=True, expert=expert)
     if dimension is None:
-        return Entry(name, shape, kind, expert=expert)
+        return ParamInfo(name, shape, kind, expert=expert)
     along = along if expert is None else "expert_width"
-    return Entry(name, shape, kind, tp=dimension, along=along, units=units, expert=expert)
+    return ParamInfo(
+        name, shape, kind, tp_dim=dimension, size_name=along, units=units, expert=expert
+    )
 
 
 def _cut(tensor: Tensor, traced: Traced | None) -> tuple[int | None, str, int] | None:
@@ -110,17 +112,17 @@ def said(tensors: Iterable[Tensor]) -> list[str]:
     return [f"whole on every tensor rank, for no cut is known: {', '.join(some[:MOST])}{more}"]
 
 
-def outside(tensor: Tensor, first: bool, last: bool) -> Entry:
+def outside(tensor: Tensor, first: bool, last: bool) -> ParamInfo:
     """Return the entry of a tensor outside of the layers."""
     name, shape = tensor.name, tensor.shape
     if len(shape) == 2 and (first or last):
         kind = "embedding" if first else "head"
-        cut = {"tp": 0, "along": "vocab", "units": shape[0]}
-        return Entry(name, shape, kind, tied=tensor.tied, **cut)
+        cut = {"tp_dim": 0, "size_name": "vocab", "units": shape[0]}
+        return ParamInfo(name, shape, kind, tied_to=tensor.tied, **cut)
     kind = "norms" if len(shape) == 1 and _NORM.search(name) else "ffn"
     if not first and "embed" in name:
         kind = "embedding"
-    return Entry(name, shape, kind, partly=kind == "norms", tied=tensor.tied)
+    return ParamInfo(name, shape, kind, partial_grad=kind == "norms", tied_to=tensor.tied)
 
 
 def _of_norm(name: str) -> bool:
@@ -152,15 +154,15 @@ def _units(by: str, traced: Traced | None, size: int) -> int:
     return {"heads": core.heads, "kv_heads": core.kv_heads, "both": both}[by]
 
 
-def network(entries: tuple[Entry, ...], expert: bool) -> tuple[int, int, bool] | None:
+def network(entries: tuple[ParamInfo, ...], expert: bool) -> tuple[int, int, bool] | None:
     """Return width and inputs of the entries' networks, and True if gated; None if not known.
 
     expert: of one expert, or of the network that all tokens use. A width of 0: there is none.
     """
     own = [e for e in entries if e.kind == "ffn" and (e.expert is not None) == expert]
-    own = [e for e in own if len(e.shape) == 2 and e.tp is not None]
-    down = [e.shape for e in own if e.tp == 1]
-    up = sum(e.shape[0] for e in own if e.tp == 0)
+    own = [e for e in own if len(e.shape) == 2 and e.tp_dim is not None]
+    down = [e.shape for e in own if e.tp_dim == 1]
+    up = sum(e.shape[0] for e in own if e.tp_dim == 0)
     width = sum(shape[1] for shape in down)
     if not own:
         return 0, 0, True

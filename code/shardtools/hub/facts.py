@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from shardlab.layout.entries import COPIED, Entry
-from shardlab.layout.structure import Core, Kind, Routed, Structure
+from shardlab.layout.parameters import KV_HEADS, ParamInfo
+from shardlab.layout.structure import AttentionCore, LayerKind, RoutedExperts, Structure
 
 from . import cuts
 from .build import build, configured, offline
@@ -89,7 +89,7 @@ def _structure(given: dict[str, Any], config: Any, trace: bool) -> Structure:
     outside = _ends(model, outside)
     last = len(outside) - 1
     ends = tuple(
-        replace(cuts.outside(tensor, n == 0, n == last and last > 0), table=tensor.table)
+        replace(cuts.outside(tensor, n == 0, n == last and last > 0), is_lookup=tensor.table)
         for n, tensor in enumerate(outside)
     )
     vocab, hidden = (int(n) for n in model.get_input_embeddings().weight.shape)
@@ -102,16 +102,16 @@ def _structure(given: dict[str, Any], config: Any, trace: bool) -> Structure:
         (*assumed, *words, *cuts.said(whole)), unplanned,
     )  # fmt: skip
     total = sum(p.numel() for p in model.parameters())
-    if made.total != total:
-        words = f"its layers and ends have {made.total:,} parameters, its class {total:,}"
+    if made.num_params != total:
+        words = f"its layers and ends have {made.num_params:,} parameters, its class {total:,}"
         raise ValueError(f"{type(model).__name__}: {words}")
     return made
 
 
-def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[Kind, str]:
+def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[LayerKind, str]:
     """Return a kind of layer (`whole`: its `unknown` tensors), and why it is not planned, or ""."""
     entries = tuple(
-        replace(cuts.inside(tensor, traced), table=tensor.table) for tensor in layer.tensors
+        replace(cuts.inside(tensor, traced), is_lookup=tensor.table) for tensor in layer.tensors
     )
     core, why = _core(traced, layer.module)
     plain, own = cuts.network(entries, False), cuts.network(entries, True)
@@ -122,20 +122,20 @@ def _kind(layer: Alike, traced: Traced | None, whole: list[Tensor]) -> tuple[Kin
     routed = None
     if layer.experts:
         wide, inputs, twice = own or (0, 0, True)
-        routed = Routed(layer.experts, layer.chosen, wide, inputs)
+        routed = RoutedExperts(layer.experts, layer.chosen, wide, inputs)
         gated = twice if not width else gated
         if not why and width and twice != gated:
             why = f"of the networks of {layer.module} some have gates and some have none"
-    kept = {part: round(getattr(traced, part, 0)) for part in ("stream", "latent", "heads")}
+    kept = [round(getattr(traced, part, 0)) for part in ("stream", "latent", "heads")]
     if traced and not why:
         why = _unexplained(layer, traced, entries, core)
     pattern = layer.pattern.removesuffix("_attention")
     words = pattern, "experts" if routed else "dense" if width and pattern != "mlp" else ""
     name = ", ".join(filter(None, words)) or "layer"
-    return Kind(name, entries, core, width, gated, routed, **kept), why
+    return LayerKind(name, entries, core, width, gated, routed, *kept), why
 
 
-def _core(traced: Traced | None, module: str) -> tuple[Core | None, str]:
+def _core(traced: Traced | None, module: str) -> tuple[AttentionCore | None, str]:
     """Return the layer's token mixer, and why it is not known ("" if it is)."""
     if not traced or not traced.mixed:
         return None, ""
@@ -146,7 +146,7 @@ def _core(traced: Traced | None, module: str) -> tuple[Core | None, str]:
 
 
 def _unexplained(
-    layer: Alike, traced: Traced, entries: tuple[Entry, ...], core: Core | None
+    layer: Alike, traced: Traced, entries: tuple[ParamInfo, ...], core: AttentionCore | None
 ) -> str:
     """Say if a layer computes other operations than its matrices and core explain, or ""."""
     if core is None and any(entry.kind == "attention" for entry in entries):
@@ -164,18 +164,18 @@ def _unexplained(
     return ""
 
 
-def _told_apart(kinds: list[Kind]) -> tuple[Kind, ...]:
+def _told_apart(kinds: list[LayerKind]) -> tuple[LayerKind, ...]:
     """Return the kinds, with separate units of cuts where their numbers differ by kind."""
     units: dict[str, int] = {}
     found = []
     for kind in kinds:
         entries = []
-        for entry in kind.entries:
-            along, many = entry.along, entry.units
-            if along and many and along != COPIED and units.setdefault(along, many) != many:
-                entry = replace(entry, along=f"{along} ({kind.name})")
+        for entry in kind.parameters:
+            along, many = entry.size_name, entry.units
+            if along and many and along != KV_HEADS and units.setdefault(along, many) != many:
+                entry = replace(entry, size_name=f"{along} ({kind.name})")
             entries.append(entry)
-        found.append(replace(kind, entries=tuple(entries)))
+        found.append(replace(kind, parameters=tuple(entries)))
     return tuple(found)
 
 

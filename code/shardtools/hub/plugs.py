@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardlab.layout.structure import Core
+from shardlab.layout.structure import AttentionCore
 
 NAME = "shardlab"
 PLUGGED = {"attn_implementation": NAME, "experts_implementation": NAME}
@@ -40,7 +40,9 @@ Seen = tuple[int | None, int | None, str]
 class Calls:
     """The stand-ins that a layer called."""
 
-    mixed: list[tuple[Core, str]] = field(default_factory=list)  # a core, and why it is not known
+    mixed: list[tuple[AttentionCore, str]] = field(
+        default_factory=list
+    )  # a core, and why it is not known
     chosen: list[int] = field(default_factory=list)
     # By storage; kept alive, so that no address is reused. All layers share the masks.
     masks: dict[int, tuple[Tensor, Seen]] = field(default_factory=dict)
@@ -78,7 +80,7 @@ def _attention(
     elif attention_mask is None and not more.get("is_causal", getattr(module, "is_causal", True)):
         window, unknown = None, "attention in both directions"
     sizes = query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]
-    calls.mixed.append((Core(*sizes, window=window, chunk=chunk), unknown))
+    calls.mixed.append((AttentionCore(*sizes, window=window, chunk=chunk), unknown))
     return _Core.apply(query, key, value), None
 
 

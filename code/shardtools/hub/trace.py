@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardlab.layout.structure import Core
+from shardlab.layout.structure import AttentionCore
 
 from .kinds import main_stack, stacks
 from .plugs import calls, plugged, storage
@@ -27,7 +27,7 @@ LATENT = re.compile(r"(^|\.)(q|kv)_(a_(layer)?norm|b_proj|a_proj\w*)$")
 class Traced:
     """A layer's trace; elements and operations are per token."""
 
-    mixed: tuple[tuple[Core, str], ...]  # cores, each with why it is not known
+    mixed: tuple[tuple[AttentionCore, str], ...]  # cores, each with why it is not known
     chosen: tuple[int, ...]
     products: float  # operations in matrix products and convolutions
     stream: float  # saved 16-bit elements, by part; those of networks follow by formula

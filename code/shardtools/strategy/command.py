@@ -24,9 +24,9 @@ from typing import Any
 from shardlab.common.arguments import check_integer, check_number, check_one_of
 from shardlab.common.machines import MACHINES, Machine, check_machine
 from shardlab.common.shapes import PRESETS
-from shardlab.layout import Layout, Structure, structure
-from shardlab.layout import read as read_layout
-from shardlab.layout.core import OFFLOADS
+from shardlab.layout import Layout, Structure, get_structure
+from shardlab.layout import parse_layout as read_layout
+from shardlab.layout.core import OFFLOAD_CHOICES
 from shardlab.layout.structure import check_expert_degree, check_tensor_degree
 from shardtools import options
 
@@ -125,7 +125,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     for name, meaning in CONSTRAINT_FIELDS.items():
         add(name.replace("_", "-"), f"only this {meaning}", "N", int)
     add("recompute", "only this: none, full, selective, or operators as norms+ffn", "HOW")
-    add("offload", f"only this: {', '.join(OFFLOADS)}", "WHAT")
+    add("offload", f"only this: {', '.join(OFFLOAD_CHOICES)}", "WHAT")
     add("layout", "only this layout, as 'd 2 · t 8 · p 4, ZeRO-1'", "LAYOUT")
     add("dtype", f"of matrix products: {', '.join(DTYPES)} (bf16)", "NAME")
     add("rates", "a file that `strategy fit` wrote (the profile's own)", "FILE")
@@ -289,19 +289,19 @@ def _load_model(args: dict[str, Any], as_course_model: bool) -> tuple[str, Struc
     options.one_of(args, "model", "config")
     if "model" in args:
         check_one_of(PRESETS, model=args["model"])
-        return args["model"], structure(PRESETS[args["model"]])
+        return args["model"], get_structure(PRESETS[args["model"]])
     from shardtools import hub  # imported here: no page's calculator needs it
 
     path = Path(args["config"])
     model = hub.planned(path)
-    for words in model.assumed:  # to stderr: stdout may be a configuration, or JSON
+    for words in model.assumptions:  # to stderr: stdout may be a configuration, or JSON
         print(f"assumed: {words}", file=sys.stderr)
     if as_course_model:  # the shape in which the course's own model computes the same
         from shardlab.checkpoint.hub_names import read_config_file  # loads torch
 
-        model = replace(model, own=read_config_file(path))
-        if (total := structure(model.own).total) != model.total:
-            words = f"config={str(path)!r}: {model.total:,} parameters"
+        model = replace(model, course_config=read_config_file(path))
+        if (total := get_structure(model.course_config).num_params) != model.num_params:
+            words = f"config={str(path)!r}: {model.num_params:,} parameters"
             raise ValueError(f"{words}; emit and run need a model with {total:,}")
     return path.name, model
 
@@ -328,17 +328,17 @@ def _read_constraints(
 def _parse_layout(args: dict[str, Any], machine: Machine, seq: int) -> Layout:
     check_integer(seq=seq)
     layout = read_layout(args["layout"])
-    if (gpus := args.get("gpus", layout.ranks)) != layout.ranks:
-        raise ValueError(f"gpus={gpus!r}: must be {layout.ranks}, as the layout has it")
-    if layout.ranks > (n := machine.gpus_per_node) and layout.ranks % n:
-        raise ValueError(f"gpus={layout.ranks}: must be at most {n}, or a multiple of {n}")
+    if (gpus := args.get("gpus", layout.world_size)) != layout.world_size:
+        raise ValueError(f"gpus={gpus!r}: must be {layout.world_size}, as the layout has it")
+    if layout.world_size > (n := machine.gpus_per_node) and layout.world_size % n:
+        raise ValueError(f"gpus={layout.world_size}: must be at most {n}, or a multiple of {n}")
     if "batch" not in args:
         return layout
     check_integer(batch=(batch := args["batch"]))
-    if layout.microbatches == 1 and batch % layout.batch == 0:
-        layout = replace(layout, microbatches=batch // layout.batch)
-    if layout.batch != batch:
-        raise ValueError(f"batch={batch}: must be {layout.batch}, d · b · m of the layout")
+    if layout.microbatches == 1 and batch % layout.global_batch == 0:
+        layout = replace(layout, microbatches=batch // layout.global_batch)
+    if layout.global_batch != batch:
+        raise ValueError(f"batch={batch}: must be {layout.global_batch}, d · b · m of the layout")
     return layout
 
 

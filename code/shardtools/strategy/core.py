@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from shardlab.layout import Layout, Stage
-from shardlab.layout.core import computed_again
-from shardlab.layout.structure import Core, Kind, Routed
+from shardlab.layout.core import parse_recompute
+from shardlab.layout.structure import AttentionCore, LayerKind, RoutedExperts
 
 from .cost import ELEMENT_BYTES
 from .data_parallel import data_parallel_seconds
@@ -127,13 +127,13 @@ def predict_seconds(job: Job, rates: RateValues, needed: float = 0.0) -> StepSec
     return StepSeconds(**{name: times * part for name, part in parts.items()})
 
 
-Layers = dict[Kind, tuple[_Work, _Work]]  # forward and backward of each kind
+Layers = dict[LayerKind, tuple[_Work, _Work]]  # forward and backward of each kind
 
 
 def _stage_work(job: Job, rates: RateValues, layers: Layers, stage: Stage) -> _Work:
     """Return a stage's work for one micro-batch: its layers; on the last, the head too."""
-    work = _head_work(job, rates) if stage.head else _Work()
-    counts = job.model.counted(stage.chunks)
+    work = _head_work(job, rates) if stage.has_head else _Work()
+    counts = job.model.count_kinds(stage.chunks)
     for (forward, backward), n in zip(layers.values(), counts, strict=True):
         if n:
             work = work.add_scaled(forward, n).add_scaled(backward, n)
@@ -146,7 +146,7 @@ def _bubble_seconds(job: Job, layers: Layers, work: list[_Work], slowest: _Work)
     others = sum(stage.total for stage in work) - slowest.total
     if layout.schedule == "naive":
         return layout.microbatches * others if layout.pp > 1 else 0.0
-    forward, backward = layers[job.model.largest]
+    forward, backward = layers[job.model.largest_kind]
     # The CPU launches ahead while the pipeline fills and drains.
     others -= sum(stage.launches for stage in work) - slowest.launches
     weights = backward.products / BACKWARD_RATIO
@@ -172,11 +172,13 @@ def _bubble_share(layout: Layout, forward: float, backward: float, weights: floa
     return max(0.0, 1 - (weights + filled) / (forward + backward)) if fills else 1.0
 
 
-def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tuple[_Work, _Work]:
+def predict_layer(
+    job: Job, rates: RateValues, kind: LayerKind | None = None
+) -> tuple[_Work, _Work]:
     """Return the (forward, backward) work of one layer for one micro-batch."""
-    kind = kind or job.model.kinds[job.model.order[-1]]
+    kind = kind or job.model.kinds[job.model.layer_kinds[-1]]
     attention, scores = _attention_seconds(job, rates, kind.core)
-    width = memory_pass_seconds(job, rates, kind.wide / job.layout.tp)
+    width = memory_pass_seconds(job, rates, kind.active_width / job.layout.tp)
     width *= 3 if kind.gated else 2
     width *= rates.mlp_passes * (1.0 if job.profile.is_compiled else rates.eager)
     stream = rates.elementwise * (1.0 if job.profile.is_compiled else rates.eager)
@@ -200,7 +202,7 @@ def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tupl
         context=BACKWARD_RATIO * forward.context,
         experts=forward.experts,
     )
-    again = computed_again(job.layout.recompute)
+    again = parse_recompute(job.layout.recompute)
     if job.layout.recompute == "full":
         backward = backward.add_scaled(forward)
     if "attention" in again:
@@ -210,7 +212,7 @@ def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tupl
     if "ffn" in again:
         backward.elementwise += width
     if "latents" in again:
-        backward.products += sum(shard_seconds(job, rates, p) for p in kind.raised)
+        backward.products += sum(shard_seconds(job, rates, p) for p in kind.up_projections)
     both = _Work(
         launches=_launch_seconds(job, rates, kind, forward.total + backward.total),
         tensor=rates.extra_node * (ceil(job.layout.tp / job.machine.gpus_per_node) - 1),
@@ -219,23 +221,25 @@ def predict_layer(job: Job, rates: RateValues, kind: Kind | None = None) -> tupl
     return forward, backward.add_scaled(both, 1 - FORWARD_SHARE)
 
 
-def _attention_seconds(job: Job, rates: RateValues, core: Core | None) -> tuple[float, float]:
+def _attention_seconds(
+    job: Job, rates: RateValues, core: AttentionCore | None
+) -> tuple[float, float]:
     """Return the forward seconds of attention's products and of passes over scores."""
     if core is None:
         return 0.0, 0.0
     t, flash = job.layout.tp, job.profile.attention == "flash"
-    work = job.tokens * core.flops(job.seq, causal=flash) / t  # flash: no masked pairs
+    work = job.tokens * core.count_flops(job.seq, causal=flash) / t  # flash: no masked pairs
     if flash:
-        narrow = rates.narrow_heads if core.query <= NARROW_HEAD_SIZE else 1.0
+        narrow = rates.narrow_heads if core.head_size <= NARROW_HEAD_SIZE else 1.0
         share = rates.attention * narrow
         return work / (cap_share(job, rates, share) * job.machine.flops), 0.0
     read = rates.scores * memory_pass_seconds(job, rates, job.seq * core.heads / t)
     return work / (cap_share(job, rates, rates.products) * job.machine.flops), read
 
 
-def _scan_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
+def _scan_seconds(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return the forward seconds of products in state spaces and linear attention."""
-    work = job.tokens * kind.scans / job.layout.tp
+    work = job.tokens * kind.extra_flops / job.layout.tp
     return rates.scan * work / (rates.attention * job.machine.flops)
 
 
@@ -245,14 +249,14 @@ def _stream_seconds(job: Job, rates: RateValues, size: float) -> float:
     return taken / (rates.memory * job.machine.memory_bandwidth)
 
 
-def _launch_seconds(job: Job, rates: RateValues, kind: Kind, gpu: float) -> float:
+def _launch_seconds(job: Job, rates: RateValues, kind: LayerKind, gpu: float) -> float:
     """Return by how much the smooth maximum of CPU and GPU seconds exceeds `gpu`."""
     cpu = _cpu_seconds(job, rates, kind)
     p = SMOOTH_POWER
     return (gpu**p + cpu**p) ** (1 / p) - gpu if cpu else 0.0
 
 
-def _cpu_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
+def _cpu_seconds(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return the seconds in which the CPU launches a layer, forward and backward."""
     layout = job.layout
     if job.is_captured:
@@ -263,7 +267,7 @@ def _cpu_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
     return cpu * (1 + FORWARD_SHARE) if layout.recompute == "full" else cpu
 
 
-def gpu_to_cpu_ratio(job: Job, rates: RateValues, kind: Kind) -> float:
+def gpu_to_cpu_ratio(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return a layer's GPU seconds over the seconds in which the CPU launches it.
 
     Above 1 the CPU runs ahead. The step must not be captured as a CUDA graph.
@@ -273,7 +277,7 @@ def gpu_to_cpu_ratio(job: Job, rates: RateValues, kind: Kind) -> float:
     return (both.total - both.launches) / _cpu_seconds(job, rates, kind)
 
 
-def _all_to_all_seconds(job: Job, rates: RateValues, routed: Routed | None) -> float:
+def _all_to_all_seconds(job: Job, rates: RateValues, routed: RoutedExperts | None) -> float:
     """Return the seconds of the two all-to-alls: tokens to their experts, outputs back.
 
     Assumes that expert-parallel ranks are placed as close together as tensor and context
@@ -283,15 +287,15 @@ def _all_to_all_seconds(job: Job, rates: RateValues, routed: Routed | None) -> f
     if e == 1 or routed is None:
         return 0.0
     tokens = job.tokens / job.sequence_shards
-    sent = ELEMENT_BYTES * tokens * routed.chosen * routed.inputs / e  # bytes to each rank
-    stride = layout.cut if layout.etp is not None else layout.tp * layout.cp
+    sent = ELEMENT_BYTES * tokens * routed.top_k * routed.input_width / e  # bytes to each rank
+    stride = layout.expert_tp if layout.etp is not None else layout.tp * layout.cp
     here = min(e, max(1, machine.gpus_per_node // stride))
     inside = (here - 1) * sent / (rates.node * machine.node_bandwidth)
     far = (e - here) * sent
     if job.profile.sends_tokens_once and e > here:  # a node gets one copy of each token
         nodes = e / here
-        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.chosen)
-        far = ELEMENT_BYTES * tokens * routed.inputs * reached
+        reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** routed.top_k)
+        far = ELEMENT_BYTES * tokens * routed.input_width * reached
     return 2 * max(
         inside, rates.exposed_all_to_all * far / (rates.network * machine.network_bandwidth)
     )
@@ -308,7 +312,9 @@ def _all_reduce_seconds(job: Job, rates: RateValues) -> float:
     return 2 * 2 * (t - 1) / t * job.stream_bytes / rate
 
 
-def _context_seconds(job: Job, rates: RateValues, core: Core | None, attention: float) -> float:
+def _context_seconds(
+    job: Job, rates: RateValues, core: AttentionCore | None, attention: float
+) -> float:
     """Return the seconds in which forward receives keys and values of other ranks."""
     layout, c = job.layout, job.layout.cp
     if c == 1 or core is None:
@@ -318,7 +324,7 @@ def _context_seconds(job: Job, rates: RateValues, core: Core | None, attention: 
     rate = (
         rates.node * machine.node_bandwidth if near else rates.network * machine.network_bandwidth
     )
-    taken = (c - 1) * ELEMENT_BYTES * job.tokens * core.pairs(layout.tp) / rate
+    taken = (c - 1) * ELEMENT_BYTES * job.tokens * core.count_kv_elements(layout.tp) / rate
     return max(0.0, taken - attention) if job.profile.overlaps_context else taken
 
 

@@ -23,9 +23,9 @@ from shardlab import memory
 from shardlab.common.arguments import check_integer
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, Stage, Structure, structure
-from shardlab.layout.core import computed_again
-from shardlab.layout.structure import Kind, check_expert_degree, check_tensor_degree
+from shardlab.layout import Layout, Stage, Structure, get_structure
+from shardlab.layout.core import parse_recompute
+from shardlab.layout.structure import LayerKind, check_expert_degree, check_tensor_degree
 from shardlab.memory.units import ceil_div
 
 ELEMENT_BYTES = 2  # bytes: activations, weights and gradients travel in 16 bits
@@ -44,24 +44,26 @@ def count_flops(
     causal: attention skips the pairs that the mask hides, half of all pairs; papers count all
     pairs, as Narayanan et al. do: 96 B s L h² (1 + s/6h + V/16Lh) with full recomputation.
     """
-    model = structure(config)
+    model = get_structure(config)
     seq = model.seq if seq is None else seq
-    again, twice = computed_again(recompute), recompute == "full"  # a 4th pass: forward again
+    again, twice = parse_recompute(recompute), recompute == "full"  # a 4th pass: forward again
     passes = 3 + twice, 3 + (twice or "attention" in again)
     per_token = 6.0 * model.vocab * model.hidden
-    for kind, layers in zip(model.kinds, model.counted((range(len(model.order)),)), strict=True):
-        core = kind.core.flops(seq, causal) if kind.core else 0.0
+    for kind, layers in zip(
+        model.kinds, model.count_kinds((range(len(model.layer_kinds)),)), strict=True
+    ):
+        core = kind.core.count_flops(seq, causal) if kind.core else 0.0
         if "latents" in again:
-            per_token += layers * 2 * sum(one.inputs * one.outputs for one in kind.raised)
-        work = 2 * _count_matrix_elements(kind) + kind.scans
+            per_token += layers * 2 * sum(one.inputs * one.outputs for one in kind.up_projections)
+        work = 2 * _count_matrix_elements(kind) + kind.extra_flops
         per_token += layers * (passes[0] * work + passes[1] * core)
     return round(tokens * per_token)
 
 
-def _count_matrix_elements(kind: Kind) -> int:
+def _count_matrix_elements(kind: LayerKind) -> int:
     """Count the elements of a layer's matrices that one token uses: k experts, not all."""
-    chosen = kind.routed.chosen if kind.routed else 0
-    return sum((chosen if p.expert else 1) * p.inputs * p.outputs for p in kind.products)
+    chosen = kind.routed.top_k if kind.routed else 0
+    return sum((chosen if p.is_expert else 1) * p.inputs * p.outputs for p in kind.matrix_products)
 
 
 def zero_traffic(
@@ -135,15 +137,19 @@ def compute_floor(
     """
     seq = config.seq if seq is None else seq
     check_integer(seq=seq)
-    stages = layout.parts(config)
+    stages = layout.build_stages(config)
     check_tensor_degree(config, layout.tp, copies=True)
     check_expert_degree(config, layout.ep)
-    work = count_flops(config, layout.batch * seq, seq, layout.recompute, causal)
-    arithmetic = work / (layout.ranks * machine.flops)
+    work = count_flops(config, layout.global_batch * seq, seq, layout.recompute, causal)
+    arithmetic = work / (layout.world_size * machine.flops)
 
     tokens = layout.micro_batch * seq * layout.microbatches / layout.cp
     stream = tokens * config.hidden * ELEMENT_BYTES
-    reduces = (6 if layout.recompute == "full" else 4) * len(structure(config).order) / layout.pp
+    reduces = (
+        (6 if layout.recompute == "full" else 4)
+        * len(get_structure(config).layer_kinds)
+        / layout.pp
+    )
     near = machine.node_bandwidth
     if layout.tp > machine.gpus_per_node:
         near = min(near, machine.network_bandwidth * machine.gpus_per_node)
@@ -154,7 +160,7 @@ def compute_floor(
     if layout.pp > 1:
         link = (
             machine.node_bandwidth
-            if layout.ranks <= machine.gpus_per_node
+            if layout.world_size <= machine.gpus_per_node
             else machine.network_bandwidth
         )
         messages = 2 * layout.chunks * stream / layout.tp / link
@@ -176,7 +182,7 @@ def _data_seconds(
     config: Config | Structure, machine: Machine, layout: Layout, stages: list[Stage]
 ) -> float:
     held = [sum(memory.parameters(config, layout, stage).values()) for stage in stages]
-    group, replicas = layout.shards, layout.replicas
+    group, replicas = layout.zero_degree, layout.replicas
     sent = sum(zero_traffic(max(held), layout.zero, group, layout.microbatches).values())
     seconds = _ring_seconds(machine, sent * group / max(1, group - 1), group, layout.tp)
     if replicas > 1:  # HSDP: each rank all-reduces its gradient shard with the other groups

@@ -21,12 +21,12 @@ def data_parallel_seconds(
     compute: seconds of the step's compute; forward: seconds of a micro-batch's forward pass.
     """
     layout = job.layout
-    seconds = _zero_seconds(job, rates, stage, compute, forward) if layout.shards > 1 else 0.0
+    seconds = _zero_seconds(job, rates, stage, compute, forward) if layout.zero_degree > 1 else 0.0
     # All-reduces, which send each byte twice, and of which backward hides a part.
     exposed = 2 * job.profile.wire_bytes.gradient * rates.exposed_reduce
     if layout.replicas > 1:  # HSDP: each rank all-reduces its gradient shard with other groups
         part = job.count_parameters(stage).shard(layout) * (layout.replicas - 1) / layout.replicas
-        seconds += exposed * part / link_rate(job, rates, layout.replicas, layout.shards)
+        seconds += exposed * part / link_rate(job, rates, layout.replicas, layout.zero_degree)
     if job.model.tied and layout.pp > 1:
         ends = job.model.vocab * job.model.hidden / layout.tp
         both = 2 * job.profile.wire_bytes.gradient * ends
@@ -45,7 +45,7 @@ def _zero_seconds(
     """
     layout, wire, m = job.layout, job.profile.wire_bytes, job.layout.microbatches
     once = _seconds_per_byte(job, rates, stage)
-    hops = ceil(layout.shards / _replicas_per_node(job)) - 1  # further nodes of each gather
+    hops = ceil(layout.zero_degree / _replicas_per_node(job)) - 1  # further nodes of each gather
     # Latency of one gather of all layers.
     each = job.model.layers / layout.pp * rates.gather_latency * hops
     after = wire.weight * once + (each if layout.zero < 3 else 0.0)
@@ -70,11 +70,11 @@ def _exposed_seconds(rates: RateValues, taken: float, compute: float) -> float:
 
 def _seconds_per_byte(job: Job, rates: RateValues, stage: Stage) -> float:
     """Return the seconds to scatter or gather one byte per parameter in a sharding group."""
-    group, ep, held = job.layout.shards, job.layout.ep, job.count_parameters(stage)
+    group, ep, held = job.layout.zero_degree, job.layout.ep, job.count_parameters(stage)
     own = held.experts
     taken = (held.all - own) * (group - 1) / group / link_rate(job, rates, group)
-    if own and (same := job.layout.alike) > 1:  # ranks that hold the same experts
-        stride = max(1, ep * job.layout.cut // job.layout.tp)
+    if own and (same := job.layout.expert_zero_degree) > 1:  # ranks that hold the same experts
+        stride = max(1, ep * job.layout.expert_tp // job.layout.tp)
         taken += own * (same - 1) / same / link_rate(job, rates, same, stride)
     return taken
 

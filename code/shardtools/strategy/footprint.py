@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from shardlab.layout import Stage
-from shardlab.layout.core import computed_again
-from shardlab.layout.structure import Kind
+from shardlab.layout.core import parse_recompute
+from shardlab.layout.structure import LayerKind
 from shardlab.memory import in_flight
 from shardlab.memory.activations import deferred
 from shardlab.memory.core import WIDE, states_of
@@ -78,7 +78,7 @@ def _stage_memory(job: Job, rates: RateValues, stage: int, late_bytes: float) ->
         selective = replace(job, layout=replace(layout, recompute="selective"))
         saved = activation_bytes(job, rates, here) - activation_bytes(selective, rates, here)
         kept -= saved * deferred_count
-    logits = here.head * rates.logit_bytes * job.tokens * ceil(job.model.vocab / layout.tp)
+    logits = here.has_head * rates.logit_bytes * job.tokens * ceil(job.model.vocab / layout.tp)
     parts = (
         state.parameters, state.gradients, state.optimizer, kept, logits,
         _buffer_bytes(job, rates, here, held.all), kept * (rates.fragments - 1),
@@ -119,20 +119,20 @@ def activation_bytes(job: Job, rates: RateValues, stage: Stage) -> float:
     return sum(n * _layer_activation_bytes(job, rates, kind) for kind, n in job.count_layers(stage))
 
 
-def _layer_activation_bytes(job: Job, rates: RateValues, kind: Kind) -> float:
+def _layer_activation_bytes(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return a layer's saved bytes; `rates.saved_bytes` holds for norms that save 4h."""
-    again, profile, t = computed_again(job.layout.recompute), job.profile, job.layout.tp
+    again, profile, t = parse_recompute(job.layout.recompute), job.profile, job.layout.tp
     saved = rates.saved_bytes - (2 * ELEMENT_BYTES if "norms" in again else 0)
-    stream = saved * kind.stream / 4
-    outside = stream + ELEMENT_BYTES * kind.latent
+    stream = saved * kind.stream_elements / 4
+    outside = stream + ELEMENT_BYTES * kind.latent_elements
     core = kind.core
-    heads = ELEMENT_BYTES * t * kind.heads_on(t, again)
+    heads = ELEMENT_BYTES * t * kind.count_head_elements(t, again)
     if core and profile.attention == "plain" and "attention" not in again:
         # Engines with plain attention train with dropout: scores twice, and a mask of 1 B each.
         heads += (2 * ELEMENT_BYTES + 1) * core.heads * job.seq
     tensors = (WIDE if "ffn" in again else profile.mlp_tensors)["swiglu" if kind.gated else "gelu"]
-    wide = ELEMENT_BYTES * (tensors // 2 if "ffn" in again else tensors) * kind.wide
-    rows = 2 * ELEMENT_BYTES * kind.routed.chosen * kind.routed.inputs if kind.routed else 0
+    wide = ELEMENT_BYTES * (tensors // 2 if "ffn" in again else tensors) * kind.active_width
+    rows = 2 * ELEMENT_BYTES * kind.routed.top_k * kind.routed.input_width if kind.routed else 0
     return job.tokens * ((outside + rows) / job.sequence_shards + (heads + wide) / t)
 
 
@@ -160,6 +160,6 @@ def _late_buffer_bytes(job: Job, rates: RateValues) -> float:
     settled = 1 - exp(-layout.microbatches / rates.settling_microbatches)
     stopped = 0.0
     if layout.pp > 1 and job.nodes > 1:
-        ratio = gpu_to_cpu_ratio(job, rates, job.model.largest)
+        ratio = gpu_to_cpu_ratio(job, rates, job.model.largest_kind)
         stopped = 1 / (1 + ratio**SMOOTH_POWER) / (layout.pp - 1)
     return rates.late_buffers * settled * (1 - stopped) * job.stream_bytes

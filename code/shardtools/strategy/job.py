@@ -11,8 +11,8 @@ from math import ceil
 
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, Stage, Structure, structure
-from shardlab.layout.structure import Kind
+from shardlab.layout import Layout, Stage, Structure, get_structure
+from shardlab.layout.structure import LayerKind
 from shardlab.memory.counting import Held, by_kind, held_by
 
 from .profile import Profile
@@ -35,12 +35,12 @@ class Job:
     @cached_property
     def model(self) -> Structure:
         """The structure of the model."""
-        return structure(self.config)
+        return get_structure(self.config)
 
     @cached_property
     def stages(self) -> list[Stage]:
         """Model parts of each stage. Raises ValueError if the stages cannot share the layers."""
-        return self.layout.parts(self.model)
+        return self.layout.build_stages(self.model)
 
     @cached_property  # independent of the rates: a fit predicts each job a thousand times
     def fullest_stage(self) -> Stage:
@@ -72,7 +72,7 @@ class Job:
     @property
     def nodes(self) -> int:
         """Nodes that the job takes."""
-        return ceil(self.layout.ranks / self.machine.gpus_per_node)
+        return ceil(self.layout.world_size / self.machine.gpus_per_node)
 
     @property
     def is_captured(self) -> bool:
@@ -84,6 +84,6 @@ class Job:
         """Return the parameters of one rank of a stage."""
         return held_by(self.model, self.layout, stage)
 
-    def count_layers(self, stage: Stage) -> list[tuple[Kind, int]]:
+    def count_layers(self, stage: Stage) -> list[tuple[LayerKind, int]]:
         """Return the kinds of layers of a stage, and how many of each it has."""
         return by_kind(self.model, stage)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 
 from shardlab.common.machines import MACHINES
-from shardlab.layout.structure import Kind, Product
+from shardlab.layout.structure import LayerKind, MatrixProduct
 
 from .cost import ELEMENT_BYTES
 from .job import Job
@@ -22,18 +22,18 @@ TILE_SHAPE = 128, 256  # shape of a product's output tile, which one multiproces
 A100_MATMUL_RATE = MACHINES["a100"].matmul_fraction
 
 
-def layer_matmul_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
+def layer_matmul_seconds(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return the seconds of a layer's products, including those of the rank's own experts.
 
     Every expert reads its weights, however few tokens choose it; the fullest rank sets the time.
     """
-    taken = sum(shard_seconds(job, rates, one) for one in kind.products if not one.expert)
+    taken = sum(shard_seconds(job, rates, one) for one in kind.matrix_products if not one.is_expert)
     if not kind.routed:
         return taken
-    here = kind.routed.number // job.layout.ep
-    rows = job.tokens * kind.routed.chosen / here * job.layout.cut / job.layout.tp
-    own = [one for one in kind.products if one.expert]
-    read = sum(ELEMENT_BYTES * one.inputs * one.outputs for one in own) / job.layout.cut
+    here = kind.routed.num_experts // job.layout.ep
+    rows = job.tokens * kind.routed.top_k / here * job.layout.expert_tp / job.layout.tp
+    own = [one for one in kind.matrix_products if one.is_expert]
+    read = sum(ELEMENT_BYTES * one.inputs * one.outputs for one in own) / job.layout.expert_tp
     least = read / (rates.memory * job.machine.memory_bandwidth)
     # Few rows do not fill the chip.
     slow = min(1.0, rates.grouped_matmul) * rows / (rows + rates.half_rate_rows)
@@ -42,12 +42,14 @@ def layer_matmul_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
 
 
 def shard_seconds(
-    job: Job, rates: RateValues, product: Product, rows: float | None = None
+    job: Job, rates: RateValues, product: MatrixProduct, rows: float | None = None
 ) -> float:
     """Return the seconds of a rank's shard of a product with `rows` rows (None: all tokens)."""
-    t = job.layout.cut if product.expert else job.layout.tp
-    outputs = product.outputs / (t if product.tp == 0 else 1)
-    return matmul_seconds(job, rates, outputs, product.inputs / (t if product.tp == 1 else 1), rows)
+    t = job.layout.expert_tp if product.is_expert else job.layout.tp
+    outputs = product.outputs / (t if product.tp_dim == 0 else 1)
+    return matmul_seconds(
+        job, rates, outputs, product.inputs / (t if product.tp_dim == 1 else 1), rows
+    )
 
 
 def matmul_seconds(
@@ -90,7 +92,7 @@ def cap_share(job: Job, rates: RateValues, share: float) -> float:
     return min(share, getattr(rates, engine) if engine else 1.0)
 
 
-def reformat_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
+def reformat_seconds(job: Job, rates: RateValues, kind: LayerKind) -> float:
     """Return the forward seconds of memory passes that products need beside their arithmetic.
 
     8-bit products cast inputs and outputs; rows are permuted into the experts' order, and back; and
@@ -98,25 +100,29 @@ def reformat_seconds(job: Job, rates: RateValues, kind: Kind) -> float:
     """
     width = 0.0
     if job.dtype != "bf16":
-        width += rates.cast_passes * _count_io_elements(kind, job.layout.tp, job.layout.cut)
+        width += rates.cast_passes * _count_io_elements(kind, job.layout.tp, job.layout.expert_tp)
     if kind.routed and rates.permute_passes:
-        rows = kind.routed.chosen * job.layout.cut / job.layout.tp
-        width += rates.permute_passes * rows * kind.routed.inputs
-        if (first := kind.biased) and job.dtype in ("bf16", "fp8"):
+        rows = kind.routed.top_k * job.layout.expert_tp / job.layout.tp
+        width += rates.permute_passes * rows * kind.routed.input_width
+        if (first := kind.expert_bias_width) and job.dtype in ("bf16", "fp8"):
             given, between = job.profile.expert_bias_accesses
-            width += rows * (given * kind.routed.inputs + between * first / job.layout.cut)
+            width += rows * (
+                given * kind.routed.input_width + between * first / job.layout.expert_tp
+            )
     return memory_pass_seconds(job, rates, width)
 
 
 @lru_cache(maxsize=4096)
-def _count_io_elements(kind: Kind, tp: int, cut: int) -> float:
+def _count_io_elements(kind: LayerKind, tp: int, cut: int) -> float:
     """Count the numbers per token that a rank's products read and write."""
     total = 0.0
-    for one in kind.products:
+    for one in kind.matrix_products:
         t, times = tp, 1.0
-        if one.expert and kind.routed:
-            t, times = cut, kind.routed.chosen * cut / tp
-        both = one.outputs / (t if one.tp == 0 else 1) + one.inputs / (t if one.tp == 1 else 1)
+        if one.is_expert and kind.routed:
+            t, times = cut, kind.routed.top_k * cut / tp
+        both = one.outputs / (t if one.tp_dim == 0 else 1) + one.inputs / (
+            t if one.tp_dim == 1 else 1
+        )
         total += times * both
     return total
 

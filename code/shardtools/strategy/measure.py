@@ -24,7 +24,7 @@ from shardlab import ranks
 from shardlab.common.machines import Machine, find_machine
 from shardlab.common.shapes import Config
 from shardlab.gpt.model import Block
-from shardlab.measure.count import clock
+from shardlab.measure.count import read_clock
 
 from .rates import Rate, Rates, load_rates
 
@@ -86,10 +86,10 @@ def _time_work(
 
     amount: work per call. wait: time until the GPU is done, not only until launches return.
     """
-    now = (lambda: clock(device)) if wait else time.perf_counter
+    now = (lambda: read_clock(device)) if wait else time.perf_counter
     taken = []
     for _ in range(REPEATS + 1):
-        clock(device)  # wait for earlier work
+        read_clock(device)  # wait for earlier work
         begin = now()
         work()
         taken.append(now() - begin)

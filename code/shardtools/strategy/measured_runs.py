@@ -97,15 +97,15 @@ def row_to_measurement(row: Mapping[str, Any], job: Job) -> tuple[float | None, 
 
     `tflops_per_gpu` counts model FLOPs as Megatron does: three passes, and half of the pairs.
     """
-    c, tokens = _normalize_fields(row), job.layout.batch * job.seq
+    c, tokens = _normalize_fields(row), job.layout.global_batch * job.seq
     seconds = size = None
     if "tokens_per_s_per_gpu" in c:
-        seconds = tokens / job.layout.ranks / _get_float(c, "tokens_per_s_per_gpu")
+        seconds = tokens / job.layout.world_size / _get_float(c, "tokens_per_s_per_gpu")
     elif "step_s" in c:
         seconds = _get_float(c, "step_s")
     elif "tflops_per_gpu" in c:
         work = count_flops(job.model, tokens, job.seq)
-        seconds = work / job.layout.ranks / (1e12 * _get_float(c, "tflops_per_gpu"))
+        seconds = work / job.layout.world_size / (1e12 * _get_float(c, "tflops_per_gpu"))
     if "mem_GiB" in c:
         size = _get_float(c, "mem_GiB") * 2**30
     return seconds, size

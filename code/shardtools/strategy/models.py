@@ -15,9 +15,9 @@ from typing import Any
 
 from shardlab.common.arguments import check_one_of
 from shardlab.common.shapes import PRESETS, Config
-from shardlab.layout import Structure, structure
-from shardlab.layout.entries import Entry
-from shardlab.layout.structure import Core, Kind, Routed
+from shardlab.layout import Structure, get_structure
+from shardlab.layout.parameters import ParamInfo
+from shardlab.layout.structure import AttentionCore, LayerKind, RoutedExperts
 
 PUBLISHED_FILE = Path(__file__).parent / "published" / "models.json"
 
@@ -57,7 +57,7 @@ _SHAPES = {
 def find_model(name: str) -> Structure:
     """Return the structure of the model of that name. Raises ValueError for unknown names."""
     if name in _SHAPES:
-        return structure(_SHAPES[name])
+        return get_structure(_SHAPES[name])
     published = json.loads(PUBLISHED_FILE.read_text("utf-8"))
     check_one_of([*_SHAPES, *published], model=name)
     fields = {"tied": False} | published[name]  # the file leaves out default values
@@ -65,21 +65,21 @@ def find_model(name: str) -> Structure:
         **fields
         | {
             "kinds": tuple(_make_kind(kind) for kind in fields["kinds"]),
-            "order": tuple(map(int, fields["order"].split())),
-            "outside": _make_entries(fields["outside"]),
-            "assumed": tuple(fields.get("assumed", ())),
+            "layer_kinds": tuple(map(int, fields["layer_kinds"].split())),
+            "outer_params": _make_entries(fields["outer_params"]),
+            "assumptions": tuple(fields.get("assumptions", ())),
         }
     )
 
 
-def _make_kind(published: dict[str, Any]) -> Kind:
-    entries = _make_entries(published["entries"])
-    fields = {"core": None, "gated": False, **published, "entries": entries}
-    for name, made in (("core", Core), ("routed", Routed)):
+def _make_kind(published: dict[str, Any]) -> LayerKind:
+    entries = _make_entries(published["parameters"])
+    fields = {"core": None, "gated": False, **published, "parameters": entries}
+    for name, made in (("core", AttentionCore), ("routed", RoutedExperts)):
         if name in published:
             fields[name] = made(**published[name])
-    return Kind(**fields)
+    return LayerKind(**fields)
 
 
-def _make_entries(listed: list[dict[str, Any]]) -> tuple[Entry, ...]:
-    return tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)
+def _make_entries(listed: list[dict[str, Any]]) -> tuple[ParamInfo, ...]:
+    return tuple(ParamInfo(**{**entry, "shape": tuple(entry["shape"])}) for entry in listed)

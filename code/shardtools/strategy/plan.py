@@ -16,7 +16,7 @@ from functools import cached_property
 from shardlab.common.arguments import MAX_SIZE, check_integer, check_one_of, check_type
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, Structure, structure
+from shardlab.layout import Layout, Structure, get_structure
 
 from . import search_space
 from .cost import bubble_ratio, count_flops
@@ -112,7 +112,7 @@ def plan(
     below 1 or beyond `arguments.SIZES` and `MAX_GPUS`, for rates of another profile, and for
     machines without products of that dtype.
     """
-    config = structure(config)  # converted once, not for each layout
+    config = get_structure(config)  # converted once, not for each layout
     check_type(Machine, machine=machine)
     check_integer(1, MAX_GPUS, gpus=gpus)
     check_integer(1, MAX_SIZE, batch=batch)
@@ -171,7 +171,7 @@ def plan_layout(
 ) -> Plan:
     """Return the plan of one given layout. Raises ValueError as `predict` and `plan` do."""
     check_dtype(machine, dtype)
-    job = structure(config), machine, layout.ranks, layout.batch, seq, profile
+    job = get_structure(config), machine, layout.world_size, layout.global_batch, seq, profile
     result = Plan(*job, check_rates(profile, rates), dtype)
     one = predict_candidate(result, result.make_job(layout))
     if one.reserved <= result.usable_memory:

@@ -8,7 +8,7 @@ from shardlab.common.arguments import check_integer
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout
-from shardlab.layout.structure import Structure, check_expert_degree, cut_sizes
+from shardlab.layout.structure import Structure, check_expert_degree, get_tp_sizes
 
 from .core import StepSeconds, predict_seconds
 from .footprint import MemoryPair, RankMemory, host_bytes, predict_first_and_fullest, predict_memory
@@ -88,7 +88,7 @@ def check_rates(profile: Profile, rates: Rates | None) -> Rates:
 def check_job(job: Job) -> None:
     """Raise ValueError for a layout that cannot divide the model, or that is not predicted."""
     layout = job.layout
-    for name, size in cut_sizes(job.model).items():
+    for name, size in get_tp_sizes(job.model).items():
         if name != "key_value_heads" and size % layout.tp:  # engines replicate these heads
             raise ValueError(f"tp={layout.tp}: must divide {name} ({size})")
     if job.seq % layout.cp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from shardlab.layout.words import written
+from shardlab.layout.text import format_layout
 
 from .cost import SECONDS_PER_DAY, compute_floor
 from .offload import CPU_UPDATES_PER_SECOND, HOST_LINK_SHARE
@@ -56,7 +56,7 @@ def candidate_to_dict(
     machine = replace(plan.machine, flops=plan.make_job(layout).flops)
     facts: dict[str, Any] = {
         "layout": str(layout),
-        "written": written(layout),
+        "written": format_layout(layout),
         "fields": asdict(layout),
         "micro_batch": layout.micro_batch,
         "microbatches": layout.microbatches,
@@ -100,7 +100,7 @@ def format_plan(name: str, plan: Plan, top: int, tokens: float | None = None) ->
         table = [row[:-1] for row in table]
     best = plan.feasible[0]
     lines = [
-        f"{name} of {plan.config.total / 1e9:.3g} billion parameters on {plan.gpus} "
+        f"{name} of {plan.config.num_params / 1e9:.3g} billion parameters on {plan.gpus} "
         f"{plan.machine.name} ({plan.machine.gpus_per_node} to a node), {plan.batch} sequences "
         f"of {plan.seq:,} tokens in a step; profile {plan.profile.name}: "
         f"{_describe_guesses(plan.rates)}",
@@ -249,7 +249,7 @@ def format_candidate(plan: Plan, candidate: Candidate) -> str:
             rank.append([name, f"{part / 1e9:.2f}", share, words])
     lines = [
         f"{layout}: {layout.microbatches} micro-batches of {layout.micro_batch}, "
-        f"on {layout.ranks} {plan.machine.name}",
+        f"on {layout.world_size} {plan.machine.name}",
         *["", *align_columns(step), "", *align_columns(rank), ""],
         *[*describe_offload(plan, candidate), *_list_origins(plan.rates)],
         *(f"Warning: {words}." for words in list_warnings(plan, candidate)),

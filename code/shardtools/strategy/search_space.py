@@ -110,7 +110,7 @@ def iter_zero_stages(plan: Plan, base: Layout, offload: str = "none") -> Iterato
     stages = plan.profile.zero_stages
     if offload != "none":
         stages = tuple(z for z in stages if z >= (3 if offload == "parameters" else 1))
-    elif base.shards == 1:
+    elif base.zero_degree == 1:
         stages = (0,)
     elif base.pp > 1:
         stages = (0, 1)

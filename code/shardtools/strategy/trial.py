@@ -12,9 +12,9 @@ from math import prod
 
 from shardlab import mesh, ranks
 from shardlab.common.shapes import Config
-from shardlab.layout import Layout, Structure, written
-from shardlab.layout.structure import own_config
-from shardlab.mesh.job import Job, rounding, run
+from shardlab.layout import Layout, Structure, format_layout
+from shardlab.layout.structure import require_course_config
+from shardlab.mesh.job import Job, measure_rounding, run
 from shardtools.commands.mesh import as_predicted, told
 
 MAX_RANKS = 8  # two ranks on each of three axes of the mesh
@@ -36,8 +36,8 @@ def shrink_job(
 
     Raises ValueError for a model that no mesh trains.
     """
-    config = own_config(model, run=True)
-    instead = mesh.left_out(config, layout)
+    config = require_course_config(model, run=True)
+    instead = mesh.find_unsupported(config, layout)
     left_out = [f"{name}={getattr(layout, name)}" for name in instead]
     rule = layout.stages if layout.stages in EVEN_STAGE_RULES else "equal"
     if rule != layout.stages:
@@ -99,8 +99,8 @@ def run_trial(name: str, model: Config | Structure, layout: Layout) -> tuple[str
     job, left_out = shrink_job(model, layout, min(MAX_RANKS, ranks.max_world_size()))
     result = run(job)
     gaps = result["differences"]
-    same = is_equivalent(gaps) or is_equivalent(gaps, rounding(job))
-    lines = [f"The plan for {name}: {layout}", f"Run here: {written(job.layout)}"]
+    same = is_equivalent(gaps) or is_equivalent(gaps, measure_rounding(job))
+    lines = [f"The plan for {name}: {layout}", f"Run here: {format_layout(job.layout)}"]
     if left_out:
         lines.append(f"Left out, since a mesh does not train it: {', '.join(left_out)}")
     words = "equal to one process but for rounding" if same else "NOT equal to one process"

@@ -20,7 +20,7 @@ from shardlab.data_parallel import DataParallel
 from shardlab.gpt.model import GPT, loss
 from shardlab.layout import Layout
 from shardlab.measure import count
-from shardlab.mesh import Parallel, join, predicted_pieces
+from shardlab.mesh import Parallel, create_groups, predict_pieces
 
 from .common import GPT2, batch, folder, model, near, on, world
 
@@ -78,7 +78,7 @@ def weights_for_a_machine_without_a_gpu():
 
 def _parallel(layout: Layout, seed: int) -> Parallel:
     torch.manual_seed(seed)
-    return Parallel(GPT(GPT2).to(ranks.device()), join(layout, world()[0]), layout)
+    return Parallel(GPT(GPT2).to(ranks.device()), create_groups(layout, world()[0]), layout)
 
 
 @on(2, 4, daily=(2,))
@@ -87,9 +87,9 @@ def handed_to_another_layout():
     layouts = Layout(tp=size), Layout(dp=size, zero=1), Layout(pp=2, tp=size // 2, microbatches=2)
     for old, new in zip(layouts, layouts[1:], strict=False):
         source, target = _parallel(old, 0), _parallel(new, 1)
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             transfer_weights(source, target, group)
         for name, tensor in source.full_state_dict().items():
             assert torch.equal(tensor, target.full_state_dict()[name]), name
-        parts = [[predicted_pieces(GPT2, of, r) for r in range(size)] for of in (old, new)]
+        parts = [[predict_pieces(GPT2, of, r) for r in range(size)] for of in (old, new)]
         assert sent.bytes == predict_transfer_bytes(*parts)[rank]

@@ -18,7 +18,7 @@ def _factors() -> tuple[torch.Tensor, torch.Tensor]:
 def products():
     a, b = _factors()
     group, _, size = world()
-    for way in gemm.CUTS:
-        near(gemm.multiply(way, a, b, group), a @ b)
-    grid = gemm.grid(group, *gemm.near_square(size))
-    near(gemm.summa(*grid.cut(a, b), 8, grid, 3), grid.block(a @ b))
+    for way in gemm.SCHEMES_1D:
+        near(gemm.multiply_sharded(way, a, b, group), a @ b)
+    grid = gemm.create_grid(group, *gemm.choose_grid_shape(size))
+    near(gemm.multiply_summa(*grid.take_blocks(a, b), 8, grid, 3), grid.take_block(a @ b))

@@ -29,8 +29,8 @@ Trace = Sequence[tuple[float, int]]
 def plot_bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]) -> Figure:
     """Draw the bytes held over a training step, one panel for each run, on one scale.
 
-    A run is (title, trace of `count.held`, the times at which forward began and forward, backward
-    and step ended, bytes of weights, bytes of the optimizer's states). The x axis counts
+    A run is (title, trace of `count.track_memory`, the times at which forward began and forward,
+    backward and step ended, bytes of weights, bytes of the optimizer's states). The x axis counts
     allocations and frees, whose order is equal in every run, because their times are not.
     """
     show.set_style()
@@ -97,18 +97,18 @@ def plot_roofline(rates: count.Rates, points: Sequence[tuple[str, float, float]]
     left = min(intensity for _, intensity, _ in points) / 3
     right = max(intensity for _, intensity, _ in points) * 6
     reach = np.geomspace(left, right, 200)
-    axes.loglog(reach, [rates.reachable(x) / 1e9 for x in reach], color=INK, lw=1.6)
-    axes.axvline(rates.ridge, color=INK, lw=0.7, ls=(0, (3, 3)))
+    axes.loglog(reach, [rates.get_attainable_flops(x) / 1e9 for x in reach], color=INK, lw=1.6)
+    axes.axvline(rates.ridge_point, color=INK, lw=0.7, ls=(0, (3, 3)))
     low = min(reached for _, _, reached in points) / 1e9 / 4
     axes.set_ylim(low, rates.flops / 1e9 * 4)
     axes.set_xlim(left, right)
-    words = f"ridge: {rates.ridge:.1f} FLOP per byte"
-    axes.annotate(words, (rates.ridge, low), (6, 6), textcoords="offset points", fontsize=10)
+    words = f"ridge: {rates.ridge_point:.1f} FLOP per byte"
+    axes.annotate(words, (rates.ridge_point, low), (6, 6), textcoords="offset points", fontsize=10)
     high = rates.flops / 1e9 * 3.6
     for words, side, shift in (("memory limits", "right", -8), ("compute limits", "left", 8)):
         style = {"ha": side, "va": "top", "fontsize": 10, "fontweight": "bold"}
         place = {"xytext": (shift, 0), "textcoords": "offset points"}
-        axes.annotate(words, (rates.ridge, high), **place, **style)
+        axes.annotate(words, (rates.ridge_point, high), **place, **style)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,g}")
     for i, (name, intensity, reached) in enumerate(points):

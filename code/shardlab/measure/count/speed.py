@@ -17,7 +17,7 @@ from shardlab.common import gpu
 from shardlab.common.arguments import check_number
 
 
-def machine() -> list[tuple[str, str]]:
+def describe_machine() -> list[tuple[str, str]]:
     """Return this process's hardware as (name, value): each GPU, or the processor without one."""
     facts: list[tuple[str, str]] = []
     for index in range(torch.cuda.device_count()):
@@ -34,14 +34,14 @@ def machine() -> list[tuple[str, str]]:
         return facts
     return [
         ("GPU", "none"),
-        ("processor", processor()),
+        ("processor", get_processor_name()),
         ("cores", str(os.cpu_count())),
         ("memory", f"{psutil.virtual_memory().total / 1e9:.1f} GB"),
         ("vector instructions", torch.backends.cpu.get_cpu_capability()),
     ]
 
 
-def processor() -> str:
+def get_processor_name() -> str:
     """Return the processor's name, from Linux or else from Python."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
@@ -60,11 +60,11 @@ class Rates:
         check_number(flops=self.flops, bytes=self.bytes)
 
     @property
-    def ridge(self) -> float:
+    def ridge_point(self) -> float:
         """FLOP per byte above which compute is the limit, and below which memory is."""
         return self.flops / self.bytes
 
-    def reachable(self, intensity: float) -> float:
+    def get_attainable_flops(self, intensity: float) -> float:
         """Return the FLOP/s that work of `intensity` FLOP per byte can reach.
 
         Williams et al., "Roofline", CACM 52(4), 2009.
@@ -72,7 +72,7 @@ class Rates:
         return min(self.flops, intensity * self.bytes)
 
 
-def clock(device: torch.device) -> float:
+def read_clock(device: torch.device) -> float:
     """Return time.perf_counter() in seconds, after all work of `device` is done.
 
     A GPU runs asynchronously: without the wait, only the launches would be timed.
@@ -82,18 +82,18 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def measure_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     """Return the shortest time of `work` in seconds, after one warm-up call."""
     work()
     best = float("inf")
     for _ in range(repeats):
-        begin = clock(device)
+        begin = read_clock(device)
         work()
-        best = min(best, clock(device) - begin)
+        best = min(best, read_clock(device) - begin)
     return best
 
 
-def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Rates:
+def measure_rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Rates:
     """Measure a large square matrix product, and a copy larger than any cache, on `device`.
 
     Takes a fraction of a second on two cores. Returns the best of five: the machine's capability.
@@ -103,6 +103,6 @@ def rates(dtype: torch.dtype = torch.float32, device: torch.device | None = None
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    product = seconds(lambda: a @ b, device)  # [side, side] @ [side, side]
-    copy = seconds(lambda: target.copy_(source), device)
+    product = measure_seconds(lambda: a @ b, device)  # [side, side] @ [side, side]
+    copy = measure_seconds(lambda: target.copy_(source), device)
     return Rates(2 * side**3 / product, 2 * size / copy)  # a copy reads and writes

@@ -1,8 +1,8 @@
 """Count the bytes that a process sends.
 
-Two independent methods: `sent` sees every operation of `torch.distributed` with its tensors, and is
-exact; `wire_bytes` reads the operating system's counter of the loopback interface, which counts
-everything that was transmitted, headers included.
+Two independent methods: `record_traffic` sees every operation of `torch.distributed` with its
+tensors, and is exact; `read_loopback_bytes` reads the operating system's counter of the loopback
+interface, which counts everything that was transmitted, headers included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Operators of torch.distributed -> the functions that users call.
-_NAMES = {
+_FUNCTION_NAMES = {
     "allreduce_": "all_reduce",
     "allgather_": "all_gather",
     "_allgather_base_": "all_gather_into_tensor",
@@ -40,25 +40,25 @@ _NAMESPACES = "c10d", "_c10d_functional"
 
 
 @dataclass
-class Sent:
+class Traffic:
     """The traffic of one process: point-to-point in bytes and messages, collectives by name."""
 
     bytes: int = 0  # in point-to-point sends
     messages: int = 0  # point-to-point sends
     calls: Counter[str] = field(default_factory=Counter)  # collective -> times called
     payload: Counter[str] = field(default_factory=Counter)  # collective -> bytes of its inputs
-    groups: dict[str, Sent] = field(default_factory=dict)  # name of a group -> traffic in it
+    groups: dict[str, Traffic] = field(default_factory=dict)  # name of a group -> traffic in it
 
     @property
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Collective -> (times called, bytes of the tensors that this rank passed to it)."""
         return {name: (self.calls[name], self.payload[name]) for name in sorted(self.calls)}
 
-    def within(self, group: dist.ProcessGroup) -> Sent:
+    def get_group_traffic(self, group: dist.ProcessGroup) -> Traffic:
         """Return the part of the traffic that was sent in `group`."""
-        return self.groups.get(group.group_name, Sent())
+        return self.groups.get(group.group_name, Traffic())
 
-    def leaving(self, ranks: int, others: float | None = None) -> float:
+    def count_ring_bytes(self, ranks: int, others: float | None = None) -> float:
         """Return the bytes that leave a rank of `ranks` ranks, with collectives as rings.
 
         For S bytes of input, n ranks' all-reduce sends 2(n-1)/n S from each, a reduce-scatter and
@@ -73,13 +73,13 @@ class Sent:
             ring = next((ring for kind, ring in rings.items() if name.startswith(kind)), None)
             factor = others if ring is None else (ranks - 1) * ring
             if factor is None:
-                raise ValueError(f"{name} was called: allowed are {', '.join(rings)}")
+                raise ValueError(f"{name} was called: must be one of {', '.join(rings)}")
             found += factor * payload
         return found
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self, sent: Sent):
+class _TrafficMode(TorchDispatchMode):
+    def __init__(self, sent: Traffic):
         super().__init__()
         self.sent = sent
 
@@ -90,11 +90,11 @@ class _Counting(TorchDispatchMode):
             return NotImplemented  # DTensor first runs operations on local tensors, which may send
         operator = func.__name__.split(".")[0]
         if func.namespace in _NAMESPACES and not operator.startswith(("wait", "_wrap")):
-            self._note(operator, args, func.namespace)
+            self._record_operation(operator, args, func.namespace)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, operator: str, args: tuple[Any, ...], namespace: str) -> None:
-        name = _NAMES.get(operator, operator.strip("_"))
+    def _record_operation(self, operator: str, args: tuple[Any, ...], namespace: str) -> None:
+        name = _FUNCTION_NAMES.get(operator, operator.strip("_"))
         if name == "recv":
             return
         # For collectives with an output and an input, c10d's schema puts the output first.
@@ -102,7 +102,7 @@ class _Counting(TorchDispatchMode):
         inputs = args[1] if output_first else args[0]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        for sent in (self.sent, self.sent.groups.setdefault(_group(args), Sent())):
+        for sent in (self.sent, self.sent.groups.setdefault(_get_group_name(args), Traffic())):
             if name == "send":
                 sent.bytes += size
                 sent.messages += 1
@@ -111,8 +111,7 @@ class _Counting(TorchDispatchMode):
                 sent.payload[name] += size
 
 
-def _group(args: tuple[Any, ...]) -> str:
-    """Return the name of the group that an operator of torch.distributed was given."""
+def _get_group_name(args: tuple[Any, ...]) -> str:
     for argument in reversed(args):  # functional operators get the group's name, after a ReduceOp's
         if isinstance(argument, str):
             return argument
@@ -128,22 +127,22 @@ def _has_output_first(operator: str) -> bool:
 
 
 @contextmanager
-def sent() -> Iterator[Sent]:
+def record_traffic() -> Iterator[Traffic]:
     """Count the bytes that this process sends inside the `with` block.
 
     Sees all operations of `torch.distributed`, including those of DDP's reducer and DTensors; not
-    the traffic of a collective inside a backend: for that compare with `wire_bytes`.
+    the traffic of a collective inside a backend: for that compare with `read_loopback_bytes`.
 
-        with count.sent() as sent:
+        with count.record_traffic() as sent:
             dist.send(x, 1)
         sent.bytes, sent.messages, sent.collectives
     """
-    result = Sent()
-    with _Counting(result):
+    result = Traffic()
+    with _TrafficMode(result):
         yield result
 
 
-def wire_bytes() -> int | None:
+def read_loopback_bytes() -> int | None:
     """Return the bytes sent so far on the loopback interface, by all processes of this machine.
 
     None if the operating system has no interface named lo, which is Linux's name.

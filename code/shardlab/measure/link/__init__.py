@@ -1,15 +1,15 @@
 """An emulated slow link between the ranks of one machine.
 
-Ranks on one machine communicate through its memory, which hides the cost of a network. `slow` makes
-a process group that moves real data with real collectives, and delays the completion of each
-operation until a wire of the given latency and bandwidth would have finished it. Computation is not
-delayed, so it goes on while the wire is busy, as beside a real network card.
+Ranks on one machine communicate through its memory, which hides the cost of a network.
+`create_slow_group` makes a process group that moves real data with real collectives, and delays the
+completion of each operation until a wire of the given latency and bandwidth would have finished it.
+Computation is not delayed: it goes on while the wire is busy, as beside a real network card.
 
 Every rank has one wire in each direction, on which its messages follow one another. A message of n
 bytes takes latency + n / bandwidth (Hockney 1994), counted from when it was sent and its receive
 was posted, whichever is later: neither gloo nor nccl sends data before. A collective takes the time
-of its ring, however the data moves (Thakur et al. 2005, section 4): see `ring_seconds`. On a GPU
-all this begins when the stream reaches the call; only `wait` blocks the host.
+of its ring, however the data moves (Thakur et al. 2005, section 4): see `estimate_ring_seconds`. On
+a GPU all this begins when the stream reaches the call; only `wait` blocks the host.
 
 Compared with a loopback interface that Linux limits to 1 Gbit/s (tc's token bucket filter, in a
 network namespace): messages of 16 and 64 MiB took the same time within 0.4 %. Headers, 4 % in a
@@ -34,13 +34,13 @@ from shardlab.common import gpu
 from shardlab.common.arguments import check_number
 from shardlab.ranks import check_group
 
-from .wire import Moment, Wire
+from .wire import ReadyTime, Wire
 
-_numbers = itertools.count()
-_NOTES = 2**30  # tag of notes about GPU messages, sent when the stream reaches them
+_group_numbers = itertools.count()
+_NOTE_TAG_OFFSET = 2**30  # tag of notes about GPU messages, sent when the stream reaches them
 
 
-def slow(
+def create_slow_group(
     latency: float, bandwidth: float, group: dist.ProcessGroup | None = None
 ) -> dist.ProcessGroup:
     """Make a group with the ranks of `group` whose messages take as long as on a slow wire.
@@ -54,15 +54,17 @@ def slow(
     carrier = dist.group.WORLD if group is None else group
     check_group(carrier)
 
-    def create(_store: Any, rank: int, size: int, _timeout: Any) -> dist.ProcessGroup:
+    def create_backend(_store: Any, rank: int, size: int, _timeout: Any) -> dist.ProcessGroup:
         return SlowGroup(rank, size, carrier, latency, bandwidth)
 
-    name = f"slow{next(_numbers)}"
-    dist.Backend.register_backend(name, create, devices=["cpu", gpu.get_device_type()])
+    name = f"slow{next(_group_numbers)}"
+    dist.Backend.register_backend(name, create_backend, devices=["cpu", gpu.get_device_type()])
     return dist.new_group(dist.get_process_group_ranks(carrier), backend=name)
 
 
-def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidth: float) -> float:
+def estimate_ring_seconds(
+    operation: str, size: int, ranks: int, latency: float, bandwidth: float
+) -> float:
     """Return the seconds that a collective takes on rings of such wires.
 
     size: bytes of the whole tensor: the input of all_reduce and broadcast, the output of
@@ -81,32 +83,34 @@ def ring_seconds(operation: str, size: int, ranks: int, latency: float, bandwidt
     if operation == "barrier":
         return math.ceil(math.log2(ranks)) * latency if ranks > 1 else 0.0
     raise ValueError(
-        f"operation={operation!r}: allowed are {', '.join(hops)}, broadcast, reduce, barrier"
+        f"operation={operation!r}: must be one of {', '.join(hops)}, broadcast, reduce, barrier"
     )
 
 
-class _Held(dist._Work):
+class _DelayedWork(dist._Work):
     """An operation that completes once its data has moved and its wire is done."""
 
-    def __init__(self, group: SlowGroup, work: dist.Work, due: Callable[[], float], result: Any):
+    def __init__(
+        self, group: SlowGroup, work: dist.Work, get_due_time: Callable[[], float], result: Any
+    ):
         super().__init__()
         self._group = group
         self._work = work
-        self._due = due  # called once the data is there
+        self._get_due_time = get_due_time  # called once the data is there
         self._result = result
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, *_: Any) -> bool:
         """Wait for the data, then for the wire."""
         self._work.wait()
-        left = self._due() - time.monotonic()
+        left = self._get_due_time() - time.monotonic()
         if left > 0:
             time.sleep(left)
         return True
 
     def is_completed(self) -> bool:
         """Return True if `wait` would return at once."""
-        return self._work.is_completed() and self._due() <= time.monotonic()
+        return self._work.is_completed() and self._get_due_time() <= time.monotonic()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the result, for callers such as torch's DDP."""
@@ -120,7 +124,7 @@ class _Held(dist._Work):
 
 
 class SlowGroup(dist.ProcessGroup):
-    """The process group that `slow` returns; `carrier` moves the data."""
+    """The process group that `create_slow_group` returns; `carrier` moves the data."""
 
     def __init__(
         self, rank: int, size: int, carrier: dist.ProcessGroup, latency: float, bandwidth: float
@@ -153,75 +157,78 @@ class SlowGroup(dist.ProcessGroup):
     def _get_backend(self, _device: torch.device) -> SlowGroup:
         return self
 
-    def complete_later(self, work: _Held, future: torch.futures.Future[Any], result: Any) -> None:
+    def complete_later(self, work: _DelayedWork, future: torch.futures.Future, result: Any) -> None:
         """Fill `future` once `work` is complete; a single thread does this in order."""
 
-        def finish() -> None:
+        def complete_future() -> None:
             try:
                 work.wait()
                 future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
 
-        self._finisher.submit(finish)
+        self._finisher.submit(complete_future)
 
-    def _collective(self, name: str, operation: str, sized: int | None, *args: Any) -> _Held:
+    def _start_collective(
+        self, name: str, operation: str, size_index: int | None, *args: Any
+    ) -> _DelayedWork:
         """Start a collective by the carrier's method `name`; reserve the wire for the ring's time.
 
-        sized: index in `args` of the whole tensor; None for a barrier.
+        size_index: index in `args` of the whole tensor; None for a barrier.
         """
-        tensors = [] if sized is None else args[sized]
-        result = args[0] if sized is not None else []
+        tensors = [] if size_index is None else args[size_index]
+        result = [] if size_index is None else args[0]
         size = sum(t.numel() * t.element_size() for t in tree_leaves(tensors))
-        seconds = ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
-        ready = Moment(tensors)
+        seconds = estimate_ring_seconds(operation, size, self.size(), self.latency, self.bandwidth)
+        ready = ReadyTime(tensors)
         work = getattr(self.carrier, name)(*args)
 
-        def begun(begin: float, end: float) -> None:
+        def on_start(begin: float, end: float) -> None:
             self._incoming_free = end
             self.log.append((operation, size, ready(), begin, end))
 
-        over = self._wire.line_up(ready, seconds, begun)
-        return _Held(self, work, over, [result] if isinstance(result, torch.Tensor) else result)
+        get_end = self._wire.queue_transfer(ready, seconds, on_start)
+        results = [result] if isinstance(result, torch.Tensor) else result
+        return _DelayedWork(self, work, get_end, results)
 
     # Point-to-point. A note with the time of sending precedes each message, so that the receiver
     # can compute when the message would have arrived, however long it has waited.
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _DelayedWork:
         """Send one tensor to rank `peer`."""
         (tensor,) = tensors
         seconds = tensor.numel() * tensor.element_size() / self.bandwidth
         pending: list[dist.Work] = []  # keeps the handle: gloo drops a message with its handle
 
-        def begun(begin: float, _: float) -> None:
+        def on_start(begin: float, _: float) -> None:
             note = torch.tensor([begin], dtype=torch.float64)
             with _disable_current_modes():  # byte counts must not include the note
-                pending.append(self.carrier.send([note], peer, _tag(tensor, tag)))
+                pending.append(self.carrier.send([note], peer, _get_note_tag(tensor, tag)))
 
-        ready = Moment(tensors)
-        over = self._wire.line_up(ready, seconds, begun)
-        if not ready.known:
-            self._announcer.submit(over)  # the other side may ask first
+        ready = ReadyTime(tensors)
+        get_end = self._wire.queue_transfer(ready, seconds, on_start)
+        if not ready.is_known:
+            self._announcer.submit(get_end)  # the other side may ask first
 
-        def due() -> float:
-            end = over()
+        def get_due_time() -> float:
+            end = get_end()
             if pending:
                 pending.pop().wait()  # only once: gloo waits for ever on a second wait
             return end
 
-        return _Held(self, self.carrier.send(tensors, peer, tag), due, tensors)
+        return _DelayedWork(self, self.carrier.send(tensors, peer, tag), get_due_time, tensors)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Held:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _DelayedWork:
         """Receive one tensor from rank `peer`."""
         (tensor,) = tensors
         seconds = tensor.numel() * tensor.element_size() / self.bandwidth
         note = torch.empty(1, dtype=torch.float64)
-        posted = Moment(tensors)
+        posted = ReadyTime(tensors)
         with _disable_current_modes():
-            noted = self.carrier.recv([note], peer, _tag(tensor, tag))
+            noted = self.carrier.recv([note], peer, _get_note_tag(tensor, tag))
         arrival: list[float] = []
 
-        def due() -> float:
+        def get_due_time() -> float:
             if not arrival:
                 noted.wait()
                 # Data moves once both ends are ready, with gloo as with nccl.
@@ -230,7 +237,7 @@ class SlowGroup(dist.ProcessGroup):
                 self._incoming_free = arrival[0]
             return arrival[0]
 
-        return _Held(self, self.carrier.recv(tensors, peer, tag), due, tensors)
+        return _DelayedWork(self, self.carrier.recv(tensors, peer, tag), get_due_time, tensors)
 
 
 # Methods of a process group -> the collective, and the argument with the whole tensor.
@@ -247,25 +254,25 @@ _COLLECTIVES = {
     "barrier": ("barrier", None),
 }
 # torch 2.13's names for three of them.
-_RENAMED = {
+_NEW_NAMES = {
     "all_gather_single": "_allgather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
 
 
-def _method(name: str) -> Callable[..., _Held]:
-    def method(self: SlowGroup, *args: Any, opts: Any = None) -> _Held:
+def _make_method(name: str) -> Callable[..., _DelayedWork]:
+    def start_collective(self: SlowGroup, *args: Any, opts: Any = None) -> _DelayedWork:
         args = args if opts is None else (*args, opts)
-        return self._collective(name, *_COLLECTIVES[name], *args)
+        return self._start_collective(name, *_COLLECTIVES[name], *args)
 
-    return method
-
-
-for _name in (*_COLLECTIVES, *_RENAMED):
-    setattr(SlowGroup, _name, _method(_RENAMED.get(_name, _name)))
+    return start_collective
 
 
-def _tag(tensor: torch.Tensor, tag: int) -> int:
+for _name in (*_COLLECTIVES, *_NEW_NAMES):
+    setattr(SlowGroup, _name, _make_method(_NEW_NAMES.get(_name, _name)))
+
+
+def _get_note_tag(tensor: torch.Tensor, tag: int) -> int:
     """Return a tag for the note: GPU notes are sent later, and must not match other messages."""
-    return tag + _NOTES if gpu.is_gpu(tensor.device) else tag
+    return tag + _NOTE_TAG_OFFSET if gpu.is_gpu(tensor.device) else tag

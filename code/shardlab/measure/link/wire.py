@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardlab.common import gpu
 
 
-class Moment:
+class ReadyTime:
     """The time at which the data of `tensors` is ready, in seconds of time.monotonic().
 
     On the CPU: now. On a GPU: when the current stream reaches this point, which an event marks.
@@ -32,7 +32,7 @@ class Moment:
     def __init__(self, tensors: Any):
         self._now = time.monotonic()
         device = next((t.device for t in tree_leaves(tensors) if gpu.is_gpu(t.device)), None)
-        self.known = device is None
+        self.is_known = device is None
         if device is not None:
             torch_gpu = gpu.get_device_module()
             with torch_gpu.device(device):
@@ -45,21 +45,21 @@ class Moment:
 
     def __call__(self) -> float:
         """Return the time, after waiting until it is known."""
-        if not self.known:
+        if not self.is_known:
             self._present.synchronize()
             self._reached.synchronize()
             self._now += max(0.0, self._present.elapsed_time(self._reached) / 1e3)
-            self.known = True
+            self.is_known = True
         return self._now
 
 
 @dataclass
-class _Load:
+class _Transfer:
     """A transfer in the queue of a wire."""
 
-    ready: Moment
+    ready: ReadyTime
     seconds: float
-    begun: Callable[[float, float], None]  # called with begin and end once they are known
+    on_start: Callable[[float, float], None]  # called with begin and end once they are known
     end: float | None = None
 
 
@@ -67,31 +67,31 @@ class Wire:
     """The outgoing wire of one rank."""
 
     def __init__(self) -> None:
-        self._free = 0.0  # when it will be idle
-        self._line: deque[_Load] = deque()  # transfers whose begin is not known yet
+        self._free_at = 0.0  # when it will be idle
+        self._queue: deque[_Transfer] = deque()  # transfers whose begin is not known yet
         self._lock = threading.Lock()
 
-    def line_up(
-        self, ready: Moment, seconds: float, begun: Callable[[float, float], None]
+    def queue_transfer(
+        self, ready: ReadyTime, seconds: float, on_start: Callable[[float, float], None]
     ) -> Callable[[], float]:
         """Reserve the wire for `seconds`; return a function that returns the end of the transfer.
 
         This function waits for `ready`. On the CPU all is known, and `begun` is called, at once.
         """
-        load = _Load(ready, seconds, begun)
-        self._line.append(load)
+        transfer = _Transfer(ready, seconds, on_start)
+        self._queue.append(transfer)
 
-        def end() -> float:
+        def get_end() -> float:
             with self._lock:
-                while load.end is None:
-                    self._set_off(self._line.popleft())
-                return load.end
+                while transfer.end is None:
+                    self._start_transfer(self._queue.popleft())
+                return transfer.end
 
-        if ready.known and self._line[0] is load:
-            end()
-        return end
+        if ready.is_known and self._queue[0] is transfer:
+            get_end()
+        return get_end
 
-    def _set_off(self, load: _Load) -> None:
-        begin = max(load.ready(), self._free)
-        load.end = self._free = begin + load.seconds
-        load.begun(begin, load.end)
+    def _start_transfer(self, transfer: _Transfer) -> None:
+        begin = max(transfer.ready(), self._free_at)
+        transfer.end = self._free_at = begin + transfer.seconds
+        transfer.on_start(begin, transfer.end)

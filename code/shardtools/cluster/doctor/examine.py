@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from shardlab.common import PACKAGES
-from shardlab.measure.count import clock
-from shardlab.measure.count.speed import processor
+from shardlab.measure.count import read_clock
+from shardlab.measure.count.speed import get_processor_name
 
 Facts = dict[str, Any]
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_FR_", "TORCH_DISTRIBUTED_")
@@ -48,7 +48,7 @@ def environment() -> Facts:
 def gpu(device: torch.device) -> Facts:
     """Return this rank's device. A GPU's `id` is the same in each process that sees the GPU."""
     if device.type != "cuda":
-        return {"kind": "cpu", "name": processor(), "id": None}
+        return {"kind": "cpu", "name": get_processor_name(), "id": None}
     free, total = torch.cuda.mem_get_info(device)
     about = torch.cuda.get_device_properties(device)
     own = {"kind": "cuda", "name": about.name, "id": str(about.uuid)}
@@ -114,12 +114,12 @@ def speed(device: torch.device, windows: int = 5) -> Facts:
     torch.mm(a, b)
     best = 0.0
     for _ in range(windows):
-        begin, core, done, passed = clock(device), time.thread_time(), 0, 0.0
+        begin, core, done, passed = read_clock(device), time.thread_time(), 0, 0.0
         while passed < (0.2 if cuda else 0.05):
             for _ in range(4):
                 torch.mm(a, b)  # [side, side] @ [side, side]
             done += 4
-            passed = clock(device) - begin
+            passed = read_clock(device) - begin
         had = passed if cuda else time.thread_time() - core
         best = max(best, 2 * side**3 * done / had)
     return {"kind": device.type, "name": gpu(device)["name"], "flops": best}

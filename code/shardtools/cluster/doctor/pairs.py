@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import ranks
-from shardlab.measure.count import clock
+from shardlab.measure.count import read_clock
 from shardlab.ranks.p2p import get_backend
 
 from .meet import Rendezvous
@@ -93,10 +93,10 @@ def measured(pair: Pair, group: dist.ProcessGroup, device: torch.device) -> dict
         """Return the mean seconds of a message, one way, over `times` round trips."""
         tensor = torch.ones(size, dtype=torch.uint8, device=device)
         ways = [ranks.isend, ranks.irecv] if first else [ranks.irecv, ranks.isend]
-        begin = clock(device)
+        begin = read_clock(device)
         for way in ways * times:
             way(tensor, peer, group).wait()
-        return (clock(device) - begin) / (2 * times)
+        return (read_clock(device) - begin) / (2 * times)
 
     trip(SMALL, 1)  # nccl connects here
     times, size = 1, SMALLEST

@@ -33,7 +33,7 @@ def _option_rows(target: Target) -> list[Row]:
         (True, f"--hidden {c.hidden}", "width of the residual stream"),
         (True, f"--heads {c.heads}", "of attention"),
         (True, f"--seq {target.seq}", "tokens of a sequence"),
-        (True, f"--batch {layout.batch}", why["batch"]),
+        (True, f"--batch {layout.global_batch}", why["batch"]),
         (True, f"--micro {layout.micro_batch}", why["micro_batch"]),
         (True, f"--strategy {STRATEGIES[layout.zero]}", why["zero"]),
         (True, f"--tensor {layout.tp}", why["tensor"]),

@@ -85,7 +85,7 @@ def _setting_rows(target: Target) -> list[tuple[bool, str, Any, str]]:
         (True, "train_micro_batch_size_per_gpu", layout.micro_batch, f"b: {why['micro_batch']}"),
         (True, "gradient_accumulation_steps", layout.microbatches, f"m: {why['microbatches']}"),
         # With tp DeepSpeed would check the batch size against all ranks, including tp's.
-        (layout.tp == 1, "train_batch_size", layout.batch, why["batch"]),
+        (layout.tp == 1, "train_batch_size", layout.global_batch, why["batch"]),
         (True, "zero_optimization", zero, sharing),
         (True, target.half_dtype, {"enabled": True}, f"{why['half']}; a float32 master copy."),
         (layout.tp > 1, "tensor_parallel",

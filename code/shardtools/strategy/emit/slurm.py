@@ -32,7 +32,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
 def sbatch_lines(target: Target, time: str, partition: str = "") -> list[str]:
     """Return the lines that request the plan's nodes and GPUs from Slurm for `time`."""
     n = target.ranks_per_node
-    nodes = f"{target.layout.ranks} ranks, {n} on a node of {target.machine.gpus_per_node}"
+    nodes = f"{target.layout.world_size} ranks, {n} on a node of {target.machine.gpus_per_node}"
     rows = [
         (True, "job-name=train", "name in squeue"),
         (True, f"nodes={target.nodes}", nodes),

@@ -10,7 +10,11 @@ from shardlab.common.arguments import check_integer, join_names
 from shardlab.common.machines import Machine
 from shardlab.common.shapes import Config
 from shardlab.layout import Layout, Structure
-from shardlab.layout.structure import check_expert_degree, check_tensor_degree, own_config
+from shardlab.layout.structure import (
+    check_expert_degree,
+    check_tensor_degree,
+    require_course_config,
+)
 from shardtools.strategy.profile import PROFILES
 
 FILE_WIDTH = 100  # columns of the files that are written
@@ -41,15 +45,15 @@ class Target:
         seq: int | None,
     ) -> Target:
         """Convert any model that the course's GPT can be; seq: by default the model's longest."""
-        own = own_config(config, emit=engine)
+        own = require_course_config(config, emit=engine)
         return cls(engine, own, machine, layout, own.seq if seq is None else seq)
 
     def __post_init__(self) -> None:
         check_integer(seq=self.seq)
         layout, n = self.layout, self.machine.gpus_per_node
         check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
-        if layout.ranks > n and layout.ranks % n:
-            raise self.make_error(f"ranks={layout.ranks}", f"be at most {n}, or a multiple of {n}")
+        if layout.world_size > n and layout.world_size % n:
+            raise self.make_error(f"ranks={layout.world_size}", f"be at most {n}, or a multiple of {n}")
         operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
         self.check_allowed(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, layout.ep)
@@ -85,12 +89,12 @@ class Target:
     @property
     def nodes(self) -> int:
         """Number of nodes of the job."""
-        return -(-self.layout.ranks // self.machine.gpus_per_node)
+        return -(-self.layout.world_size // self.machine.gpus_per_node)
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each node."""
-        return min(self.layout.ranks, self.machine.gpus_per_node)
+        return min(self.layout.world_size, self.machine.gpus_per_node)
 
     @property
     def idle_percent(self) -> float:
@@ -117,11 +121,11 @@ class Target:
         Under "interleaved" rank i has parts i, i + p, i + 2p; under "zb-v" i and 2p - 1 - i.
         """
         layout = self.layout
-        placed = layout.parts(self.config)
-        if not placed[0 if layout.schedule == "zb-v" else -1].head:
+        placed = layout.build_stages(self.config)
+        if not placed[0 if layout.schedule == "zb-v" else -1].has_head:
             raise self.make_error(f"stages={layout.stages!r}", "have the head on the last stage")
         chunks = [list(stage.chunks) for stage in placed]
-        sizes = [len(chunks[i].pop(0)) for i in layout.route]
+        sizes = [len(chunks[i].pop(0)) for i in layout.stage_order]
         if 0 in sizes[1:-1]:
             rule = "leave at least one layer for each part between the first and the last"
             raise self.make_error(f"chunks={layout.chunks}", rule)
@@ -149,9 +153,9 @@ class Target:
             half = f"{self.machine.name} has no bf16: the loss has to be scaled"
         zero = (
             "every copy holds all weights, gradients and optimizer states",
-            f"optimizer states are sharded over {layout.shards} ranks, for the same traffic",
-            f"optimizer states and gradients are sharded over {layout.shards} ranks",
-            f"weights, gradients and optimizer states are sharded over {layout.shards} ranks",
+            f"optimizer states are sharded over {layout.zero_degree} ranks, for the same traffic",
+            f"optimizer states and gradients are sharded over {layout.zero_degree} ranks",
+            f"weights, gradients and optimizer states are sharded over {layout.zero_degree} ranks",
         )
         recompute = {
             "none": "activations fit: nothing is recomputed",
@@ -175,7 +179,7 @@ class Target:
 
     def title_lines(self) -> list[str]:
         """Return a description of the file, in two lines."""
-        gpus = f"{self.layout.ranks} × {self.machine.name}"
+        gpus = f"{self.layout.world_size} × {self.machine.name}"
         return [f"Layout: {self.layout}", f"on {gpus}, {self.seq} tokens a sequence"]
 
 

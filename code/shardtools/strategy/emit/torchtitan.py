@@ -101,7 +101,7 @@ def _setting_rows(target: Target) -> list[Row]:
     rows = [
         (True, f"training.seq_len = {target.seq}", "tokens of a sequence"),
         (True, f"training.local_batch_size = {local}", batch_reason),
-        (True, f"training.global_batch_size = {layout.batch}", why["batch"]),
+        (True, f"training.global_batch_size = {layout.global_batch}", why["batch"]),
         (True, 'training.mixed_precision_param = "bfloat16"', why["half"]),
         (True, f"parallelism.data_parallel_replicate_degree = {repeat}", groups),
         (True, f"parallelism.data_parallel_shard_degree = {layout.dp // repeat}", why["zero"]),

@@ -1,7 +1,7 @@
 """Layouts as text: `d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2`.
 
-`str(layout)` has the fields that distinguish layouts of one job. `written` has all fields that are
-not at their default. `read` parses both.
+`str(layout)` has the fields that distinguish layouts of one job. `format_layout` adds all other
+fields that are not at their default. `parse_layout` parses both.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 from shardlab.common.arguments import shorten_repr
 
-from .core import AXES, OFFLOADS, Layout
+from .core import AXES, OFFLOAD_CHOICES, Layout
 from .stages import SCHEDULES, STAGE_RULES
 
-DEGREES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
-EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
+LETTER_FIELDS = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+LAYOUT_EXAMPLE = "d 2 · t 2 · p 2, ZeRO-1, sequence parallelism, m 4 × b 2"
 
 
-def written(layout: Layout) -> str:
-    """Return a text with all fields of a layout, which `read` parses back."""
+def format_layout(layout: Layout) -> str:
+    """Return a text with all fields of a layout, which `parse_layout` parses back."""
     words = [str(layout)]
     if layout.schedule not in ("1f1b", *words[0].replace(",", "").split()):
         words.append(layout.schedule)  # without a pipeline, where the schedule has no effect
@@ -36,21 +36,19 @@ def written(layout: Layout) -> str:
     return ", ".join(words)
 
 
-def read(text: str) -> Layout:
+def parse_layout(text: str) -> Layout:
     """Parse a layout. Raises ValueError for other texts, and names the words that do not parse.
 
     Spaces may be left out, and · may be * or a space: "d2 t2, zero-1".
     """
     fields: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        found = _field(part)
+        found = _parse_phrase(part)
         if not found or found.keys() & fields:
-            said = (
-                f"{shorten_repr(part)} is said twice"
-                if found
-                else f"{shorten_repr(part)} is no part of one"
+            wrong = "repeats a field" if found else "is no field of a layout"
+            raise ValueError(
+                f"layout: {shorten_repr(part)} {wrong}; write it as in {LAYOUT_EXAMPLE!r}"
             )
-            raise ValueError(f"layout: {said}; allowed are words as in {EXAMPLE!r}")
         fields |= found
     chunks = {"zb-v": 2}.get(fields.get("schedule", ""))
     if chunks and fields.get("pp", 1) > 1:
@@ -58,14 +56,14 @@ def read(text: str) -> Layout:
     return Layout(**fields)
 
 
-def _field(part: str) -> dict[str, Any]:
+def _parse_phrase(part: str) -> dict[str, Any]:
     """Return the Layout fields of one phrase; {} if it does not parse."""
     first, _, rest = part.partition(" ")
     if re.fullmatch(r"([dtpce] ?\d{1,18}[ ·*]*)+", part):
         pairs = re.findall(r"([a-z]) ?(\d{1,18})", part)
-        names = [DEGREES[letter] for letter, _ in pairs]
+        names = [LETTER_FIELDS[letter] for letter, _ in pairs]
         once = len(set(names)) == len(names)
-        return {DEGREES[letter]: int(size) for letter, size in pairs} if once else {}
+        return {LETTER_FIELDS[letter]: int(size) for letter, size in pairs} if once else {}
     if match := re.fullmatch(r"zero-([0-3])(?: in (\d{1,18}) groups)?", part.lower()):
         groups = {"replicas": int(match[2])} if match[2] else {}
         return {"zero": int(match[1]), **groups}
@@ -76,7 +74,7 @@ def _field(part: str) -> dict[str, Any]:
         return {"recompute": {"": "full", "attention": "selective"}.get(rest, rest)}
     if first in SCHEDULES and re.fullmatch(r"\d{0,18}", rest):
         return {"schedule": first, **({"chunks": int(rest)} if rest else {})}
-    if rest == "on the host" and first in OFFLOADS:
+    if rest == "on the host" and first in OFFLOAD_CHOICES:
         return {"offload": first}
     if first == "stages" and rest in STAGE_RULES:
         return {"stages": rest}

@@ -2,8 +2,8 @@
 
 The process group is simulated (`ranks.run_with_fake_group`) and so are the tensors: they have
 shapes, dtypes and storage sizes, but no data. Torch's FSDP2 shards torch modules on them, and
-`held`, which counts real bytes, counts theirs. With real ranks and tensors the same step holds the
-same bytes; `tests/test_held.py` compares.
+`track_memory` counts the bytes of their storages. With real ranks and tensors the same step holds
+the same bytes; `tests/test_held.py` compares.
 
 Not included: allocator fragmentation, nccl's buffers, CUDA's own memory, and tensors that
 asynchronous streams hold a moment longer.
@@ -16,22 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import ranks
 from shardlab.common.shapes import Config
 from shardlab.gpt import model as plain
 
-from .storage import held, states
+from .storage import measure_state_bytes, track_memory
 
 
-def pretended_step(
-    config: Config,
-    world_size: int,
-    batch: int = 1,
-    seq: int | None = None,
-    recompute: str = "full",
+def simulate_fsdp_step(
+    config: Config, world_size: int, batch: int = 1, seq: int | None = None, recompute: str = "full"
 ) -> dict[str, int]:
     """Count the bytes that rank 0 of `world_size` would hold in a simulated FSDP2 training step.
 
@@ -45,28 +40,27 @@ def pretended_step(
     Raises ValueError for a world_size below 1.
     """
     seq = config.seq if seq is None else seq
-    return ranks.run_with_fake_group(
-        _step, world_size, config, batch, seq, recompute == "full", timeout=300
-    )
+    step = config, batch, seq, recompute == "full"
+    return ranks.run_with_fake_group(_run_step, world_size, *step, timeout=300)
 
 
-def _step(config: Config, batch: int, seq: int, recompute: bool) -> dict[str, int]:
+def _run_step(config: Config, batch: int, seq: int, recompute: bool) -> dict[str, int]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import _sharding_prop
 
     # DTensor infers shapes with its own fake tensors. Inside another fake mode it would use that
-    # mode, and `held` would count its trial tensors.
+    # mode, and `track_memory` would count its trial tensors.
     if hasattr(_sharding_prop, "detect_fake_mode"):
         _sharding_prop.detect_fake_mode = lambda *_, **__: None
     with torch.device("meta"):
         model = plain.GPT(config)
-    _shard(model)
+    _shard_model(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        return measured_step(model, batch, seq, recompute)
+        return measure_fsdp_step(model, batch, seq, recompute)
 
 
-def _shard(model: plain.GPT) -> None:
+def _shard_model(model: plain.GPT) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -77,32 +71,28 @@ def _shard(model: plain.GPT) -> None:
     fully_shard(model, **settings)
 
 
-def measured_step(model: plain.GPT, batch: int, seq: int, recompute: bool) -> dict[str, int]:
-    """Count the bytes of a training step of an FSDP2-sharded model; see `pretended_step`."""
+def measure_fsdp_step(model: plain.GPT, batch: int, seq: int, recompute: bool) -> dict[str, int]:
+    """Count the bytes of a training step of an FSDP2-sharded model; see `simulate_fsdp_step`."""
     if recompute:
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # foreach=True would copy all shards during the step.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens_BS = torch.zeros(batch, seq, dtype=torch.int64)
-    _train(model, optimizer, tokens_BS)  # the first step creates the optimizer states
+    plain.loss(model(tokens_BS), tokens_BS).backward()
+    optimizer.step()  # the first step creates the optimizer states
     optimizer.zero_grad()
-    with held(model, optimizer, tokens_BS) as bytes_held:
-        before = bytes_held.now
+    with track_memory(model, optimizer, tokens_BS) as tracker:
+        before = tracker.current_bytes
         value = plain.loss(model(tokens_BS), tokens_BS)
-        kept = bytes_held.now - before
+        kept = tracker.current_bytes - before
         value.backward()
-        found = states(model, optimizer)
+        found = measure_state_bytes(model, optimizer)
         optimizer.step()
     return {
         "parameters": found["parameters"],
         "gradients": found["gradients"],
         "optimizer": found["optimizer"] + found["counters"],
         "activations": kept,
-        "peak": bytes_held.peak,
+        "peak": tracker.peak_bytes,
     }
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor) -> None:
-    plain.loss(model(tokens_BS), tokens_BS).backward()
-    optimizer.step()

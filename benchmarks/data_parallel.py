@@ -38,13 +38,13 @@ from side_by_side import (
     Step,
     Times,
     alternately,
-    clock,
     gpu_model,
     moving,
     named,
     one_row,
     options,
     put_out,
+    read_clock,
     say,
     slowest,
     the_group,
@@ -76,9 +76,9 @@ def measure(config: Config, batch: int, slow: bool, rounds: int) -> Times:
         def run() -> float:
             optimizer.zero_grad()
             value = loss(model(tokens_BS), tokens_BS)
-            begin = clock(device)
+            begin = read_clock(device)
             value.backward()
-            seconds = clock(device) - begin
+            seconds = read_clock(device) - begin
             optimizer.step()
             return seconds
 

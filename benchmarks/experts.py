@@ -174,7 +174,7 @@ def sent(config: Config, uneven: bool, tokens: int) -> list[int]:
     found = []
     for name in (OURS, THEIRS):
         step = build(name, config, uneven, dist.group.WORLD, tokens)
-        with count.sent() as seen:
+        with count.record_traffic() as seen:
             step()
         found.append(seen.payload["all_to_all_single"])
     return found

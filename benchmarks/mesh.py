@@ -61,21 +61,21 @@ from shardlab.layout import Layout
 OURS, THEIRS = "ours", "fully_shard × parallelize_module"
 
 
-def built(config: Config) -> GPT:
+def build_model(config: Config) -> GPT:
     torch.manual_seed(0)
     return GPT(config).to(ranks.device())
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
-def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
+def build_ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
     """Return our step, with two ZeRO-3 copies of tensor groups, and the model that it trains."""
-    groups = mesh.join(shape_of(), dist.group.WORLD)
-    job = mesh.Parallel(built(config), groups, shape_of())
-    optimizer = adamw(job)
-    tokens_BS, targets_BS = batch_of(config, batch, dist.get_rank(groups.dp))
+    groups = mesh.create_groups(choose_layout(), dist.group.WORLD)
+    job = mesh.Parallel(build_model(config), groups, choose_layout())
+    optimizer = make_adamw(job)
+    tokens_BS, targets_BS = make_batch(config, batch, dist.get_rank(groups.dp))
 
     def step() -> torch.Tensor:
         value = job.step(tokens_BS, targets_BS)
@@ -86,15 +86,15 @@ def ours(config: Config, batch: int) -> tuple[Step, mesh.Parallel]:
     return step, job
 
 
-def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
+def build_theirs(config: Config, batch: int) -> tuple[Step, GPT]:
     """Return torch's step, on its mesh of two axes, and the model that it trains."""
-    shape = shape_of()
+    shape = choose_layout()
     axes = init_device_mesh(ranks.device().type, (shape.dp, shape.tp), mesh_dim_names=("dp", "tp"))
-    model = by_torch(built(config), axes["tp"])
+    model = by_torch(build_model(config), axes["tp"])
     for part in (*model.blocks, model):
         fully_shard(part, mesh=axes["dp"])
-    optimizer = adamw(model)
-    tokens_BS, targets_BS = batch_of(config, batch, axes["dp"].get_local_rank())
+    optimizer = make_adamw(model)
+    tokens_BS, targets_BS = make_batch(config, batch, axes["dp"].get_local_rank())
 
     def step() -> torch.Tensor:
         with loss_parallel():
@@ -107,26 +107,26 @@ def theirs(config: Config, batch: int) -> tuple[Step, GPT]:
     return step, model
 
 
-def shape_of() -> Layout:
+def choose_layout() -> Layout:
     """Return the layout with two copies of the largest tensor groups that fit."""
     return Layout(dp=2, tp=dist.get_world_size() // 2, zero=3)
 
 
-def batch_of(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(config: Config, batch: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a copy's tokens and targets, [batch, seq] each."""
     generator = torch.Generator().manual_seed(copy)
     found = torch.randint(config.vocab, (2, batch, config.seq), generator=generator)
     return tuple(found.to(ranks.device()))
 
 
-def bare(config: Config, batch: int) -> Step:
+def build_bare(config: Config, batch: int) -> Step:
     """Return a step of compute alone: a rank's share of the model, optimizer on its shards."""
-    shape = shape_of()
+    shape = choose_layout()
     model = shard_of(config, shape.tp)
-    tokens_BS, targets_BS = (x % (config.vocab // shape.tp) for x in batch_of(config, batch, 0))
+    tokens_BS, targets_BS = (x % (config.vocab // shape.tp) for x in make_batch(config, batch, 0))
     parameters = list(model.parameters())
     pieces = [torch.nn.Parameter(p.detach().flatten()[:: shape.dp].clone()) for p in parameters]
-    optimizer = adamw(torch.nn.ParameterList(pieces))
+    optimizer = make_adamw(torch.nn.ParameterList(pieces))
 
     def step() -> None:
         loss(model(tokens_BS), targets_BS).backward()
@@ -138,16 +138,16 @@ def bare(config: Config, batch: int) -> Step:
     return step
 
 
-def messages(config: Config, batch: int) -> Step:
+def build_messages(config: Config, batch: int) -> Step:
     """Return a step that sends a step's messages one after another, without a model."""
-    shape, device = shape_of(), ranks.device()
-    groups = mesh.join(shape, dist.group.WORLD)
+    shape, device = choose_layout(), ranks.device()
+    groups = mesh.create_groups(shape, dist.group.WORLD)
     x_BSH = torch.zeros(batch, config.seq, config.hidden, device=device)
     rows = [torch.zeros(n, batch, config.seq, device=device) for n in (1, 2)]
-    shards = mesh.predict.shared(config, shape, 0)
+    shards = mesh.predict.list_flat_tensors(config, shape, 0)
     other = 1 - dist.get_rank(groups.dp)
-    coming = torch.zeros(max(flat.shard for flat in shards), device=device)
-    flats = [(torch.zeros(flat.padded, device=device), flat.rest) for flat in shards]
+    coming = torch.zeros(max(flat.shard_size for flat in shards), device=device)
+    flats = [(torch.zeros(flat.padded_size, device=device), flat.is_root) for flat in shards]
 
     def step() -> None:
         for _ in range(2 * (1 + 2 * config.layers)):  # forward and backward
@@ -162,19 +162,19 @@ def messages(config: Config, batch: int) -> Step:
     return step
 
 
-def measure(config: Config, batch: int, rounds: int) -> Times:
+def measure_rounds(config: Config, batch: int, rounds: int) -> Times:
     """Return this rank's seconds of `rounds` steps of each contender."""
-    steps = {OURS: ours(config, batch)[0], THEIRS: theirs(config, batch)[0]}
-    steps |= {"compute": bare(config, batch), "wire": messages(config, batch)}
+    steps = {OURS: build_ours(config, batch)[0], THEIRS: build_theirs(config, batch)[0]}
+    steps |= {"compute": build_bare(config, batch), "wire": build_messages(config, batch)}
     return alternately(steps, rounds, ranks.device(), {})
 
 
-def peak_of(config: Config, batch: int, build: Any) -> int:
+def measure_peak(config: Config, batch: int, build: Any) -> int:
     """Return the most bytes that one contender holds on this rank in a step."""
     return peak(lambda: build(config, batch)[0])
 
 
-def cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
+def list_cases(kind: str, size: int, quick: bool) -> list[tuple[str, Config, int, int]]:
     """Return (name, shape, batch of a copy, rounds) of each case on a link."""
     if quick:
         return [("nano", PRESETS["nano"], 1, 1)]
@@ -191,20 +191,24 @@ def main(arguments: list[str] | None = None) -> None:
     for kind in chosen.links:
         on = where(kind)
         for size in (size for size in chosen.ranks if size % 2 == 0):
-            for name, config, batch, rounds in cases(kind, size, chosen.quick):
+            for name, config, batch, rounds in list_cases(kind, size, chosen.quick):
                 config = replace(dividing(config, max(1, size // 2)), tied=False)
                 say(name, kind, f"{size} ranks")
                 held = {
-                    who: max(ranks.run(peak_of, size, config, batch, build, **on))
-                    for who, build in ((OURS, ours), (THEIRS, theirs))
+                    who: max(ranks.run(measure_peak, size, config, batch, build, **on))
+                    for who, build in ((OURS, build_ours), (THEIRS, build_theirs))
                 }
-                results = ranks.run(measure, size, config, batch, rounds * chosen.repeats, **on)
+                results = ranks.run(
+                    measure_rounds, size, config, batch, rounds * chosen.repeats, **on
+                )
 
-                def floor(middle: dict[str, float], size: int = size, kind: str = kind) -> float:
+                def choose_floor(
+                    middle: dict[str, float], size: int = size, kind: str = kind
+                ) -> float:
                     return middle["compute"] + moving(middle, kind, size)
 
                 case = f"{named(name, config)}, {2 * batch * config.seq} tokens"
-                given = case, THEIRS, size, kind, slowest(results), chosen.repeats, floor
+                given = case, THEIRS, size, kind, slowest(results), chosen.repeats, choose_floor
                 rows.append(one_row(*given, (OURS, THEIRS), **peaks_of((OURS, THEIRS), held)))
     put_out(rows, chosen.json)
 

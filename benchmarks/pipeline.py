@@ -49,12 +49,12 @@ import torch
 import torch.distributed as dist
 from side_by_side import (
     Times,
-    clock,
     gpu_model,
     named,
     options,
     put_out,
     ratio,
+    read_clock,
     say,
     slowest,
     the_group,
@@ -143,17 +143,17 @@ class Alone:
             for part, later in zip(self.mine, self.later, strict=True):
                 x, dy, begin = self.around(part, tokens_BS)
                 y = part(x) if part.head is None else loss(part(x), tokens_BS)
-                forward = clock(x.device)
+                forward = read_clock(x.device)
                 torch.autograd.backward(y, dy)
-                backward = clock(x.device)
+                backward = read_clock(x.device)
                 if later is not None:
                     pipeline.deferred.run(later)
                 spent["F"] += forward - begin
                 spent["I"] += backward - forward
-                spent["W"] += clock(x.device) - backward
-        begin = clock(tokens_BS.device)
+                spent["W"] += read_clock(x.device) - backward
+        begin = read_clock(tokens_BS.device)
         self.optimizer.step()
-        return spent | {"optimizer": clock(tokens_BS.device) - begin}
+        return spent | {"optimizer": read_clock(tokens_BS.device) - begin}
 
     @staticmethod
     def around(part: nn.Module, tokens_BS: Tensor) -> tuple[Tensor, Tensor | None, float]:
@@ -163,7 +163,7 @@ class Alone:
         if part.embedding is None:
             x = torch.randn(shape, dtype=dtype, device=tokens_BS.device, requires_grad=True)
         dy = torch.randn(shape, dtype=dtype, device=x.device) if part.head is None else None
-        return x, dy, clock(x.device)
+        return x, dy, read_clock(x.device)
 
 
 def hop_seconds(config: Config, batch: Tensor, microbatches: int, group: Any) -> float:
@@ -174,14 +174,14 @@ def hop_seconds(config: Config, batch: Tensor, microbatches: int, group: Any) ->
     x_BSH = batch.new_zeros(len(batch) // microbatches, config.seq, config.hidden).float()
     for _ in range(10):
         dist.barrier()
-        begin = clock(batch.device)
+        begin = read_clock(batch.device)
         for sender in (0, 1):
             if rank == sender:
                 ranks.isend(x_BSH, 1 - rank, group).wait()
             elif rank == 1 - sender:
                 ranks.irecv(x_BSH, 1 - rank, group).wait()
         if rank == 0:
-            least = min(least, (clock(batch.device) - begin) / 2)
+            least = min(least, (read_clock(batch.device) - begin) / 2)
     seconds = torch.tensor([least])
     dist.broadcast(seconds, 0)
     return seconds.item()
@@ -204,10 +204,10 @@ def alternate(steps: dict[str, Step], rounds: int, times: dict[str, list[Any]]) 
     for number in range(-2 if rounds > 3 else -1, rounds):  # first the rounds to warm up
         for name in order if number % 2 else reversed(order):
             dist.barrier()
-            begin = clock(ranks.device())
+            begin = read_clock(ranks.device())
             told = steps[name]()
             if number >= 0:
-                times[name].append(told or clock(ranks.device()) - begin)
+                times[name].append(told or read_clock(ranks.device()) - begin)
 
 
 def measure(config: Config, sequences: int, microbatches: int, slow: bool, rounds: int) -> Times:

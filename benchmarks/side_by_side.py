@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from shardlab import ranks
 from shardlab.common import show
-from shardlab.gpt.model import Config, parameter_count
+from shardlab.gpt.model import Config, count_parameters
 from shardlab.measure import count, link
-from shardlab.measure.count import clock
+from shardlab.measure.count import read_clock
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # of the emulated slow link: seconds (50 µs), bytes/s (1 Gbit/s)
 WARM_UP = 2  # rounds
@@ -37,7 +37,7 @@ def gpu_model(size: int) -> str:
 
 def the_group(slow: bool) -> dist.ProcessGroup:
     """Return the group of all ranks, on the emulated link if `slow`."""
-    return link.slow(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
+    return link.create_slow_group(LATENCY, BANDWIDTH) if slow else dist.group.WORLD
 
 
 def alternately(
@@ -70,14 +70,14 @@ def turns(
         for name in order if number % 2 else reversed(order):
             step = steps[name]
             dist.barrier()
-            begin = clock(device)
+            begin = read_clock(device)
             if step is None:
                 yield
                 seconds = None
             else:
                 seconds = step()
             if number >= 0:
-                times[name].append(clock(device) - begin)
+                times[name].append(read_clock(device) - begin)
                 if name in told:
                     times[told[name]].append(seconds)
 
@@ -87,7 +87,7 @@ def peak(build: Callable[[], Step]) -> int:
 
     The least of three steps: gloo's threads may hold a message a moment longer than needed.
     """
-    with count.held(device=ranks.device()) as held:
+    with count.track_memory(device=ranks.device()) as held:
         step = build()
         for _ in range(2):
             step()
@@ -96,7 +96,7 @@ def peak(build: Callable[[], Step]) -> int:
             gc.collect()
             held.reset_peak()
             step()
-            peaks.append(held.peak)
+            peaks.append(held.peak_bytes)
         return min(peaks)
 
 
@@ -199,7 +199,7 @@ def where(link: str, timeout: float = 900.0) -> dict[str, Any]:
 
 def named(name: str, config: Config) -> str:
     """Return a model's name with its number of parameters."""
-    return f"{name}, {parameter_count(config) / 1e6:.1f} M parameters"
+    return f"{name}, {count_parameters(config) / 1e6:.1f} M parameters"
 
 
 def counted(text: str) -> int:

@@ -54,7 +54,6 @@ from side_by_side import (
     Step,
     Times,
     alternately,
-    clock,
     gpu_model,
     moving,
     named,
@@ -63,6 +62,7 @@ from side_by_side import (
     peak,
     peaks_of,
     put_out,
+    read_clock,
     say,
     slowest,
     the_group,
@@ -181,12 +181,12 @@ def messages(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) 
     rows = [torch.zeros(n, *tokens_BS.shape, device=tokens_BS.device) for n in (1, 2)]
 
     def step() -> float:
-        begin = clock(tokens_BS.device)
+        begin = read_clock(tokens_BS.device)
         for _ in range(1 + 2 * config.layers):  # after embedding, attention, ffn
             dist.all_reduce(x_BSH, group=group)
         for row in rows:
             dist.all_reduce(row, group=group)
-        forward = clock(tokens_BS.device) - begin
+        forward = read_clock(tokens_BS.device) - begin
         for _ in range(2 * config.layers + 1):
             dist.all_reduce(x_BSH, group=group)
         return forward

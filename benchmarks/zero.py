@@ -45,7 +45,6 @@ from side_by_side import (
     Step,
     Times,
     alternately,
-    clock,
     gpu_model,
     moving,
     named,
@@ -54,6 +53,7 @@ from side_by_side import (
     peak,
     peaks_of,
     put_out,
+    read_clock,
     say,
     slowest,
     the_group,
@@ -156,9 +156,9 @@ def bare(config: Config, group: dist.ProcessGroup, tokens_BS: torch.Tensor) -> S
     def step() -> float:
         loss(plain(tokens_BS), tokens_BS).backward()
         plain.zero_grad()
-        begin = clock(tokens_BS.device)
+        begin = read_clock(tokens_BS.device)
         optimizer.step()
-        return clock(tokens_BS.device) - begin
+        return read_clock(tokens_BS.device) - begin
 
     return step
 

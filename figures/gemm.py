@@ -30,7 +30,7 @@ EMPTY = {"ls": (0, (2, 2)), "alpha": 0.45}
 Holds = Callable[[int, int], Cell]
 
 
-def sheet(
+def draw_sheet(
     axes: Axes,
     x: float,
     y: float,
@@ -58,15 +58,15 @@ def sheet(
         axes.text(*middle, words, ha="center", va="center", fontsize=9)
 
 
-def rows(r: int, _: int) -> Cell:
+def show_rows(r: int, _: int) -> Cell:
     return (r,)
 
 
-def columns(_: int, c: int) -> Cell:
+def show_columns(_: int, c: int) -> Cell:
     return (c,)
 
 
-def nobody(*_: int) -> Cell:
+def show_nothing(*_: int) -> Cell:
     return ()
 
 
@@ -75,9 +75,9 @@ def draw_ways() -> None:
     M, K, width = 1.0, 0.72, 1.15
     whole = "all of it,\non every rank"
     panels = (
-        ("by rows", (N, 1), rows, (1, 1), nobody, (N, 1), rows),
-        ("by columns", (1, 1), nobody, (1, N), columns, (1, N), columns),
-        ("by the inner dimension", (1, N), columns, (N, 1), rows, None, None),
+        ("by rows", (N, 1), show_rows, (1, 1), show_nothing, (N, 1), show_rows),
+        ("by columns", (1, 1), show_nothing, (1, N), show_columns, (1, N), show_columns),
+        ("by the inner dimension", (1, N), show_columns, (N, 1), show_rows, None, None),
     )
     notes = (
         "before: B to all\n(broadcast)\nafter: nothing, or\nC to all (all-gather)",
@@ -90,14 +90,25 @@ def draw_ways() -> None:
         y = 0.92 + number * 1.52
         draw_title(axes, 0.08, y - 0.3, name, ha="left")
         left = 0.3
-        sheet(axes, left, y, K, M, a_cuts, a, "all of it,\non every\nrank" if a is nobody else "")
+        draw_sheet(
+            axes,
+            left,
+            y,
+            K,
+            M,
+            a_cuts,
+            a,
+            "all of it,\non every\nrank" if a is show_nothing else "",
+        )
         left += K + 0.32
         axes.text(left - 0.16, y + M / 2, "@", ha="center", va="center", fontsize=12)
-        sheet(axes, left, y + (M - K) / 2, width, K, b_cuts, b, whole if b is nobody else "")
+        draw_sheet(
+            axes, left, y + (M - K) / 2, width, K, b_cuts, b, whole if b is show_nothing else ""
+        )
         left += width + 0.34
         axes.text(left - 0.17, y + M / 2, "=", ha="center", va="center", fontsize=13)
         if c is not None:
-            sheet(axes, left, y, width, M, c_cuts, c)
+            draw_sheet(axes, left, y, width, M, c_cuts, c)
         else:
             for rank in ALL:
                 at = (left + 0.13 * rank, y + 0.07 * rank - 0.1)
@@ -126,7 +137,7 @@ def draw_story() -> None:
         "all-gather of C",
     )
 
-    def mine(rank: int) -> Holds:
+    def show_own(rank: int) -> Holds:
         return lambda r, _: (r,) if r == rank else ()
 
     for column, head in enumerate(heads):
@@ -135,17 +146,17 @@ def draw_story() -> None:
         for rank in ALL:
             y = top + rank * 0.52
             if column == 0:
-                a = (lambda r, _: (r,)) if rank == 0 else nobody
+                a = (lambda r, _: (r,)) if rank == 0 else show_nothing
             else:
-                a = mine(rank)
+                a = show_own(rank)
             has_b = rank == 0 or column > 0
-            c = {2: mine(rank), 3: rows}.get(column, nobody)
-            sheet(axes, x, y, inner, high, (N, 1), a)
+            c = {2: show_own(rank), 3: show_rows}.get(column, show_nothing)
+            draw_sheet(axes, x, y, inner, high, (N, 1), a)
             b_look = {"fc": "#9a9a9a"} if has_b else {"fill": False}
             place = (x + inner + 0.07, y + (high - inner) / 2)
             edge = {} if has_b else EMPTY
             axes.add_patch(Rectangle(place, wide, inner, ec=INK, lw=0.8, **b_look, **edge))
-            sheet(axes, x + inner + wide + 0.14, y, wide, high, (N, 1), c)
+            draw_sheet(axes, x + inner + wide + 0.14, y, wide, high, (N, 1), c)
             if column == 0:
                 axes.text(x - 0.12, y + high / 2, f"rank {rank}", ha="right", va="center")
         for offset, letter in (
@@ -210,7 +221,7 @@ def draw_summa() -> None:
         draw_title(axes, 0.05, y - 0.38, f"step {step + 1}", ha="left")
         for x, letter in ((0.35, "A"), (1.9, "B")):
             axes.text(x + side / 2, y - 0.14, letter, ha="center", va="center")
-            sheet(axes, x, y, side, side, (2, 2), block)
+            draw_sheet(axes, x, y, side, side, (2, 2), block)
             for other in range(2):
                 color = INK
                 if letter == "A":

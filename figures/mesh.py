@@ -25,7 +25,7 @@ COLORS = show.RANK_COLORS
 SMALL = 9  # points
 
 
-def step() -> Figure:
+def draw_step() -> Figure:
     """What a rank of a 2 × 2 × 2 mesh sends in one step with two micro-batches, along a line of
     time. Along the tensor axis an all-reduce of B S H numbers several times in every layer, in
     forward and in backward. Along the pipeline axis one message of B S H numbers after the stage's
@@ -66,7 +66,7 @@ def _tick(axes, x: float, y: float, wide: float, color: str) -> None:
     axes.add_patch(Rectangle((x - wide / 2, y - 0.13), wide, 0.27, fc=color, ec=INK, lw=0.6))
 
 
-def norm() -> Figure:
+def draw_norm() -> Figure:
     """What counts for the gradient norm, on two stages with two tensor ranks each. Parts of
     matrices are on one rank, and count there. LayerNorms and late biases are whole on both tensor
     ranks, and count on the first. The tied embedding is on both stages, and counts on the first.
@@ -103,9 +103,9 @@ def norm() -> Figure:
 
 
 def main() -> None:
-    for draw in (step, norm):
+    for name, draw in (("step", draw_step), ("norm", draw_norm)):
         alt = " ".join(draw.__doc__.split())
-        show.save_svg(draw(), HERE / f"mesh_{draw.__name__}.svg", alt)
+        show.save_svg(draw(), HERE / f"mesh_{name}.svg", alt)
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def held_over_a_step(units: str) -> tuple[Trace, int]:
     step()
     states = sum(zero.predicted_states(sharded).values())
     dist.barrier()
-    with count.held(sharded, optimizer, trace=True) as held:
+    with count.track_memory(sharded, optimizer, trace=True) as held:
         step()
     assert held.trace is not None
     begin = held.trace[0][0]

@@ -134,7 +134,7 @@ def on_two(group: Any) -> Table:
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     pipe = distribute(GPT(PLAIN), PAIR, group)
     return {
-        "rows=3, columns=2: 6 ranks": lambda: gemm.create_grid(group, 3, 2),
+        "rows=3, columns=2: must multiply to 2": lambda: gemm.create_grid(group, 3, 2),
         "heads=3: allowed on 2": lambda: tp.parallelize(
             GPT(replace(PLAIN, heads=3, hidden=36, ffn=48)), group
         ),

@@ -190,7 +190,7 @@ def create_grid(
     """
     rank, size = check_group(group)
     if rows * columns != size:
-        raise ValueError(f"rows={rows}, columns={columns}: the product must be {size}, the ranks")
+        raise ValueError(f"rows={rows}, columns={columns}: must multiply to {size}, the ranks")
     row, column = divmod(rank, columns)
     members = dist.get_process_group_ranks(group)
     along = members[row * columns : (row + 1) * columns], members[column::columns]

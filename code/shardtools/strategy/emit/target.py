@@ -53,7 +53,9 @@ class Target:
         layout, n = self.layout, self.machine.gpus_per_node
         check_tensor_degree(self.config, layout.tp, copies=self.engine == "megatron")
         if layout.world_size > n and layout.world_size % n:
-            raise self.make_error(f"ranks={layout.world_size}", f"be at most {n}, or a multiple of {n}")
+            raise self.make_error(
+                f"ranks={layout.world_size}", f"be at most {n}, or a multiple of {n}"
+            )
         operators = PROFILES[self.engine].recompute_operators if self.engine in PROFILES else ()
         self.check_allowed(recompute=["none", "selective", "full", *operators])
         check_expert_degree(self.config, layout.ep)

@@ -79,8 +79,9 @@ def check_list(kind: type, **values: Sequence[object]) -> None:
     for name, each in values.items():
         valid = isinstance(each, Sequence) and each
         if not valid or not all(isinstance(value, kind) for value in each):
-            wanted = f"must be a non-empty list of {kind.__name__} objects"
-            raise ValueError(f"{name}={shorten_repr(each)}: {wanted}")
+            raise ValueError(
+                f"{name}={shorten_repr(each)}: must be a list of {kind.__name__} objects"
+            )
 
 
 def drop_none(**values: Any) -> dict[str, Any]:

@@ -92,9 +92,7 @@ class Config:
         check_one_of(("layer", "rms"), norm=self.norm)
         check_integer(0, MAX_LAYERS, experts=self.experts)
         if self.head is None and self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden}: must be a multiple of 2 * heads ({2 * self.heads})"
-            )
+            raise ValueError(f"hidden={self.hidden}: must be a multiple of {2 * self.heads}")
         if self.heads % self.key_value_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         self._check_attention()

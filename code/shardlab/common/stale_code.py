@@ -33,8 +33,8 @@ def warn_stale_modules() -> None:
         now = int(stat.st_mtime), stat.st_size
         spec = module.__spec__
         if name not in _import_stats or _import_stats[name][0] is not spec:  # new or reloaded
-            changed = stat.st_mtime > _START_TIME
-            _import_stats[name] = spec, _get_import_stat(module, now) if changed else now
+            is_new = stat.st_mtime > _START_TIME
+            _import_stats[name] = spec, _get_import_stat(module, now) if is_new else now
         if now != _import_stats[name][1]:
             _warned_paths.add(path)
             words = "has changed since it was imported: restart the kernel to run the new code"

@@ -41,7 +41,9 @@ from shardlab.common.show.timing import measure_slowdown
 
 from . import launch, root_cause, stacks, torchrun, worker
 from .checks import check_group, check_model, check_same, check_same_once, check_trainable
+from .launch import RankProcess
 from .p2p import P2PWork, exchange, irecv, isend
+from .root_cause import RankOutcome
 from .torchrun import register_cleanup
 
 __all__ = [
@@ -165,8 +167,8 @@ def run(
     if world_size <= launched and not own_processes:
         backend, device = choose_backend(world_size, device)
         reports = torchrun.run_on_processes(fn, args, world_size, backend, device, limit)
-        if any(report is None or report.failed for report in reports):
-            outcomes = [root_cause.RankOutcome(rank, report) for rank, report in enumerate(reports)]
+        if any(report is None or report.has_failed for report in reports):
+            outcomes = [RankOutcome(rank, report) for rank, report in enumerate(reports)]
             expired = limit if None in reports else None
             raise RankError(*reversed(root_cause.explain_failure(outcomes, expired)))
         return [_load_result(report) for report in reports]
@@ -234,15 +236,14 @@ def _run_processes(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     method: str,
-    extensible: bool,
+    scaled: bool,
     show: bool,
 ) -> list[Any]:
-    """Start the ranks, wait for them and stop them; return their results in rank order."""
     processes, caller_pipe = launch.start_processes(job, fn, args, method)
     patience = 0.0
     try:
-        expired = _wait_for_reports(processes, job.timeout, extensible)
-        failed = any(p.report is None or p.report.failed for p in processes)
+        expired = _wait_for_reports(processes, job.timeout, scaled)
+        failed = any(p.report is None or p.report.has_failed for p in processes)
         outcomes = _collect_outcomes(job, processes) if failed else []
         patience = 0.0 if failed else 0.5
     finally:
@@ -256,9 +257,7 @@ def _run_processes(
     return [_load_result(p.report) for p in processes]
 
 
-def _check_arguments(
-    fn: Any, world_size: Any, args: tuple[Any, ...], timeout: Any, method: Any
-) -> None:
+def _check_arguments(fn: Any, world_size: Any, args: Any, timeout: Any, method: Any) -> None:
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: must be a function, which run calls as fn(*args)")
     if worker.current_job is not None:
@@ -270,23 +269,20 @@ def _check_arguments(
         inspect.signature(fn).bind(*args)
     except TypeError as error:
         name = getattr(fn, "__name__", repr(fn))
-        expected = inspect.signature(fn)
-        raise TypeError(
-            f"{name}{expected} cannot be called with the {len(args)} given arguments: {error}"
-        ) from None
+        call = f"{name}{inspect.signature(fn)}"
+        message = f"{call} cannot be called with the {len(args)} given arguments: {error}"
+        raise TypeError(message) from None
     except ValueError:
         pass  # a built-in without a signature: the call itself will fail
 
 
-def _wait_for_reports(
-    processes: list[launch.RankProcess], timeout: float, extensible: bool
-) -> float | None:
+def _wait_for_reports(processes: list[RankProcess], timeout: float, scaled: bool) -> float | None:
     """Wait for all reports or a failure (None), or until a limit expires (its seconds).
 
-    extensible: at the end of `timeout`, extend it on a slow machine, as for the start.
+    scaled: at the end of `timeout`, scale it on a slow machine, as for the start.
     """
-    phases = ("has_joined", worker.START_TIMEOUT, True), ("report", timeout, extensible)
-    for event, limit, extend in phases:
+    start = "has_joined", worker.START_TIMEOUT, True
+    for event, limit, extend in (start, ("report", timeout, scaled)):
         deadline = time.monotonic() + limit
         while not all(getattr(p, event) for p in processes):
             left = deadline - time.monotonic()
@@ -302,13 +298,13 @@ def _wait_for_reports(
     return None
 
 
-def _poll_for_failure(processes: list[launch.RankProcess], seconds: float) -> bool:
+def _poll_for_failure(processes: list[RankProcess], seconds: float) -> bool:
     """Receive messages for at most `seconds`; return True if a rank has failed or died."""
     pending = [p for p in processes if p.report is None]
     ready = connection.wait([p.status for p in pending], seconds)
     silent = [p for p in pending if not _receive_message(p, ready)]
     dead = [p for p in silent if p.get_exit_code() is not None]
-    failures = [p.report for p in processes if p.report and p.report.failed]
+    failures = [p.report for p in processes if p.report and p.report.has_failed]
     if not dead and not failures:
         return False
     # A root cause may be reported after its consequences: wait a moment for it.
@@ -322,7 +318,7 @@ def _poll_for_failure(processes: list[launch.RankProcess], seconds: float) -> bo
     return True
 
 
-def _receive_message(process: launch.RankProcess, ready: list[Any]) -> bool:
+def _receive_message(process: RankProcess, ready: list[Any]) -> bool:
     """Receive that `process` has joined its group, or its report; False if nothing has come."""
     if process.status not in ready:
         return False
@@ -333,9 +329,7 @@ def _receive_message(process: launch.RankProcess, ready: list[Any]) -> bool:
     return True
 
 
-def _collect_outcomes(
-    job: worker.Job, processes: list[launch.RankProcess]
-) -> list[root_cause.RankOutcome]:
+def _collect_outcomes(job: worker.Job, processes: list[RankProcess]) -> list[RankOutcome]:
     """Request the stacks of the ranks that still run, and collect the evidence of all ranks."""
     codes = {p.rank: p.get_exit_code() for p in processes}  # before this module stops any process
     running = [p for p in processes if p.report is None and codes[p.rank] is None]

@@ -48,12 +48,12 @@ class RankOutcome:
     @property
     def has_returned(self) -> bool:
         """True if the rank's function returned."""
-        return self.report is not None and not self.report.failed
+        return self.report is not None and not self.report.has_failed
 
     @property
     def has_raised(self) -> bool:
         """True if the rank reported an exception or a result that cannot be sent."""
-        return self.report is not None and self.report.failed
+        return self.report is not None and self.report.has_failed
 
     @property
     def has_died(self) -> bool:
@@ -159,7 +159,6 @@ def explain_failure(outcomes: list[RankOutcome], timeout: float | None) -> tuple
 
 
 def _explain_root_causes(outcomes: list[RankOutcome]) -> tuple[list[int], str]:
-    """Return ranks and message for ranks that failed by themselves, and name the stopped ones."""
     causes = [o for o in outcomes if o.is_root_cause]
     texts = [_describe_root_cause(o, len(outcomes)) for o in causes]
     rest = [o.rank for o in outcomes if not o.is_root_cause and not o.has_returned]
@@ -196,12 +195,13 @@ def _explain_mismatch(
         where = _format_frame(call.frame)
         texts.append(f"{format_ranks(ranks)} called {call.name}({arguments}) at {where}")
     head = f"mismatched collectives: at collective number {index + 1} of a group, "
-    rule = "All ranks of a group must call the same collectives in the same order, with equal types"
-    return groups[0], head + ",\nwhile ".join(texts) + f".\n{rule} and sizes."
+    rule = (
+        "All ranks of a group must call the same collectives, in the same order, types and sizes."
+    )
+    return groups[0], head + ",\nwhile ".join(texts) + f".\n{rule}"
 
 
 def _is_waiting(outcome: RankOutcome, outcomes: list[RankOutcome]) -> bool:
-    """Return True if the rank waits for another rank."""
     if outcome.find_blocking_call() or (outcome.has_raised and not outcome.is_root_cause):
         return True
     if not outcome.uses_nccl or outcome.has_returned or outcome.has_died:
@@ -222,9 +222,8 @@ def _describe_absence(outcome: RankOutcome, world_size: int, within: str) -> str
 def _group_by_location(outcomes: list[RankOutcome]) -> list[tuple[str, list[RankOutcome]]]:
     groups: dict[tuple[str, str], list[RankOutcome]] = {}
     for outcome in outcomes:
-        last = "a collective"
-        if outcome.uses_nccl and outcome.entered_calls:
-            last = outcome.entered_calls[-1].name
+        entered = outcome.entered_calls if outcome.uses_nccl else []
+        last = entered[-1].name if entered else "a collective"
         key = outcome.find_blocking_call() or last, outcome.describe_location()
         groups.setdefault(key, []).append(outcome)
     return [(name, group) for (name, _), group in groups.items()]

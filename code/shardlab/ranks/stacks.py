@@ -1,8 +1,7 @@
 """The stack of a rank's main thread, from faulthandler's dump of all threads.
 
 While the main thread waits for a backward, the hooks run in autograd's thread on a GPU, so that
-thread's stack is put in front. Helper threads, such as the one that reads the caller
-pipe, are ignored.
+thread's stack is put in front. Helper threads are ignored.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ _LIBRARY_PATHS = tuple(
 )
 _COURSE_PATHS = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in PACKAGES)
 
-_THREAD_HEADER = re.compile(
-    r"^(?:Current thread|Thread|Stack) .*\(most recent call first\):$", re.MULTILINE
-)
+_THREAD_HEADER = re.compile(r"(?m)^(?:Current thread|Thread|Stack) .*\(most recent call first\):$")
 _FRAME_LINE = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -53,10 +50,8 @@ def drop_library_frames(frames: list[Any]) -> list[Any]:
 
 
 def drop_course_frames(frames: list[Any]) -> list[Any]:
-    """Return the frames of the user's code."""
-    return [
-        frame for frame in drop_library_frames(frames) if not frame[0].startswith(_COURSE_PATHS)
-    ]
+    """Return the frames outside of the course's packages."""
+    return [frame for frame in frames if not frame[0].startswith(_COURSE_PATHS)]
 
 
 def parse_dump(text: str) -> Stack:

@@ -36,14 +36,13 @@ from . import launch, worker
 _ARRIVAL_TIMEOUT = 300.0  # seconds for all processes to reach their first run
 _GRACE = 5.0  # seconds for the other ranks to report once a rank has failed
 _NO_TIMEOUT = timedelta(days=365)
-_CHUNK_BYTES = 2**22  # bytes; the launcher's store takes no value of more than 8 MiB
+_CHUNK_BYTES = 2**22  # the launcher's store takes no value of more than 8 MiB
 _FAILED_KEY = "failed"  # key in the store: a rank of this run has failed
 
 _run_numbers = count()  # numbers of the runs, equal in all processes
 
-# Children of torchrun's processes inherit the environment, but torchrun does not know them. So this
-# variable names the process that owns the environment, and the rendezvous address, because a
-# launcher that is started by such a process gives its own processes another address.
+# Children of torchrun's processes inherit the environment, so this variable names the process that
+# owns it, with the rendezvous address: a nested launcher gives its processes another address.
 _OWNER_VARIABLE = "SHARDLAB_TORCHRUN_PROCESS"
 
 
@@ -128,11 +127,7 @@ def _count_arrival(store: dist.Store, event: str, total: int) -> None:
         store.set(f"all {event}", b"")
 
 
-# Values of any size in torch's store.
-
-
 def _set_bytes(store: dist.Store, key: str, data: bytes) -> None:
-    """Set `key` to `data`, in chunks."""
     chunks = [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)]
     for number, chunk in enumerate(chunks):
         store.set(f"{key}/{number}", chunk)
@@ -145,7 +140,6 @@ def _get_bytes(store: dist.Store, key: str) -> bytes:
 
 
 def _delete_bytes(store: dist.Store, key: str) -> None:
-    """Free the memory of the value of `key` that `_set_bytes` has set."""
     for number in range(int(store.get(key))):
         store.delete_key(f"{key}/{number}")
 
@@ -234,7 +228,7 @@ def _check_on_process_0(
 
     Under nccl, process 0 cannot return from a collective that this rank does not enter.
     """
-    is_cause = report.failed and not report.is_peer_failure
+    is_cause = report.has_failed and not report.is_peer_failure
     patience = _GRACE if is_cause and job.uses_nccl else job.timeout + 2 * _GRACE
     try:
         store.wait(["received"], timedelta(seconds=patience if is_cause else patience + _GRACE))
@@ -264,7 +258,7 @@ def _run_and_report(store: dist.Store, job: worker.Job, rank: int) -> worker.Rep
     """Run one job as `rank`, and put its report into the store."""
     report = _execute_job(store, job, rank)
     _set_bytes(store, f"report{rank}", pickle.dumps(report))
-    if report.failed:
+    if report.has_failed:
         store.set(_FAILED_KEY, b"")
     _count_arrival(store, "reported", job.world_size)
     return report

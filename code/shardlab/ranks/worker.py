@@ -76,7 +76,7 @@ class Report:
     is_peer_failure: bool = False  # True: the error is the consequence of a peer's failure
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """True if the rank raised, or its result cannot be sent."""
         return self.error != ""
 
@@ -200,7 +200,7 @@ def _join_group(rank: int, job: Job) -> None:
 
 
 def make_report(value: Any) -> Report:
-    """Return the report of a result: of an error if the result cannot be sent."""
+    """Return the report of a result, or of an error if the result cannot be sent."""
     buffer = io.BytesIO()
     try:
         import cloudpickle
@@ -217,10 +217,8 @@ def make_error_report(error: BaseException) -> Report:
     summary = traceback.extract_tb(error.__traceback__)
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in summary]
     text = _format_error(error)
-    is_peer_failure = isinstance(error, RuntimeError) and any(
-        part in text.lower() for part in PEER_FAILURE_TEXTS
-    )
-    return Report(error=text, frames=frames, is_peer_failure=is_peer_failure)
+    is_peer = isinstance(error, RuntimeError) and any(t in text.lower() for t in PEER_FAILURE_TEXTS)
+    return Report(error=text, frames=frames, is_peer_failure=is_peer)
 
 
 def _format_error(error: BaseException) -> str:

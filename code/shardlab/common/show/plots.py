@@ -66,12 +66,8 @@ def plot_bytes_held(runs: Sequence[tuple[str, Trace, Sequence[float], int, int]]
             ("gradients", (second + last) // 2),
         ):
             if sizes[at] - states[1] > 0.08 * top:  # high enough for the label
-                style = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 9,
-                    "color": pick_text_color(ACTIVATIONS),
-                }
+                style = {"ha": "center", "va": "center", "fontsize": 9}
+                style["color"] = pick_text_color(ACTIVATIONS)
                 axes.text(at, (sizes[at] + states[1]) / 2, name, **style)
         start = 0
         for name, stop in zip(PHASES, ends, strict=True):
